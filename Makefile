@@ -1,0 +1,48 @@
+# One environment, made once per change of what it holds: make install is the step that demo and test share.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BENCH := .venv-bench
+
+.PHONY: install demo test test-slow lint types wheel bench clean
+
+install: $(VENV)/.installed
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,examples]'
+	touch $@
+
+demo: install
+	$(BIN)/python examples/digits.py
+
+test: install
+	$(BIN)/python -m pytest -n 2 -m 'not slow'
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow --timeout 3600
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Type checkers do not follow an editable install's import hook, so the types are checked on an installed wheel.
+types: wheel
+	rm -rf build/typed && $(PYTHON) -m venv --system-site-packages build/typed
+	$(BIN)/python -m pip install --quiet --no-deps --target build/typed/site dist/*.whl
+	cd build/typed/site && MYPYPATH= ../../../$(BIN)/mypy --config-file ../../../pyproject.toml --cache-dir ../../../.mypy_cache -p treadle
+
+wheel: install
+	rm -rf build/lib build/bdist* dist
+	$(BIN)/python -m build --wheel --outdir dist .
+
+bench: $(BENCH)/.installed
+	$(BENCH)/bin/python benchmarks/overhead.py
+$(BENCH)/.installed: pyproject.toml constraints.txt
+	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install --quiet --upgrade pip
+	$(BENCH)/bin/python -m pip install --quiet --constraint constraints.txt --editable . lightning accelerate
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(BENCH) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

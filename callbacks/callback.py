@@ -1,0 +1,176 @@
+"""What happens around the loop: the base class of every callback, and the one list of hooks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..trainer import TaskModule, Trainer
+
+
+class Callback:
+    """Override the hooks you need; the others cost nothing.
+
+    Order: callbacks in the order given, then the task's own hook of the same name, then the callbacks with
+    ``after_task`` (those that act on what the others logged: early stopping, then checkpoints). The same on every rank.
+
+    Attributes:
+        after_task: run after the task's hook; 0 for no, and higher numbers later.
+    """
+
+    after_task: int = 0
+
+    @property
+    def state_key(self) -> str:
+        """The name this callback's state is saved under; two callbacks of one class need two names."""
+        return type(self).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save in a checkpoint: plain data and tensors."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """A stage (``fit``, ``validate``, ``test``, ``predict``) begins."""
+
+    def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """A stage is over, by success or failure."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Model and optimizers are in place."""
+
+    def on_fit_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Training is over."""
+
+    def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
+        """Something raised, on this process at least. No collectives here: the others may not come."""
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The few validation batches before training begin."""
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The few validation batches before training are over."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The first epoch is about to begin."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The last epoch is over."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """An epoch begins."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """An epoch is over, its validation and its schedulers too."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
+        """A micro-batch is on the device."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """A micro-batch is done; after its group's last one, the optimizer has stepped."""
+
+    def on_before_backward(self, trainer: Trainer, pl_module: TaskModule, loss: Any) -> None:
+        """The loss is known, its gradient not yet."""
+
+    def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Gradients of this micro-batch are added."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
+        """The group's gradient is complete and unscaled, but not clipped."""
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
+        """The optimizer has stepped; its gradients are about to be dropped."""
+
+    def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """An optimizer step is wholly over: validated if due, schedulers stepped. The place to save from."""
+
+    # -- evaluation ----------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Validation begins."""
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Validation is over, its values are in ``trainer.callback_metrics``."""
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The validation loaders are about to be run through."""
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The validation loaders have been run through; the last place to log a value of this validation."""
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """A validation batch is on the device."""
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """A validation batch is done."""
+
+    def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Testing begins."""
+
+    def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Testing is over."""
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The test loaders are about to be run through."""
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The test loaders have been run through."""
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """A test batch is on the device."""
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """A test batch is done."""
+
+    def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Prediction begins."""
+
+    def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Prediction is over."""
+
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The predict loaders are about to be run through."""
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The predict loaders have been run through."""
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """A predict batch is on the device."""
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """A predict batch is done."""
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint is being made; add plain data or tensors under names of your own."""
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint is being restored; take back what `on_save_checkpoint` added."""
+
+
+HOOKS: tuple[str, ...] = tuple(
+    name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")
+)

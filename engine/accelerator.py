@@ -1,0 +1,524 @@
+"""One process's share of a training run: devices, precision, accumulation, exchange, checkpoints.
+
+The Trainer owns one and uses only its public calls; a hand-written loop uses the same ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ..strategies import Precision, Strategy, World, nearest, resolve_strategy
+from ..strategies.world import Devices
+from . import exchange, snapshot
+from .agreement import Agreement
+from .loader import Cursor, Loader
+from .move import mover
+from .optimizer import PreparedOptimizer, PreparedScheduler
+from .random_state import RandomStream, random_state
+
+_NOTHING = nullcontext()
+
+
+class Accelerator:
+    """Everything distributed, every precision and every checkpoint, for a loop of your own.
+
+    Args:
+        strategy: a name (``"auto"``, ``"single"``, ``"ddp"``, a registered one) or a `Strategy`.
+        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"mps"``.
+        devices: processes on this machine, see `World.from_env`; ``"auto"`` is what the launcher started, else one.
+        num_nodes: machines.
+        mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"``, or any of `Precision`'s names.
+        gradient_accumulation_steps: micro-batches per optimizer step.
+        cpu: same as ``accelerator="cpu"``.
+        device_placement: whether prepared loaders move their batches to the device.
+
+    Raises:
+        TypeError: for an argument that does not exist, with the nearest one that does.
+        ValueError: for a value that can not be honoured here.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: str | Strategy = "auto",
+        accelerator: str = "auto",
+        devices: Devices = "auto",
+        num_nodes: int = 1,
+        mixed_precision: Any = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        device_placement: bool = True,
+        spread: bool = False,
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            name = next(iter(unknown))
+            valid = [*(type(self).__init__.__kwdefaults__ or {})]
+            raise TypeError(f"Accelerator() has no argument {name!r}.{nearest(name, valid)}")
+        self.precision = Precision.parse(mixed_precision)
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.device_placement = device_placement
+        self.world = World.from_env("cpu" if cpu else accelerator, devices, num_nodes, spread=spread)
+        self.strategy = resolve_strategy(strategy, self.world)
+        self.strategy.attach(self.world, self.precision)
+        self.scaler = torch.amp.GradScaler(self.device.type) if self.precision.scaled else None
+        self.cursor = Cursor()
+        self.agreement = Agreement(self.world, self.strategy)
+        self.sync_gradients = True
+        self.unfinished = False
+        self.optimizer_step_was_skipped = False
+        self.always_agree = False
+        self._count = 0
+        self._weight: float | Tensor | None = None
+        self._unscaled: set[int] = set()
+        self._trigger = False
+        self.models: list[nn.Module] = []
+        self.optimizers: list[PreparedOptimizer] = []
+        self.schedulers: list[Any] = []
+        self.loaders: list[Loader] = []
+        self.registered: dict[str, Any] = {}
+        self.stream: RandomStream | None = None
+
+    # -- who and where -------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.world.device
+
+    @property
+    def num_processes(self) -> int:
+        """Processes in all."""
+        return self.world.size
+
+    @property
+    def process_index(self) -> int:
+        """This process's rank."""
+        return self.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This process's rank on its machine."""
+        return self.world.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank zero."""
+        return self.world.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.world.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self.world.rank == self.world.size - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.world.size > 1
+
+    @property
+    def mixed_precision(self) -> str:
+        """The autocast format in Accelerate's words: ``"no"``, ``"bf16"`` or ``"fp16"``."""
+        return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.precision.compute, "no")  # type: ignore
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step; may be changed between steps."""
+        return self._accumulate
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"gradient_accumulation_steps={value!r} must be a whole number of at least 1.")
+        self._accumulate = value
+
+    # -- preparing -----------------------------------------------------------------------------------------------
+
+    def prepare(self, *objects: Any) -> Any:
+        """Make models, optimizers, schedulers and loaders ready for this process; returns them in the same order.
+
+        Raises:
+            TypeError: for an object of any other kind.
+        """
+        prepared = tuple(self._prepare_one(value) for value in objects)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepare_one(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return self.prepare_model(value)
+        if isinstance(value, Optimizer):
+            return self.prepare_optimizer(value)
+        if isinstance(value, DataLoader | Loader):
+            return self.prepare_data_loader(value)
+        if hasattr(value, "step") and hasattr(value, "state_dict"):
+            return self.prepare_scheduler(value)
+        raise TypeError(
+            f"prepare takes models, optimizers, schedulers and DataLoaders, not {type(value).__name__}. "
+            "An iterable of batches goes through prepare_data_loader."
+        )
+
+    def prepare_model(self, model: nn.Module, *, step: str | None = None, evaluation_mode: bool = False) -> nn.Module:
+        """Place and wrap one model.
+
+        Args:
+            model: the user's module.
+            evaluation_mode: place it only; it will not be trained.
+            step: the method whose returned loss is trained on, where it is not ``forward``; run it by `method`.
+        """
+        if any(self.unwrap_model(known) is self.unwrap_model(model) for known in self.models):
+            return next(m for m in self.models if self.unwrap_model(m) is self.unwrap_model(model))
+        if evaluation_mode:
+            self.strategy.place(model)
+            wrapped = model
+        else:
+            wrapped = self.strategy.wrap(model, step)
+        self.models.append(wrapped)
+        return wrapped
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        """Make an optimizer act at the end of each group of micro-batches."""
+        if isinstance(optimizer, PreparedOptimizer):
+            return optimizer
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.ndim:
+                    state[name] = value.to(self.device)
+        prepared = PreparedOptimizer(optimizer, self)
+        self.optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Make a scheduler advance once per optimizer step that really happened."""
+        if isinstance(scheduler, PreparedScheduler):
+            return scheduler
+        prepared = PreparedScheduler(scheduler, self)
+        self.schedulers.append(prepared)
+        return prepared
+
+    def prepare_data_loader(
+        self,
+        loader: Iterable[Any],
+        *,
+        shard: bool = True,
+        evaluation: bool = False,
+        move: Callable[[Any], Any] | None = None,
+    ) -> Loader:
+        """Share a loader out over the processes.
+
+        Args:
+            loader: a ``DataLoader`` or any iterable of batches.
+            shard: False leaves each process with all that its own loader yields.
+            evaluation: no accumulation groups, and every process takes part in every batch.
+            move: what to apply to each batch in place of the move to the device.
+        """
+        if isinstance(loader, Loader):
+            return loader
+        if self.stream is None:
+            self.start_order()
+        assert self.stream is not None
+        if move is None and self.device_placement:
+            move = mover(self.device, self.precision)
+        prepared = Loader(
+            loader,
+            world=self.world,
+            cursor=self.cursor,
+            stream=self.stream,
+            accumulate=lambda: self._accumulate,
+            shard=shard,
+            evaluation=evaluation,
+            move=move,
+        )
+        self.loaders.append(prepared)
+        return prepared
+
+    def start_order(self) -> None:
+        """Take the random state that data order is drawn from: rank zero's, as it is now.
+
+        Happens when the first loader is prepared; call it for a new run with the same Accelerator.
+        """
+        self.stream = RandomStream(self.world.broadcast(random_state()))
+
+    def method(self, model: nn.Module, name: str) -> Callable[..., Any]:
+        """Return method ``name`` of a prepared model, run so that its gradients are synchronised."""
+        return self.strategy.method(model, name)
+
+    def local_method(self, model: nn.Module, name: str) -> Callable[..., Any]:
+        """Return method ``name`` of a prepared model in the run's precision, without exchange, for evaluation."""
+        return self.strategy.local_method(model, name)
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """Return the user's own module."""
+        return self.strategy.unwrap(model)
+
+    # -- one optimizer step --------------------------------------------------------------------------------------
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
+        """The context of one micro-batch: gradients are reduced, and the optimizer steps, at its group's last one."""
+        micro = self.cursor.micro
+        if micro is not None:
+            last = micro.last
+        else:  # batches from elsewhere: every k-th ends a group
+            self._count += 1
+            last = self._count >= self._accumulate
+            self._count = 0 if last else self._count
+        self.sync_gradients = last
+        if self.strategy.delays_sync:
+            for model in models:
+                self.strategy.set_gradient_sync(model, last)
+        return _NOTHING
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A context in which gradients stay on their process."""
+        return self.strategy.no_sync(model)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The run's precision for computations outside a prepared model."""
+        return self.precision.context(self.device) or _NOTHING
+
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, **kwargs: Any) -> None:
+        """Add this micro-batch's share of the gradient.
+
+        Give the plain mean loss: it is weighed by the samples the loader put into the micro-batch, so that the step's
+        gradient is the mean over all samples of the group, on all processes.
+
+        Args:
+            loss: 0-d tensor.
+            weight: what the loss is a mean over, where that is not samples (tokens): then the step's gradient is the
+                mean over all of these. Give it in every micro-batch of a group, or in none.
+            kwargs: for ``Tensor.backward``.
+        """
+        micro = self.cursor.micro
+        if weight is not None:
+            if micro is not None and not micro.samples:
+                weight = 0.0
+            self._weight = weight if self._weight is None else self._weight + weight
+            self.unfinished = True
+            loss = loss * weight
+        elif self._weight is not None:
+            raise ValueError("this group's earlier micro-batches reported a weight, this one does not.")
+        else:
+            scale = 1.0 / self._accumulate if micro is None else micro.scale
+            if scale != 1.0:
+                loss = loss * scale
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        if self.sync_gradients and (self.always_agree or self.unfinished):
+            self.agreement.vote(self._weight)
+        loss.backward(**kwargs)
+
+    def finish_gradients(self) -> None:
+        """Divide the group's gradients by the weights that all processes reported. Happens by itself when needed."""
+        if not self.unfinished:
+            return
+        total = self.agreement.count()
+        self._divide(total)
+
+    def agree(self) -> Agreement:
+        """Read what all processes agreed on in the backward that has just run. For loops with ``always_agree``."""
+        total = self.agreement.count()
+        if self.unfinished:
+            self._divide(total)
+        return self.agreement
+
+    def _divide(self, total: Tensor | None) -> None:
+        weight = self._weight if total is None else total
+        assert weight is not None
+        self._weight, self.unfinished = None, False
+        factor = self.world.size / torch.as_tensor(weight, device=self.device, dtype=torch.float32)
+        gradients = [
+            p.grad for model in self.models for p in self.unwrap_model(model).parameters() if p.grad is not None
+        ]
+        torch._foreach_mul_(gradients, factor)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """At the end of a group: clip the gradients' total norm in place.
+
+        Returns:
+            The norm before clipping (0-d tensor); None inside a group, where there is nothing to clip yet.
+        """
+        if not self.sync_gradients:
+            return None
+        self._ready_to_clip()
+        return self.strategy.clip_grad_norm_(_list(parameters), max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """At the end of a group: clamp every gradient element to ``[-clip_value, clip_value]`` in place."""
+        if self.sync_gradients:
+            self._ready_to_clip()
+            self.strategy.clip_grad_value_(_list(parameters), clip_value)
+
+    def _ready_to_clip(self) -> None:
+        self.finish_gradients()
+        self.unscale_gradients()
+
+    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """With float16: divide the loss scale out of the gradients, of one optimizer or of all."""
+        if self.scaler is None:
+            return
+        chosen = self.optimizers if optimizer is None else [optimizer]
+        for each in chosen:
+            inner = each.optimizer if isinstance(each, PreparedOptimizer) else each
+            if id(inner) not in self._unscaled:
+                self.scaler.unscale_(inner)
+                self._unscaled.add(id(inner))
+
+    def scaled_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """With float16: step unless a gradient overflowed, then adapt the scale. Sets ``optimizer_step_was_skipped``."""
+        assert self.scaler is not None
+        before = self.scaler.get_scale()
+        result = self.scaler.step(optimizer, closure) if closure is not None else self.scaler.step(optimizer)
+        self.scaler.update()
+        self._unscaled.discard(id(optimizer))
+        self.optimizer_step_was_skipped = self.scaler.get_scale() < before
+        return result
+
+    # -- exchange ------------------------------------------------------------------------------------------------
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here."""
+        self.world.barrier()
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate every process's tensors along dimension 0, on every process; see `exchange.gather`."""
+        return exchange.gather(tensor, self.world)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather what was computed from the current batch, each sample of the dataset once, in its order.
+
+        Args:
+            input_data: tensors of any row count (samples, tokens) or 0-d, nested as you like; or other objects.
+            use_gather_object: treat the value as objects even if it holds tensors.
+
+        Returns:
+            Tensors concatenated along dimension 0; objects as one list.
+        """
+        micro = self.cursor.micro
+        stand_in = micro is not None and not micro.samples
+        if use_gather_object or not exchange.holds_tensor(input_data):
+            return exchange.gather_objects([] if stand_in else input_data, self.world)
+        if stand_in:
+            input_data = exchange.no_rows(input_data)
+        return exchange.gather(input_data, self.world)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Combine tensors over the processes: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``."""
+        return exchange.reduce(tensor, self.world, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad tensors along ``dim`` to the longest of any process, with ``pad_index``."""
+        return exchange.pad_across_processes(tensor, self.world, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Raise a flag that `check_trigger` shows on every process."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process has raised the flag since the last check. All processes must ask."""
+        raised, self._trigger = self.world.any(self._trigger), False
+        return raised
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on rank zero."""
+        if self.is_main_process:
+            print(*args, **kwargs)
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: run on rank zero; None elsewhere."""
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if self.is_main_process else None
+
+        return run
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Rank zero runs the block before the others do, who go on even if it raises."""
+        if not self.is_main_process:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            if self.is_main_process:
+                self.wait_for_everyone()
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
+        """Add objects with ``state_dict``/``load_state_dict`` to every checkpoint, by name or by order."""
+        for number, value in enumerate(objects, start=len(self.registered)):
+            named[f"{type(value).__name__}_{number}"] = value
+        for name, value in named.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise TypeError(f"{name} ({type(value).__name__}) needs state_dict and load_state_dict to be saved.")
+            self.registered[name] = value
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str],
+        *,
+        info: dict[str, Any] | None = None,
+        parts: dict[str, Any] | None = None,
+        weights_only: bool = False,
+    ) -> Path:
+        """Save everything prepared or registered, and every process's random state. Call it on all processes.
+
+        Args:
+            output_dir: the checkpoint, a directory that is put in place in one move once it is complete.
+            info: numbers and names for its manifest (``step``, ``epoch``, ...).
+            parts: further states to keep in files of their own, by name.
+            weights_only: the models and ``parts`` only.
+        """
+        return snapshot.save(self, Path(output_dir), info or {}, parts or {}, weights_only)
+
+    def load_state(
+        self, input_dir: str | os.PathLike[str], *, models: bool = True, state: bool = True
+    ) -> dict[str, Any]:
+        """Restore what `save_state` saved; returns its ``info``. Call it on all processes.
+
+        Args:
+            input_dir: a checkpoint.
+            models: restore the models.
+            state: restore everything else.
+        """
+        return snapshot.load(self, Path(input_dir), models=models, state=state)
+
+    def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """The state of the user's own module, under its own names."""
+        return self.unwrap_model(model).state_dict()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget everything prepared; returns a None for each object given, to rebind their names."""
+        for known in (self.models, self.optimizers, self.schedulers, self.loaders):
+            known.clear()  # type: ignore[attr-defined]
+        self.registered.clear()
+        self.cursor.micro = None
+        self._count, self._weight, self.unfinished = 0, None, False
+        self.stream = None
+        self.agreement.reset()
+        return [None for _ in objects]
+
+    def end_training(self) -> None:
+        """Wait for everyone at the end of a run."""
+        self.wait_for_everyone()
+
+
+def _list(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -1,0 +1,106 @@
+"""What one process alone knows, and all must decide on together at each optimizer step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..strategies import Strategy, World
+
+_WEIGHT, _STOP, _TAINT = 0, 1, 2
+
+
+class Agreement:
+    """Sums each process's votes beside the gradients, without a collective of its own.
+
+    A world of one answers at once. On accelerators the answer is read one step later, so that nothing waits for the
+    device; ``immediate`` asks for it in the same step all the same.
+
+    Attributes:
+        stop_vote: this process wants to stop; set it at any time.
+        stop: some process wanted to stop, and every process knows it now.
+        finite: the losses of the step were finite on every process.
+    """
+
+    def __init__(self, world: World, strategy: Strategy, immediate: bool = False) -> None:
+        self.stop_vote = False
+        self.stop = False
+        self.finite = True
+        self.own_finite = True
+        self.watch_finite = True
+        self.alone = world.size == 1
+        self.immediate = immediate or world.device.type == "cpu"
+        self._device = world.device
+        self._strategy = strategy
+        self._taint: Tensor | None = None
+        self._own_taint: Tensor | None = None
+        self._pending: tuple[Tensor, Tensor, torch.cuda.Event | None] | None = None
+
+    def watch(self, loss: Tensor) -> None:
+        """Take note of one micro-batch's loss."""
+        if not self.watch_finite:
+            return
+        if self.alone and self.immediate:
+            if not math.isfinite(loss.item()):
+                self.own_finite = self.finite = False
+            return
+        taint = loss.detach().float() * 0.0  # 0 for a finite loss, NaN for any other: no host read
+        self._taint = taint if self._taint is None else self._taint + taint
+
+    def vote(self, weight: float | Tensor | None) -> None:
+        """Cast this process's votes; called before the last backward of a step."""
+        if self.alone and self.immediate:
+            return
+        votes = torch.zeros(4, device=self._device)
+        if weight is not None:
+            votes[_WEIGHT] = weight
+        if self.stop_vote:
+            votes[_STOP] = 1.0
+        if self._taint is not None:
+            votes[_TAINT] = self._taint
+        self._own_taint, self._taint = self._taint, None
+        self._strategy.start_agreement(votes)
+
+    def count(self) -> Tensor | None:
+        """Read the votes after that backward; returns the summed weight (on the device), or None in a world of one."""
+        if self.alone and self.immediate:
+            self.stop = self.stop_vote
+            return None
+        summed = self._strategy.agreement()
+        taint = self._own_taint if self._own_taint is not None else summed.new_zeros(())
+        packed = torch.cat((summed, taint.reshape(1)))
+        if self.immediate:
+            self._read(packed)
+        else:
+            self._read_later(packed)
+        return summed[_WEIGHT]
+
+    def _read(self, packed: Tensor) -> None:
+        values = packed.tolist()
+        self.stop = values[_STOP] > 0
+        self.finite = not math.isnan(values[_TAINT])
+        self.own_finite = not math.isnan(values[-1])
+
+    def _read_later(self, packed: Tensor) -> None:
+        if self._pending is not None:
+            _, host, event = self._pending
+            if event is not None:
+                event.synchronize()
+            self._read(host)
+        event = None
+        if packed.is_cuda:
+            host = torch.empty(packed.shape, pin_memory=True)
+            host.copy_(packed, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        else:
+            host = packed
+        self._pending = (packed, host, event)
+
+    def reset(self) -> None:
+        """Forget the votes of the run before."""
+        self.stop_vote = self.stop = False
+        self.finite = self.own_finite = True
+        self._taint = self._pending = None

@@ -1,0 +1,348 @@
+"""Logged values: taken as they come, reduced over steps and processes in bulk.
+
+`Metrics.log` appends; it never waits for the device and never talks to another process. Every ``log_every_n_steps``,
+and when an epoch ends, everything is packed into one vector, exchanged once and read once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..strategies import World, nearest
+
+_REDUCTIONS = ("mean", "sum", "min", "max")
+_FOLD = 64  # 0-d tensors kept before they are summed: stacking them at once costs less than adding each
+
+
+class Entry:
+    """One logged name: how it is reduced, and what has come in so far."""
+
+    __slots__ = (
+        "last",
+        "last_weight",
+        "logger",
+        "metric",
+        "name",
+        "on_epoch",
+        "on_step",
+        "prog_bar",
+        "reduction",
+        "spec",
+        "total",
+        "total_weight",
+        "values",
+        "weights",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        spec: tuple[Any, ...],
+        *,
+        on_step: bool,
+        on_epoch: bool,
+        reduction: str,
+        prog_bar: bool,
+        logger: bool,
+    ) -> None:
+        self.name = name
+        self.spec = spec
+        self.on_step = on_step
+        self.on_epoch = on_epoch
+        self.reduction = reduction
+        self.prog_bar = prog_bar
+        self.logger = logger
+        self.metric: Any = None
+        self.last: Any = None
+        self.last_weight: float = 0.0
+        self.values: list[Any] = []
+        self.weights: list[float] = []
+        self.total: Any = None
+        self.total_weight = 0.0
+
+    def fold(self) -> None:
+        """Sum up what was appended."""
+        kept = [(v, w) for v, w in zip(self.values, self.weights, strict=True) if w]
+        self.values.clear()
+        self.weights.clear()
+        if not kept:
+            return
+        values = stack([value for value, _ in kept])
+        weights = torch.tensor([w for _, w in kept], dtype=values.dtype, device=values.device)
+        if self.reduction == "mean":
+            folded = (values * weights).sum()
+        else:
+            folded = getattr(values, {"sum": "sum", "min": "amin", "max": "amax"}[self.reduction])()
+        self.total = folded if self.total is None else _COMBINE[self.reduction](self.total, folded)
+        self.total_weight += sum(w for _, w in kept)
+
+    def epoch_pair(self) -> tuple[Any, float]:
+        """(total, weight) of the epoch so far."""
+        self.fold()
+        return (0.0, 0.0) if self.total is None else (self.total, self.total_weight)
+
+    def step_pair(self) -> tuple[Any, float]:
+        """(value, weight) of the latest step, in the form of `epoch_pair`."""
+        if self.last is None or not self.last_weight:
+            return 0.0, 0.0
+        value = self.last * self.last_weight if self.reduction == "mean" else self.last
+        return value, self.last_weight
+
+    def label(self, form: str) -> str:
+        """The name under which the ``"step"`` or ``"epoch"`` value is shown."""
+        return f"{self.name}_{form}" if self.on_step and self.on_epoch else self.name
+
+
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "mean": lambda a, b: a + b,
+    "sum": lambda a, b: a + b,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+def stack(values: list[Any]) -> Tensor:
+    """0-d tensors and numbers as one vector of float64 (float32 on MPS, which has no other)."""
+    device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if not any(isinstance(v, Tensor) for v in values):
+        return torch.tensor(values, dtype=dtype)
+    return torch.stack(
+        [
+            v.detach().reshape(()).to(device=device, dtype=dtype)
+            if isinstance(v, Tensor)
+            else torch.tensor(v, dtype=dtype, device=device)
+            for v in values
+        ]
+    )
+
+
+class Metrics:
+    """Everything that is logged in one stage.
+
+    Args:
+        training: decides the defaults: steps of training log the step's value, everything else the epoch's mean.
+
+    Attributes:
+        weight: samples of the batch that is being worked on; a value weighs that much in its epoch mean.
+        suffix: added to names while several evaluation loaders are worked through.
+    """
+
+    def __init__(self, training: bool) -> None:
+        self.training = training
+        self.weight: float = 1.0
+        self.suffix = ""
+        self._in_step: dict[str, Entry] = {}
+        self._in_epoch: dict[str, Entry] = {}
+        self._entries = self._in_step
+        self._restored: dict[str, tuple[float, float]] = {}
+
+    def between_batches(self, yes: bool) -> None:
+        """Say whether the hooks that run now belong to the epoch rather than to a batch."""
+        self._entries = self._in_epoch if yes else self._in_step
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All entries, in the order they were first logged."""
+        return [*self._in_step.values(), *self._in_epoch.values()]
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool,
+        logger: bool | None,
+        on_step: bool | None,
+        on_epoch: bool | None,
+        reduce_fx: Any,
+        batch_size: float | None,
+        add_suffix: bool = True,
+    ) -> None:
+        """Take one value; see ``TaskModule.log``."""
+        if self.suffix and add_suffix:
+            name += self.suffix
+        entry = self._entries.get(name)
+        spec = (prog_bar, logger, on_step, on_epoch, reduce_fx)
+        if entry is None or entry.spec != spec:
+            entry = self._register(name, value, spec)
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                value = value.detach()
+            if value.ndim:
+                value = _one_number(name, value)
+        elif entry.metric is not None:
+            entry.metric = value
+            value = getattr(value, "_forward_cache", None)
+        elif value.__class__ is not float and value.__class__ is not int:
+            value = _one_number(name, value)
+        weight = self.weight if batch_size is None else batch_size
+        entry.last = value
+        entry.last_weight = weight
+        if entry.on_epoch and entry.metric is None:
+            entry.values.append(value)
+            entry.weights.append(weight)
+            if len(entry.values) >= _FOLD:
+                entry.fold()
+
+    def _register(self, name: str, value: Any, spec: tuple[Any, ...]) -> Entry:
+        if name in self._entries:
+            raise ValueError(
+                f"{name!r} was logged twice in one stage with different arguments; give one of them another name."
+            )
+        if not isinstance(name, str):
+            raise TypeError(f"self.log takes a name and a value; the name {name!r} is a {type(name).__name__}.")
+        prog_bar, logger, on_step, on_epoch, reduce_fx = spec
+        per_step = self.training and self._entries is self._in_step
+        reduction = getattr(reduce_fx, "__name__", reduce_fx)
+        reduction = {"amin": "min", "amax": "max"}.get(reduction, reduction)
+        if reduction not in _REDUCTIONS:
+            raise ValueError(
+                f"reduce_fx={reduce_fx!r} of {name!r} is not one of {', '.join(_REDUCTIONS)}."
+                f"{nearest(str(reduction), _REDUCTIONS)} Anything else is a torchmetrics.Metric's business."
+            )
+        on_step = per_step if on_step is None else on_step
+        on_epoch = not per_step if on_epoch is None else on_epoch
+        if self._entries is self._in_epoch and on_step:
+            raise ValueError(f"{name!r} is logged between batches, where there is no step: leave on_step out.")
+        entry = Entry(
+            name,
+            spec,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduction=reduction,
+            prog_bar=prog_bar,
+            logger=logger is not False,
+        )
+        if hasattr(value, "compute") and hasattr(value, "reset"):
+            entry.metric = value
+        if name in self._restored:
+            entry.total, entry.total_weight = self._restored.pop(name)
+        self._entries[name] = entry
+        return entry
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def step_values(self, world: World) -> list[tuple[Entry, float]]:
+        """The latest step's values over all processes; one exchange. All processes must ask."""
+        entries = [entry for entry in self._in_step.values() if entry.on_step and entry.last is not None]
+        return self._reduced(entries, [entry.step_pair() for entry in entries], world)
+
+    def epoch_values(self, world: World) -> list[tuple[Entry, float]]:
+        """The values of the epoch over all batches and processes; one exchange. All processes must ask."""
+        entries = [entry for entry in self.entries if entry.on_epoch]
+        plain = [entry for entry in entries if entry.metric is None]
+        values = dict(self._reduced(plain, [entry.epoch_pair() for entry in plain], world))
+        for entry in entries:
+            if entry.metric is not None:  # exchanges its own state
+                values[entry] = float(entry.metric.compute())
+        return [(entry, values[entry]) for entry in entries if entry in values]
+
+    def local_values(self) -> dict[str, float]:
+        """This process's latest values of what the progress bar shows. Reads the device."""
+        return {
+            entry.label("step"): float(entry.last)
+            for entry in self._in_step.values()
+            if entry.prog_bar and entry.on_step and entry.last is not None
+        }
+
+    def latest(self) -> dict[str, Any]:
+        """This process's latest step values, still on the device."""
+        return {
+            entry.label("step"): entry.last
+            for entry in self._in_step.values()
+            if entry.on_step and entry.last is not None
+        }
+
+    def reset(self) -> None:
+        """Forget everything: another epoch begins."""
+        for entry in self.entries:
+            if entry.metric is not None and entry.on_epoch:
+                entry.metric.reset()
+        self._in_step.clear()
+        self._in_epoch.clear()
+        self._entries = self._in_step
+
+    @staticmethod
+    def _reduced(entries: list[Entry], pairs: list[tuple[Any, float]], world: World) -> list[tuple[Entry, float]]:
+        if world.size > 1:
+            _same_names([entry.name for entry in entries], world)
+        if not entries:
+            return []
+        packed = stack([value for value, _ in pairs] + [weight for _, weight in pairs])
+        if world.size > 1:
+            packed = packed.to(world.device)
+        parts = [part.tolist() for part in world.all_gather(packed)]
+        count = len(entries)
+        results = []
+        for index, entry in enumerate(entries):
+            known = [(part[index], part[count + index]) for part in parts if part[count + index]]
+            if not known:
+                continue
+            if entry.reduction == "mean":
+                value = sum(v for v, _ in known) / sum(w for _, w in known)
+            else:
+                value = {"sum": sum, "min": min, "max": max}[entry.reduction]([v for v, _ in known])  # type: ignore
+            results.append((entry, value))
+        return results
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self, world: World) -> dict[str, tuple[float, float]]:
+        """The epoch's sums so far, over all processes. All processes must ask."""
+        plain = [entry for entry in self._in_step.values() if entry.on_epoch and entry.metric is None]
+        pairs = [entry.epoch_pair() for entry in plain]
+        every = world.gather_objects(
+            [(e.name, e.reduction, float(v), w) for e, (v, w) in zip(plain, pairs, strict=True)]
+        )
+        state: dict[str, tuple[float, float]] = {}
+        for name, reduction, value, weight in (item for part in every for item in part if item[3]):
+            if name in state:
+                known = state[name]
+                combined = _COMBINE[reduction](torch.tensor(known[0]).double(), torch.tensor(value).double())
+                state[name] = float(combined), known[1] + weight
+            else:
+                state[name] = value, weight
+        return state
+
+    def load_state_dict(self, state: dict[str, tuple[float, float]], world: World) -> None:
+        """Go on from sums that `state_dict` returned."""
+        self._restored = dict(state) if world.is_main else {}
+
+
+def _one_number(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if value.numel() == 1:
+            return value.reshape(())
+        raise ValueError(
+            f"self.log({name!r}) takes one number, but the tensor has shape {tuple(value.shape)}: log its mean, or "
+            "another reduction of it."
+        )
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"self.log({name!r}) takes a number, a tensor with one element or a torchmetrics.Metric, not "
+            f"{type(value).__name__}: {value!r}."
+        ) from None
+
+
+def _same_names(names: list[str], world: World) -> None:
+    """Raise on every process if they log different names; vectors of different length would hang or mix them up."""
+    digest = hashlib.sha256("\0".join(names).encode()).digest()
+    mark = torch.tensor([int.from_bytes(digest[:7], "little")], dtype=torch.int64, device=world.device)
+    if len({int(part) for part in world.all_gather(mark)}) == 1:
+        return
+    every = world.gather_objects(names)
+    common = set.intersection(*(set(part) for part in every))
+    odd = [
+        f"rank {rank} alone: {', '.join(sorted(set(part) - common)) or '(nothing)'}" for rank, part in enumerate(every)
+    ]
+    raise ValueError(
+        "the processes logged different names, or in a different order, so they can not be reduced; log the same "
+        f"names on every rank. {'; '.join(odd)}"
+    )

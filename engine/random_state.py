@@ -1,0 +1,116 @@
+"""The random state of a process, and the stream that data order is drawn from."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+State = dict[str, Any]
+
+
+def random_state() -> State:
+    """The state of every generator a step may draw from: Python's, NumPy's, torch's, and each CUDA device's."""
+    state: State = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: State) -> None:
+    """Put back what `random_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        count = min(len(state["cuda"]), torch.cuda.device_count())
+        for device in range(count):
+            torch.cuda.set_rng_state(state["cuda"][device], device)
+
+
+@contextmanager
+def isolated_random_state() -> Iterator[None]:
+    """Whatever is drawn inside leaves no trace outside."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(before)
+
+
+class RandomStream:
+    """A copy of the process's random state that only data order is drawn from.
+
+    Taken when the run starts, so the first epoch's shuffle is the one of a plain PyTorch loop; kept apart from the
+    process's own state, so dropout or logging can not change the order; taken from rank zero, so every process draws
+    the same.
+
+    Args:
+        state: what `random_state` returned.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state: State = {name: state[name] for name in ("python", "numpy", "torch")}
+        self._depth = 0
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Inside, the process's generators are this stream's. May be entered again from within."""
+        self._depth += 1
+        if self._depth > 1:
+            try:
+                yield
+            finally:
+                self._depth -= 1
+            return
+        before = random_state()
+        set_random_state(self.state)
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            now = random_state()
+            self.state = {name: now[name] for name in self.state}
+            set_random_state(before)
+
+    def seed(self) -> int:
+        """A 63-bit number that follows from the state without drawing from it."""
+        digest = hashlib.sha256(self.state["torch"].numpy().tobytes()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+
+def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
+    """Seed Python's, NumPy's and torch's generators (all devices).
+
+    Args:
+        seed: from 0 to 2**32 - 1. None reads ``PL_GLOBAL_SEED``, which Lightning's users set, else takes 0.
+        workers: accepted for Lightning's signature; loader workers are always seeded, sample by sample.
+        verbose: accepted for Lightning's signature; nothing is printed.
+
+    Returns:
+        The seed.
+
+    Raises:
+        ValueError: if the seed is no whole number in that range.
+    """
+    if seed is None:
+        text = os.environ.get("PL_GLOBAL_SEED", "0")
+        if not text.isdigit():
+            raise ValueError(f"PL_GLOBAL_SEED={text!r} is not a whole number from 0 to 2**32 - 1.")
+        seed = int(text)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2**32 - 1.")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed

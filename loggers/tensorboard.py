@@ -1,0 +1,212 @@
+"""Metrics, hyperparameters and the model's graph for TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .logger import (
+    DirectoryLogger,
+    Params,
+    as_mapping,
+    as_metrics,
+    as_number,
+    plain,
+    process_rank,
+    rank_zero_experiment,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+WRITER_OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
+
+
+class TensorBoardLogger(DirectoryLogger):
+    """Writes event files for TensorBoard, and ``hparams.yaml``, into ``save_dir/name/version_N``.
+
+    Look at them with ``tensorboard --logdir save_dir``.
+
+    Args:
+        save_dir: Local directory above all experiments.
+        name: Directory of the experiment below it. None or ``""``: none. Default: ``"treadle_logs"``.
+        version: A number N for ``version_N``, or a directory name used as it is. Default: the next free number.
+        log_graph: Whether `log_graph` records the model's graph. Default: False.
+        default_hp_metric: Whether `log_hyperparams` without metrics records ``hp_metric`` = -1, so that
+            TensorBoard lists the run among its hyperparameters. Default: True.
+        prefix: Put before every metric's name, as ``prefix-name``. Default: nothing.
+        sub_dir: Directory below ``version_N`` for the files. Default: none.
+        **kwargs: For ``torch.utils.tensorboard.SummaryWriter``: ``max_queue`` (events), ``flush_secs`` (seconds),
+            ``filename_suffix``, ``purge_step``, ``comment``.
+
+    Raises:
+        TypeError: An argument has the wrong type, or ``kwargs`` holds a name that is not listed.
+        ValueError: ``version`` is negative, or ``save_dir`` is a URL.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = "treadle_logs",
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        for option in kwargs:
+            if option not in WRITER_OPTIONS:
+                raise TypeError(f"{option}={kwargs[option]!r} is no argument: SummaryWriter takes {WRITER_OPTIONS}")
+        self._sub_dir = None if sub_dir is None else os.path.expandvars(os.path.expanduser(os.fspath(sub_dir)))
+        self._log_graph = log_graph
+        self._default_hp_metric = default_hp_metric
+        self._writer_options = kwargs
+
+    @property
+    def log_dir(self) -> str | None:
+        """Directory of the files of this version. None on ranks other than 0 until the version was assigned."""
+        directory = super().log_dir
+        return os.path.join(directory, self._sub_dir) if directory is not None and self._sub_dir else directory
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The ``SummaryWriter``, opened at the first read."""
+        if self._experiment is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            directory = str(self.log_dir)
+            os.makedirs(directory, exist_ok=True)
+            self._experiment = SummaryWriter(directory, **self._writer_options)
+            # It hides what an earlier job wrote. A writer opened again would hide what this one wrote.
+            self._writer_options.pop("purge_step", None)
+        return self._experiment
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Record numbers as scalars.
+
+        Args:
+            metrics: Value by name: a number, a tensor of one element, or a dict of them, which shares one chart.
+            step: Optimizer step the values belong to. Default: one more than the highest so far.
+
+        Raises:
+            TypeError: A value is not a number, or the step is not an integer.
+            ValueError: A value is more than one number, or the step is negative.
+        """
+        numbers = as_metrics(metrics, self._prefix)
+        step = self.next_step(step)
+        writer = self.experiment
+        for name, value in numbers.items():
+            if isinstance(value, dict):
+                writer.add_scalars(name, value, step)
+            else:
+                writer.add_scalar(name, value, step)
+
+    def log_hyperparams(
+        self, params: Params, metrics: dict[str, Any] | float | None = None, step: int | None = None
+    ) -> None:
+        """Record hyperparameters for TensorBoard's HPARAMS page, in this run's own directory, and in ``hparams.yaml``.
+
+        Args:
+            params: Settings by name: a dict, a namespace or a dataclass. Nested names are joined by ``/``.
+            metrics: Starting values of the metrics by which runs are compared; a number stands for ``hp_metric``.
+                Log under the same names later. Default: ``hp_metric`` = -1, or none if ``default_hp_metric`` is False.
+            step: Optimizer step of these values. Default: 0.
+
+        Raises:
+            TypeError: ``params`` has no names, or a metric is not a number.
+        """
+        if metrics is None:
+            metrics = {"hp_metric": -1} if self._default_hp_metric else {}
+        elif not isinstance(metrics, Mapping):
+            metrics = {"hp_metric": as_number("hp_metric", metrics)}
+        tags = as_metrics(metrics, self._prefix)
+        flat = dict(_flatten(plain(as_mapping(params))))
+        self.save_hyperparams(params)
+        if process_rank() != 0:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        if metrics:
+            self.log_metrics(metrics, 0 if step is None else step)
+        # SummaryWriter.add_hparams would put them into a run of their own, away from the metrics. The writer's
+        # `file_writer` is None after a user closed it; this method opens it again, as all its add_* methods do.
+        file_writer = self.experiment._get_file_writer()
+        for summary in hparams(flat, tags):
+            file_writer.add_summary(summary)
+
+    def log_graph(self, model: torch.nn.Module, input: Any = None) -> None:
+        """Record the model's graph if the logger was built with ``log_graph=True``; once, and never at a run's cost.
+
+        A model that cannot be traced gives a warning. Random state and the modules' modes are as before.
+
+        Args:
+            model: The module, not wrapped for distributed training.
+            input: What its ``forward`` is called with. Default: the module's ``example_input_array``.
+        """
+        if not self._log_graph or process_rank() != 0:
+            return
+        self._log_graph = False
+        if input is None:
+            input = getattr(model, "example_input_array", None)
+        if input is None:
+            warnings.warn(
+                "log_graph=True, but there is no input to trace the model with: set `example_input_array` on the "
+                "model, or pass log_graph=False",
+                stacklevel=2,
+            )
+            return
+        try:
+            with _untouched(model):
+                self.experiment.add_graph(model, input)
+        except Exception as error:
+            warnings.warn(
+                f"the model's graph is not recorded, tracing {type(model).__name__} failed: {error}. "
+                "Pass log_graph=False if it cannot be traced",
+                stacklevel=2,
+            )
+
+    def save(self) -> None:
+        """Write out the events that wait in memory."""
+        if self._experiment is not None:
+            self._experiment.flush()
+
+    def finalize(self, status: str) -> None:
+        """Write out all events and close the file. A later `log_metrics` opens a further one in the same directory."""
+        if self._experiment is not None:
+            self._experiment.flush()
+            self._experiment.close()
+            self._experiment = None
+
+
+def _flatten(params: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    """Give name and value of each setting, nested names joined by ``/``, what TensorBoard has no type for as str."""
+    for key, value in params.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{key}/")
+        else:
+            yield prefix + key, value if isinstance(value, bool | int | float | str) else str(value)
+
+
+@contextlib.contextmanager
+def _untouched(model: torch.nn.Module) -> Iterator[None]:
+    """Put random state and each module's mode back after tracing.
+
+    Tracing runs ``forward``, and torch (seen in 2.13) then gives every submodule the mode of the outermost one, which
+    would wake frozen layers.
+    """
+    import torch
+
+    modes = {module: module.training for module in model.modules()}
+    devices = {parameter.device.index for parameter in model.parameters() if parameter.is_cuda}
+    try:
+        with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,59 @@
+"""How Treadle speaks: one logger, words on rank zero, nothing else printed."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import sys
+from collections.abc import Iterable
+from typing import TextIO
+
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to whatever ``sys.stderr`` is at that moment, so notebooks and tests that replace it see the words."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+logger = logging.getLogger("treadle")
+if not logger.handlers:
+    # As for any library that speaks to a person at a terminal; `logging.getLogger("treadle").setLevel(...)` quiets it.
+    logger.addHandler(_StandardError())
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+@rank_zero_only
+def announce(text: str) -> None:
+    """Say ``text`` once, on rank zero, through the ``treadle`` logger."""
+    logger.info(text)
+
+
+def warn(text: str) -> None:
+    """Warn once per place, on rank zero."""
+    rank_zero_warn(text, stacklevel=5)
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the valid name closest to ``name``, or nothing."""
+    close = difflib.get_close_matches(str(name).lower(), list(valid), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def choose(what: str, value: object, valid: Iterable[str]) -> str:
+    """Return ``value`` when it is one of ``valid``; otherwise raise the error that every flag with names gives.
+
+    Raises:
+        ValueError: names the flag, the value, the valid names and the nearest one.
+    """
+    names = list(valid)
+    if isinstance(value, str) and value in names:
+        return value
+    raise ValueError(f"{what}={value!r} is not one of {', '.join(names)}.{nearest(str(value), names)}")

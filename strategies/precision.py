@@ -1,0 +1,99 @@
+"""In which number format a run stores and computes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from .messages import nearest
+
+# Lightning's names, then the short forms both peers accept.
+_ALIASES: dict[Any, str] = {
+    None: "32-true",
+    "no": "32-true",
+    32: "32-true",
+    "32": "32-true",
+    64: "64-true",
+    "64": "64-true",
+    16: "16-mixed",
+    "16": "16-mixed",
+    "fp16": "16-mixed",
+    "bf16": "bf16-mixed",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """How numbers are kept and computed.
+
+    Args:
+        name: one of ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true``, ``64-true``.
+        storage: dtype of floating-point parameters and inputs, or None to leave them as the user made them.
+        compute: dtype that autocast computes in, or None for no autocast.
+        scaled: whether the loss is scaled against underflow of float16 gradients.
+    """
+
+    name: str
+    storage: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    scaled: bool = False
+
+    @classmethod
+    def parse(cls, value: Any) -> Precision:
+        """Return the precision called ``value``.
+
+        Raises:
+            ValueError: for an unknown name, with the nearest valid one.
+        """
+        if isinstance(value, Precision):
+            return value
+        known = value is None or isinstance(value, int | str)
+        name = _ALIASES.get(value, value) if known else value
+        if not known or name not in _PRECISIONS:
+            names = [*_PRECISIONS, *(alias for alias in _ALIASES if isinstance(alias, str))]
+            raise ValueError(f"precision={value!r} is not one of {', '.join(_PRECISIONS)}.{nearest(str(value), names)}")
+        return _PRECISIONS[name]
+
+    def context(self, device: torch.device) -> AbstractContextManager[Any] | None:
+        """A reusable context to run the model in on ``device``, or None where there is nothing to set."""
+        if self.compute is not None:
+            return torch.autocast(device.type, dtype=self.compute)
+        return None if self.storage is None else _DefaultDtype(self.storage)
+
+    def cast(self, batch: Any) -> Any:
+        """Return ``batch`` with its floating-point tensors in the storage format."""
+        if self.storage is None:
+            return batch
+        return apply_to_collection(batch, torch.Tensor, lambda t: t.to(self.storage) if t.is_floating_point() else t)
+
+
+class _DefaultDtype:
+    """Tensors that a step creates get the storage format, as its parameters have."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.before: list[torch.dtype] = []
+
+    def __enter__(self) -> None:
+        self.before.append(torch.get_default_dtype())
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_dtype(self.before.pop())
+
+
+_PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision(name="32-true"),
+        Precision(name="bf16-mixed", compute=torch.bfloat16),
+        Precision(name="16-mixed", compute=torch.float16, scaled=True),
+        Precision(name="bf16-true", storage=torch.bfloat16),
+        Precision(name="16-true", storage=torch.float16),
+        Precision(name="64-true", storage=torch.float64),
+    )
+}

@@ -1,0 +1,58 @@
+"""Strategies by name. A name is resolved here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+from .ddp import DDP, unused_parameters_allowed
+from .messages import choose
+from .strategy import SingleDevice, Strategy
+from .world import World
+
+_FACTORIES: dict[str, Callable[[], Strategy]] = {
+    "single": SingleDevice,
+    "single_device": SingleDevice,
+    "ddp": DDP,
+    "ddp_find_unused_parameters_true": unused_parameters_allowed(True),
+    "ddp_find_unused_parameters_false": unused_parameters_allowed(False),
+}
+_ENTRY_POINTS = "treadle.strategies"
+
+
+def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
+    """Make ``strategy=name`` build ``factory()``.
+
+    A package can do the same without being imported, by an entry point in the group ``treadle.strategies``.
+
+    Raises:
+        ValueError: if the name is taken.
+    """
+    if name in strategy_names():
+        raise ValueError(f"a strategy named {name!r} is already registered; choose another name.")
+    _FACTORIES[name] = factory
+
+
+def strategy_names() -> list[str]:
+    """Every name that ``strategy=`` accepts."""
+    return ["auto", *_FACTORIES, *(entry.name for entry in entry_points(group=_ENTRY_POINTS))]
+
+
+def resolve_strategy(strategy: str | Strategy, world: World) -> Strategy:
+    """Return the strategy called ``strategy``; ``"auto"`` is one device for one process, else DDP.
+
+    Raises:
+        ValueError: for an unknown name, with the nearest valid one.
+        TypeError: for something that is neither a name nor a strategy.
+    """
+    if isinstance(strategy, Strategy):
+        return strategy
+    if not isinstance(strategy, str):
+        raise TypeError(f"strategy={strategy!r} must be a name or a Strategy, not a {type(strategy).__name__}.")
+    if strategy == "auto":
+        return DDP() if world.size > 1 else SingleDevice()
+    if strategy in _FACTORIES:
+        return _FACTORIES[strategy]()
+    choose("strategy", strategy, strategy_names())
+    (entry,) = entry_points(group=_ENTRY_POINTS, name=strategy)
+    return entry.load()()

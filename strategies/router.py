@@ -1,0 +1,84 @@
+"""The module that stands between a wrapper (autocast, DDP) and the user's model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+BALLOT_SIZE = 4
+
+
+class Ballot:
+    """What one process alone knows and all must decide on: four numbers that are summed over the processes."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, device: torch.device) -> None:
+        self.value = torch.zeros(BALLOT_SIZE, device=device)
+
+
+class _Carry(torch.autograd.Function):
+    """Pass the loss through, and hand the ballot to the carrier parameter as its gradient.
+
+    DDP then sums it with the first gradient bucket: an agreement of all processes without a collective of its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, carrier: Tensor, ballot: Ballot) -> Tensor:
+        ctx.ballot = ballot
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradients[0], ctx.ballot.value.clone(), None
+
+
+class Router(nn.Module):
+    """Run any method of ``module`` as a ``forward``, inside the precision's context.
+
+    Wrappers such as DDP act on ``forward`` alone; a task's ``training_step`` has to pass through it.
+
+    Args:
+        module: the user's model.
+        context: what to run it in, or None.
+        ballot: where given, the step's loss carries it through the gradient reduction.
+    """
+
+    def __init__(
+        self, module: nn.Module, context: AbstractContextManager[Any] | None, ballot: Ballot | None = None
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.context = context
+        self.ballot = ballot
+        self.carrier = nn.Parameter(torch.zeros_like(ballot.value)) if ballot is not None else None
+        # A list, as setting an attribute of a module costs a microsecond.
+        self.route: list[Callable[..., Any]] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the routed method, or the module itself."""
+        call = self.route[-1] if self.route else self.module
+        if self.context is None:
+            output = call(*args, **kwargs)
+        else:
+            with self.context:
+                output = call(*args, **kwargs)
+        return output if self.carrier is None or not self.route else self._carry(output)
+
+    def _carry(self, output: Any) -> Any:
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            return output  # the loop names what is wrong with it
+        loss = _Carry.apply(loss, self.carrier, self.ballot)
+        return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+    def __getattr__(self, name: str) -> Any:
+        # `model.config` keeps working on a prepared model.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)

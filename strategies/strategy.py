@@ -1,0 +1,140 @@
+"""How a model lies on the world: the base of every strategy, which is also all that one device needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .precision import Precision
+from .router import Router
+from .world import World
+
+
+class Strategy:
+    """How a model lies on the world. Third parties subclass this and register a name.
+
+    A strategy knows models and processes; it knows no steps, epochs or files. The defaults are right for a model
+    that lies whole on one device, alone or (where a subclass adds the reduction) as replicas.
+
+    Attributes:
+        name: the registry name.
+        distributed: whether it can run on more than one process.
+        delays_sync: whether `set_gradient_sync` does anything, so that the loop may skip the call.
+    """
+
+    name: ClassVar[str] = "base"
+    distributed: ClassVar[bool] = False
+    delays_sync: bool = False
+
+    world: World
+    precision: Precision
+
+    def attach(self, world: World, precision: Precision) -> None:
+        """Say where and in which precision this strategy works. Called once, before anything else."""
+        if world.size > 1 and not self.distributed:
+            raise ValueError(
+                f"strategy={self.name!r} is for one process, but {world.size} were started. "
+                f"Use strategy='ddp' (or 'auto'), or start one."
+            )
+        self.world = world
+        self.precision = precision
+        self._votes: Tensor | None = None
+        self._work: Any = None
+
+    def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
+        """Place ``module`` on the device and return what to call in its stead.
+
+        Args:
+            module: the user's model.
+            step: the method whose returned loss is trained on, where it is not ``forward``.
+        """
+        self.place(module)
+        context = self.precision.context(self.world.device)
+        return module if context is None else Router(module, context)
+
+    def place(self, module: nn.Module) -> None:
+        """Move ``module`` to the device and into the storage format."""
+        module.to(device=self.world.device, dtype=self.precision.storage)
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """Return the user's own module inside ``module``."""
+        while isinstance(module, Router | nn.parallel.DistributedDataParallel):
+            module = module.module
+        return module
+
+    def method(self, wrapped: nn.Module, name: str) -> Callable[..., Any]:
+        """Return method ``name`` of the user's module, run the way ``forward`` of the wrapped one runs."""
+        bound = getattr(self.unwrap(wrapped), name)
+        router = self._router(wrapped)
+        if router is None:
+            return bound
+
+        def routed(*args: Any, **kwargs: Any) -> Any:
+            router.route.append(bound)
+            try:
+                return wrapped(*args, **kwargs)
+            finally:
+                router.route.pop()
+
+        return routed
+
+    def local_method(self, module: nn.Module, name: str) -> Callable[..., Any]:
+        """Return method ``name`` of the user's module in the run's precision, without any exchange: for evaluation."""
+        bound = getattr(self.unwrap(module), name)
+        context = self.precision.context(self.world.device)
+        if context is None:
+            return bound
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with context:
+                return bound(*args, **kwargs)
+
+        return inside
+
+    @staticmethod
+    def _router(module: nn.Module) -> Router | None:
+        return next((m for m in (module, getattr(module, "module", None)) if isinstance(m, Router)), None)
+
+    def set_gradient_sync(self, module: nn.Module, on: bool) -> None:
+        """Say whether the coming forward and backward reduce the gradients over the processes."""
+
+    def no_sync(self, module: nn.Module) -> Any:
+        """A context in which gradients stay local."""
+        return nullcontext()
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Give every process rank zero's buffers, so that all evaluate (and save) one model."""
+        if self.world.size > 1:
+            for buffer in self.unwrap(module).buffers():
+                self.world.broadcast_tensor(buffer)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients' total norm in place; returns the norm before clipping (0-d tensor)."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every gradient element to ``[-clip_value, clip_value]`` in place."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def start_agreement(self, votes: Tensor) -> None:
+        """Begin to sum ``votes`` (4 floats) over the processes. Called before the last backward of a step."""
+        self._votes = votes
+        self._work = self.world.start_all_reduce(votes)
+
+    def agreement(self) -> Tensor:
+        """The summed votes, on the device. Called after that backward."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        assert self._votes is not None
+        return self._votes
+
+
+class SingleDevice(Strategy):
+    """One model on one device: CPU, CUDA or MPS."""
+
+    name = "single"

@@ -1,0 +1,685 @@
+"""A committed checkpoint survives whatever happens later, a damaged one is noticed, and reading one runs nothing.
+
+The kill tests fork: the child runs the real code and ends by ``os._exit`` at one disk operation, as a SIGKILL would end
+it; the parent then looks at what stands on the disk. All operations are tried in turn: before, half-way and after.
+"""
+
+import json
+import os
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from treadle.engine import checkpoint, disk
+from treadle.engine.checkpoint import CheckpointStore
+
+OPERATIONS = ("mkdir", "write_bytes", "write_tensors", "fsync", "rename", "unlink", "rmdir")
+FILES = ("model.safetensors", "state.json", "state.safetensors", "rank-00000.json", "rank-00000.safetensors")
+
+
+@pytest.fixture(params=["disk", "tmpfs"])
+def where(request, tmp_path):
+    """A directory on the file system of temporary files, and one on tmpfs."""
+    if request.param == "disk":
+        yield tmp_path
+        return
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("this machine has no /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)
+
+
+def model_state(step):
+    return {"weight": torch.full((3, 2), float(step)), "bias": torch.full((3,), -float(step))}
+
+
+def save(target, step, **info):
+    files = checkpoint.write_part(target, "model", model_state(step))
+    files |= checkpoint.write_part(target, "state", {"lr": 0.1 * step, "exp_avg": torch.full((5,), float(step))})
+    files |= checkpoint.write_part(target, "rank-00000", {"random": (step, torch.arange(step + 1))})
+    return checkpoint.commit(target, files, {"step": step, **info})
+
+
+def assert_holds(path, step):
+    """The checkpoint at ``path`` is intact and is the one of this step."""
+    assert checkpoint.verify(path).step == step
+    assert equal(checkpoint.read_part(path, "model"), model_state(step))
+    state = checkpoint.read_part(path, "state")
+    assert state["lr"] == 0.1 * step
+    assert torch.equal(state["exp_avg"], torch.full((5,), float(step)))
+    assert torch.equal(checkpoint.read_part(path, "rank-00000")["random"][1], torch.arange(step + 1))
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def hidden(directory):
+    return [name for name in os.listdir(directory) if name.startswith(".")]
+
+
+# -- what is written comes back --------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_a_directory_of_plain_files(tmp_path):
+    path = save(tmp_path / "step-7", 7, epoch=1, samples=56, world_size=1, metric=float("nan"), note=(1, "a"))
+    assert sorted(os.listdir(path)) == sorted([*FILES, "manifest.json"])
+    assert hidden(tmp_path) == []
+    assert_holds(path, 7)
+    raw = json.loads((path / "manifest.json").read_text())
+    assert (raw["format"], raw["step"], raw["epoch"], raw["samples"], raw["world_size"]) == (1, 7, 1, 56, 1)
+    assert raw["files"].keys() == set(FILES)
+    info = checkpoint.read_manifest(path).info
+    assert info.pop("metric") != 0
+    assert info == {"step": 7, "epoch": 1, "samples": 56, "world_size": 1, "note": (1, "a")}
+
+
+def test_the_model_loads_with_safetensors_alone(tmp_path):
+    assert equal(load_file(save(tmp_path / "a", 2) / "model.safetensors"), model_state(2))
+
+
+def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
+    weight, flat = torch.randn(64, 64), torch.arange(10.0)
+    state = {"embed": weight, "head": torch.nn.Parameter(weight), "a": flat[:6], "b": flat[4:], "t": weight.t()}
+    files = checkpoint.write_part(tmp_path / "x", "model", state)
+    assert files["model.safetensors"]["bytes"] < 2.2 * weight.numel() * 4  # weight, its transpose, two small views
+    path = checkpoint.commit(tmp_path / "x", files, {})
+    back = checkpoint.read_part(path, "model")
+    assert equal(back, state)
+    assert back["embed"] is back["head"]
+    assert back["a"].untyped_storage().data_ptr() != back["b"].untyped_storage().data_ptr()
+    assert set(load_file(path / "model.safetensors")) == {"embed", "a", "b", "t"}
+
+
+def test_parts_without_tensors_and_models_without_weights(tmp_path):
+    files = checkpoint.write_part(tmp_path / "x", "model", {})
+    files |= checkpoint.write_part(tmp_path / "x", "state", {"epoch": 3})
+    path = checkpoint.commit(tmp_path / "x", files, {})
+    assert sorted(os.listdir(path)) == ["manifest.json", "model.safetensors", "state.json"]
+    assert checkpoint.read_part(path, "model") == {}
+    assert checkpoint.read_part(path, "state") == {"epoch": 3}
+
+
+def test_read_tensors_do_not_depend_on_the_file_unless_asked(tmp_path):
+    path = save(tmp_path / "x", 3)
+    copied = checkpoint.read_part(path, "model")
+    assert equal(checkpoint.read_part(path, "model", mapped=True), model_state(3))
+    with (path / "model.safetensors").open("r+b") as file:
+        file.seek(-20, os.SEEK_END)
+        file.write(b"\xff" * 20)
+    assert equal(copied, model_state(3))
+
+
+def test_files_are_as_readable_as_their_directory(tmp_path):
+    previous = os.umask(0o027)
+    try:
+        path = save(tmp_path / "x", 1)
+    finally:
+        os.umask(previous)
+    assert {(path / name).stat().st_mode & 0o777 for name in os.listdir(path)} == {0o640}
+
+
+def test_processes_write_their_parts_at_once(tmp_path):
+    target = tmp_path / "runs" / "deep" / "step-1"
+    children = []
+    for rank in range(4):
+        children.append(os.fork())
+        if children[-1] == 0:
+            code = 1
+            try:
+                files = checkpoint.write_part(target, f"rank-{rank:05d}", {"rank": rank, "t": torch.full((2,), rank)})
+                (tmp_path / f"{rank}.json").write_text(json.dumps(files))
+                code = 0
+            finally:
+                os._exit(code)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    files = {k: v for rank in range(4) for k, v in json.loads((tmp_path / f"{rank}.json").read_text()).items()}
+    path = checkpoint.commit(target, files, {"world_size": 4})
+    assert [checkpoint.read_part(path, f"rank-{rank:05d}")["rank"] for rank in range(4)] == [0, 1, 2, 3]
+
+
+# -- which one is the newest -----------------------------------------------------------------------------------------
+
+
+def test_the_order_is_by_step_then_by_commit_never_by_clock_or_name(tmp_path):
+    for number, (name, step) in enumerate([("z", 5), ("b", 10), ("a", 10), ("c", 2)]):
+        os.utime(save(tmp_path / name, step), (1e9 - number, 1e9 - number))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "last").symlink_to(tmp_path / "c")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    store = CheckpointStore(tmp_path)
+    assert [path.name for path in store.find()] == ["c", "z", "b", "a"]
+    assert store.latest() == (tmp_path / "a", [])
+    assert CheckpointStore(tmp_path / "nowhere").find() == []
+    assert CheckpointStore(tmp_path / "nowhere").latest() == (None, [])
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def swap_for_an_older_one(path):
+    shutil.copy(path.parent.parent / "step-1" / path.name, path)
+
+
+def link_elsewhere(path):
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def put_a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES = {
+    "flip": flip_a_bit,
+    "truncate": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "missing": lambda path: path.unlink(),
+    "swap": swap_for_an_older_one,
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "link": link_elsewhere,
+    "pipe": put_a_pipe,
+}
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_named_and_the_older_checkpoint_taken(tmp_path, name, damage):
+    save(tmp_path / "step-1", 1)
+    newest = save(tmp_path / "step-2", 2)
+    DAMAGES[damage](newest / name)
+    path, skipped = CheckpointStore(tmp_path).latest()
+    assert path == tmp_path / "step-1"
+    assert len(skipped) == 1
+    assert f"step-2: {name} " in skipped[0]
+    with pytest.raises(ValueError, match=f"step-2: {name} "):
+        checkpoint.verify(newest)
+    assert_holds(path, 1)
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("damage", sorted(set(DAMAGES) - {"flip", "swap"}))
+def test_a_damaged_manifest_is_named_and_the_older_checkpoint_taken(tmp_path, damage):
+    save(tmp_path / "step-1", 1)
+    DAMAGES[damage](save(tmp_path / "step-2", 2) / "manifest.json")
+    path, skipped = CheckpointStore(tmp_path).latest()
+    assert path == tmp_path / "step-1"
+    assert len(skipped) == 1
+    assert "step-2: manifest.json " in skipped[0]
+
+
+def test_without_digests_only_sizes_are_compared(tmp_path):
+    path = save(tmp_path / "step-1", 1)
+    flip_a_bit(path / "model.safetensors")
+    assert CheckpointStore(tmp_path).latest(verify=False)[0] == path
+    assert CheckpointStore(tmp_path).latest()[0] is None
+
+
+# -- the process is killed -------------------------------------------------------------------------------------------
+
+
+def killed_at(number, moment, action):
+    """Run ``action`` in a child that dies at disk operation ``number``. False if there are not that many."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            _interpose(number, moment)
+            action()
+            code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 9)
+    return code == 9
+
+
+def _interpose(number, moment):
+    count = 0
+
+    def interposed(name, operation):
+        def call(*args):
+            nonlocal count
+            count += 1
+            if count - 1 < number:
+                return operation(*args)
+            if moment == "half" and name.startswith("write"):
+                operation(*args)
+                os.truncate(args[0], args[0].stat().st_size // 2)
+                if name == "write_tensors":  # safetensors writes under such a name, then renames
+                    os.rename(args[0], args[0].parent / ".tmpAb1")
+            elif moment == "after":
+                operation(*args)
+            os._exit(9)
+
+        return call
+
+    for name in OPERATIONS:
+        setattr(disk, name, interposed(name, getattr(disk, name)))
+
+
+def every_kill(action, moments=("before", "half", "after")):
+    """Each point at which the action can be killed; the caller prepares the disk anew, then calls what it gets."""
+    for moment in moments:
+        number = 0
+        while True:
+            alive: list[bool] = []
+
+            def run(number=number, moment=moment, alive=alive):
+                if not killed_at(number, moment, action):
+                    alive.append(True)
+
+            yield run
+            if alive:
+                assert number > 3
+                break
+            number += 1
+
+
+@pytest.mark.guarantee
+def test_killed_while_overwriting_one_of_both_is_always_loadable(where):
+    target, seen = where / "run" / "last", []
+    for kill in every_kill(lambda: save(target, 2)):
+        shutil.rmtree(where / "run", ignore_errors=True)
+        save(target, 1)
+        kill()
+        found, _ = CheckpointStore(target.parent).latest()  # before anything is repaired, too
+        assert found is not None
+        CheckpointStore(target.parent).recover()
+        assert os.listdir(target.parent) == ["last"]
+        seen.append(checkpoint.read_manifest(target).step)
+        assert_holds(target, seen[-1])
+        assert CheckpointStore(target.parent).recover() == []
+        if len(seen) % 8 == 0:
+            save(target, 3)
+            assert_holds(target, 3)
+    assert len(seen) > 60
+    assert set(seen) == {1, 2}
+
+
+@pytest.mark.guarantee
+def test_killed_while_recovering_from_a_kill(tmp_path):
+    target, tried = tmp_path / "run" / "last", 0
+    store = CheckpointStore(target.parent)
+    save(target, 1)
+    shutil.copytree(target.parent, tmp_path / "before")
+    for kill in every_kill(lambda: save(target, 2), moments=("after",)):
+        reset(tmp_path / "before", target.parent)
+        kill()
+        reset(target.parent, tmp_path / "killed")
+        number = 0
+        while True:
+            reset(tmp_path / "killed", target.parent)
+            again = killed_at(number, "after", store.recover)
+            assert store.latest()[0] is not None
+            store.recover()
+            assert os.listdir(target.parent) == ["last"]
+            assert_holds(target, checkpoint.read_manifest(target).step)
+            number, tried = number + 1, tried + 1
+            if not again:
+                break
+    assert tried > 60
+
+
+def reset(source, target):
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
+
+
+@pytest.mark.guarantee
+def test_killed_while_saving_a_new_one_the_older_stays(where):
+    store, steps = CheckpointStore(where / "run"), set()
+    for kill in every_kill(lambda: save(where / "run" / "step-2", 2)):
+        shutil.rmtree(where / "run", ignore_errors=True)
+        save(where / "run" / "step-1", 1)
+        kill()
+        for _ in range(2):
+            path, skipped = store.latest()
+            assert skipped == []
+            steps.add(checkpoint.read_manifest(path).step)
+            assert_holds(path, int(path.name[-1]))
+            store.recover()
+        assert hidden(store.directory) == []
+        assert_holds(where / "run" / "step-1", 1)
+    assert steps == {1, 2}
+
+
+@pytest.mark.guarantee
+def test_killed_while_removing_nothing_half_deleted_counts(tmp_path):
+    store, left = CheckpointStore(tmp_path / "run"), set()
+    for kill in every_kill(lambda: checkpoint.remove(tmp_path / "run" / "step-2")):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        for step in (1, 2):
+            save(tmp_path / "run" / f"step-{step}", step)
+        kill()
+        for _ in range(2):
+            names = [path.name for path in store.find()]
+            for name in names:
+                assert_holds(tmp_path / "run" / name, int(name[-1]))
+            assert store.latest() == (store.find()[-1], [])
+            store.recover()
+        left.add(tuple(sorted(os.listdir(store.directory))))
+    assert left == {("step-1",), ("step-1", "step-2")}
+
+
+@pytest.mark.guarantee
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to name a descriptor's file")
+def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_the_end(tmp_path, monkeypatch):
+    save(tmp_path / "last", 1)
+    events, fsync, rename = [], os.fsync, os.rename
+
+    def recording_fsync(descriptor):
+        fsync(descriptor)
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path).as_posix())
+
+    def recording_rename(source, target):
+        rename(source, target)
+        events.append(f"{Path(source).name} -> {Path(target).name}")
+
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(os, "rename", recording_rename)
+    save(tmp_path / "last", 2)
+    assert events == [
+        ".",  # the new directory's entry
+        *(f".last.part/{name}" for name in FILES),
+        *(".last.part/manifest.json", ".last.part"),
+        *("last -> .last.old", ".last.part -> last", "."),
+    ]
+
+
+# -- leftovers and other people's files ------------------------------------------------------------------------------
+
+
+def test_a_failed_rename_puts_the_old_one_back(tmp_path, monkeypatch):
+    save(tmp_path / "last", 1)
+    rename = disk.rename
+
+    def failing(source, target):
+        if source.name == ".last.part":
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(disk, "rename", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        save(tmp_path / "last", 2)
+    assert_holds(tmp_path / "last", 1)
+    checkpoint.discard(tmp_path / "last")
+    assert os.listdir(tmp_path) == ["last"]
+
+
+def test_a_leftover_that_cannot_be_deleted_does_not_undo_the_save(tmp_path, monkeypatch):
+    save(tmp_path / "last", 1)
+
+    def failing(path):
+        raise OSError(16, "Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "rmdir", failing)
+        with pytest.warns(UserWarning, match=r"is saved, but.*busy"):
+            save(tmp_path / "last", 2)
+    assert_holds(tmp_path / "last", 2)
+    CheckpointStore(tmp_path).recover()
+    assert os.listdir(tmp_path) == ["last"]
+
+
+def test_what_a_killed_attempt_staged_does_not_get_in(tmp_path):
+    checkpoint.write_part(tmp_path / "x", "rank-00005", {"t": torch.ones(2)})
+    (tmp_path / ".x.part" / "manifest.json").write_text("{}")
+    (tmp_path / ".x.part" / ".tmpAb1").write_bytes(b"half")
+    assert sorted(os.listdir(save(tmp_path / "x", 1))) == sorted([*FILES, "manifest.json"])
+
+
+def test_a_new_one_that_rots_during_an_interrupted_swap_leaves_the_old_one(tmp_path):
+    save(tmp_path / "last", 2).rename(tmp_path / "new")
+    save(tmp_path / "last", 1).rename(tmp_path / ".last.old")
+    (tmp_path / "new").rename(tmp_path / ".last.part")
+    flip_a_bit(tmp_path / ".last.part" / "model.safetensors")
+    assert "put back" in CheckpointStore(tmp_path).recover()[0]
+    assert_holds(tmp_path / "last", 1)
+
+
+def test_the_replaced_one_is_kept_as_long_as_its_replacement_is_damaged(tmp_path):
+    save(tmp_path / "last", 1)
+    shutil.copytree(tmp_path / "last", tmp_path / ".last.old")
+    os.truncate(tmp_path / "last" / "model.safetensors", 10)
+    store = CheckpointStore(tmp_path)
+    assert "kept" in store.recover()[0]
+    path, skipped = store.latest()
+    assert_holds(path, 1)
+    assert path.name == ".last.old"
+    assert all("model.safetensors" in reason for reason in skipped)
+    save(tmp_path / "last", 2)
+    assert os.listdir(tmp_path) == ["last"]
+    assert_holds(tmp_path / "last", 2)
+
+
+def test_directories_of_others_are_left_alone(tmp_path):
+    for name in (".cache.part", ".cache.old", "mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    (tmp_path / ".cache.part.old").write_text("a file")
+    before = sorted(os.listdir(tmp_path))
+    assert CheckpointStore(tmp_path).recover() == []
+    assert CheckpointStore(tmp_path).find() == []
+    with pytest.raises(ValueError, match=r"exists and is not a checkpoint"):
+        save(tmp_path / "mine", 1)
+    checkpoint.discard(tmp_path / "mine")
+    for path in (tmp_path / "mine", tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ValueError, match=r"manifest\.json is missing"):
+            checkpoint.remove(path)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_an_empty_directory_may_be_the_target(tmp_path):
+    (tmp_path / "out").mkdir()
+    assert_holds(save(tmp_path / "out", 1), 1)
+
+
+def test_remove_takes_all_of_it_and_refuses_a_link(tmp_path):
+    path = save(tmp_path / "step-1", 1)
+    (path / "extra").mkdir()
+    (path / "extra" / "tokenizer.txt").write_text("words")
+    (path / "extra" / "link").symlink_to(tmp_path)
+    (tmp_path / "last").symlink_to(path)
+    with pytest.raises(ValueError, match="is a link"):
+        checkpoint.remove(tmp_path / "last")
+    checkpoint.remove(path)
+    assert os.listdir(tmp_path) == ["last"]
+
+
+# -- wrong calls and hostile files -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "..", "../x", "a/b", "/etc/x", ".hidden", "manifest", "a\nb", "a\\b", "C:x"])
+def test_part_names_stay_in_the_directory(tmp_path, name):
+    with pytest.raises(ValueError, match="can't name a part"):
+        checkpoint.write_part(tmp_path / "x", name, {})
+    path = save(tmp_path / "y", 1)
+    with pytest.raises(ValueError, match="has no part"):
+        checkpoint.read_part(path, name)
+
+
+def test_a_state_that_is_no_data_is_refused_before_anything_is_written(tmp_path):
+    for name, state in (("model", {"w": 1}), ("model", [1]), ("model", {1: torch.ones(1)}), ("state", {"f": len})):
+        with pytest.raises((TypeError, ValueError)):
+            checkpoint.write_part(tmp_path / "x", name, state)
+    with pytest.raises(ValueError, match="__metadata__"):
+        checkpoint.write_part(tmp_path / "x", "model", {"__metadata__": torch.ones(1)})
+    assert os.listdir(tmp_path) == []
+
+
+def test_commit_refuses_what_was_not_staged(tmp_path):
+    files = checkpoint.write_part(tmp_path / "x", "model", model_state(1))
+    other = {"bytes": 1, "sha256": "0" * 64}
+    for wrong, reason in (
+        ({**files, "state.json": other}, r"state\.json is missing"),
+        ({"model.safetensors": other}, r"1 were written"),
+        ({}, "lists no files"),
+        ({"../x.json": other}, "no name"),
+        ({"manifest.json": other}, "no name"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            checkpoint.commit(tmp_path / "x", wrong, {})
+    for info in ({"step": -1}, {"step": True}, {"epoch": 1.5}, {"samples": None}):
+        with pytest.raises(ValueError, match="must be an int"):
+            checkpoint.commit(tmp_path / "x", files, info)
+    for value in (torch.ones(1), object()):
+        with pytest.raises(TypeError, match=r"info\.metric"):
+            checkpoint.commit(tmp_path / "x", files, {"metric": value})
+    assert not (tmp_path / "x").exists()
+    assert checkpoint.commit(tmp_path / "x", files, {"step": 1}) == tmp_path / "x"
+
+
+ENTRY = {"bytes": 1, "sha256": "0" * 64}
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"step": -1}, {"step": "1"}, {"step": 10.0}, {"step": None}, {"sequence": True}, {"format": 0}),
+        *({"format": "1"}, {"files": []}, {"files": {}}, {"files": {"../../secret.json": ENTRY}}, {"info": 3}),
+        *({"files": {"/etc/passwd": ENTRY}}, {"files": {".x.json": ENTRY}}, {"files": {"a/b.json": ENTRY}}),
+        *({"files": {"x.pkl": ENTRY}}, {"files": {"a.json": 1}}, {"files": {"a.json": {"bytes": 1}}}),
+        *({"files": {"a.json": {"bytes": -1, "sha256": "0" * 64}}}, {"info": {"$call": "os.system"}}),
+    ],
+    ids=str,
+)
+def test_a_hostile_manifest_is_refused(tmp_path, change):
+    path = save(tmp_path / "x", 1)
+    document = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(document | change))
+    with pytest.raises(ValueError, match=r"x: manifest\.json is damaged: .*Use another"):
+        checkpoint.read_manifest(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", '{"format": NaN}', '{"a": 1, "a": 2}', "[" * 100_000, "\xff"])
+def test_a_manifest_that_is_no_json_is_refused(tmp_path, text):
+    path = save(tmp_path / "x", 1)
+    (path / "manifest.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"x: manifest\.json .*Use another"):
+        checkpoint.read_manifest(path)
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    path = save(tmp_path / "x", 1)
+    (path / "manifest.json").write_text('{"format": 2, "who": "knows"}')
+    with pytest.raises(ValueError, match=r"has format 2.*Upgrade Treadle"):
+        checkpoint.read_manifest(path)
+
+
+def forge(path, name, content):
+    """Replace a file and make the manifest agree, as somebody who builds a hostile checkpoint would."""
+    if isinstance(content, bytes):
+        (path / name).write_bytes(content)
+    else:
+        tensors, notes = content
+        save_file(tensors, path / name, notes)
+    document = json.loads((path / "manifest.json").read_text())
+    document["files"][name] = disk.describe(path / name)
+    (path / "manifest.json").write_text(json.dumps(document))
+
+
+HUGE = b'{"a":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4000000000000]}}'
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(
+    ("part", "file", "content"),
+    [
+        ("state", "state.json", b"\x80\x04cos\nsystem\n"),
+        ("state", "state.json", b'{"a": {"$tensor": "nowhere"}}'),
+        ("state", "state.json", b'{"a": {"$import": "os"}}'),
+        ("state", "state.json", b"[" * 5000 + b"]" * 5000),
+        ("state", "state.json", b'{"a": 1, "a": 2}'),
+        ("state", "state.json", b'{"a": ' + b"9" * 5000 + b"}"),
+        ("state", "state.safetensors", b"PK\x03\x04"),
+        ("model", "model.safetensors", b""),
+        ("model", "model.safetensors", len(HUGE).to_bytes(8, "little") + HUGE),
+        ("model", "model.safetensors", b"\xff" * 64),
+        ("model", "model.safetensors", ({"a": torch.ones(1)}, {"aliases": '{"b": "nowhere"}'})),
+        ("model", "model.safetensors", ({"a": torch.ones(1)}, {"aliases": "[1]"})),
+        ("model", "model.safetensors", ({"a": torch.ones(1)}, {"aliases": '{"b": ["a"]}'})),
+        ("model", "model.safetensors", ({"a": torch.ones(1)}, {"aliases": "[" * 100_000})),
+    ],
+    ids=lambda v: f"{v!r:.40}",
+)
+def test_a_hostile_part_is_refused(tmp_path, part, file, content):
+    path = save(tmp_path / "x", 1)
+    forge(path, file, content)
+    checkpoint.verify(path)
+    with pytest.raises(ValueError, match=r"x: .*Use another"):
+        checkpoint.read_part(path, part)
+
+
+def test_random_damage_to_any_file_is_always_an_ordinary_error(tmp_path):
+    rng = random.Random(4)
+    path = save(tmp_path / "x", 1)
+    for name in (*FILES, "manifest.json"):
+        original = (path / name).read_bytes()
+        for _ in range(25):
+            data = bytearray(original)
+            for _ in range(rng.randrange(1, 4)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            if data == original:
+                continue
+            (path / name).write_bytes(data)
+            try:  # read without comparing digests: either some values come back or a ValueError
+                for part in ("model", "state", "rank-00000"):
+                    checkpoint.read_part(path, part)
+            except ValueError:
+                pass
+            if name != "manifest.json":
+                with pytest.raises(ValueError, match="sha256 differs"):
+                    checkpoint.verify(path)
+        (path / name).write_bytes(original)
+    assert_holds(path, 1)
+
+
+# -- the disk says no ------------------------------------------------------------------------------------------------
+
+
+def test_probe_makes_the_directory_and_leaves_nothing(tmp_path):
+    CheckpointStore(tmp_path / "a" / "b").probe(nbytes=1000)
+    assert os.listdir(tmp_path / "a" / "b") == []
+
+
+def test_probe_says_how_much_is_missing_and_why_it_cannot_write(tmp_path):
+    with pytest.raises(OSError, match=r"one needs 1,125,899,906,842,624 bytes and [\d,]+ are free"):
+        CheckpointStore(tmp_path).probe(nbytes=2**50)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"can't save checkpoints in .*file"):
+        CheckpointStore(tmp_path / "file").probe()
+    with pytest.raises(OSError, match=r"can't save checkpoints in .*sub"):
+        CheckpointStore(tmp_path / "file" / "sub").probe()
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_full_disk_is_an_oserror_and_the_old_one_stays(tmp_path):
+    resource = pytest.importorskip("resource")
+    signal = pytest.importorskip("signal")
+    save(tmp_path / "last", 1)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+            checkpoint.write_part(tmp_path / "last", "model", {"w": torch.ones(10_000)})
+        except OSError as error:
+            code = 9 if "too large" in str(error) and "model.safetensors" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    checkpoint.discard(tmp_path / "last")
+    assert os.listdir(tmp_path) == ["last"]
+    assert_holds(tmp_path / "last", 1)

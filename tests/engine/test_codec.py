@@ -1,0 +1,287 @@
+"""What goes into a checkpoint's document comes out again, bit for bit, and nothing else goes in or comes out."""
+
+import enum
+import json
+import math
+import pathlib
+import random
+import typing
+from collections import Counter, OrderedDict, defaultdict
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from treadle.engine.codec import MAX_DEPTH, TENSOR_DTYPES, decode, encode
+
+
+def round_trip(state):
+    document, tensors = encode(state)
+    return decode(json.loads(json.dumps(document, allow_nan=False)), tensors)
+
+
+def same(a, b):
+    """Equal in type, content and order, with nan equal to nan and -0.0 not equal to 0.0."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+    if isinstance(a, (np.ndarray, np.generic)):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float):
+        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    return a == b
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist() if tensor.numel() else []
+
+
+PLAIN = [
+    *(None, True, False, 0, -1, 2**63, -(2**64), 2**256, -(2**257), 10**5000, "", "a", "é\n\0", "\ud800", "$tuple"),
+    *(0.0, -0.0, 0.1, 1e308, 5e-324, math.inf, -math.inf, math.nan, 1j, complex(math.nan, -0.0), b"", b"\0\xff"),
+    *(torch.float32, torch.bfloat16, torch.quint8, torch.device("cpu"), torch.device("cuda", 3), torch.device("meta")),
+    *(torch.Size(()), torch.Size((2, 0)), timedelta(0), timedelta(-3, 5, 7)),
+    *(pathlib.Path("/a/b c"), pathlib.Path("."), pathlib.PurePosixPath("x/y"), pathlib.PureWindowsPath(r"C:\x")),
+    *(np.float16(0.1), np.float32(0.1), np.float64("nan"), np.int8(-5), np.uint64(2**64 - 1), np.bool_(True)),
+    *(np.complex64(1 + 2j), np.complex128(1j), np.str_("s")),
+]
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=lambda v: type(v).__name__)
+def test_a_single_value_comes_back_as_it_was(value):
+    assert same(round_trip(value), value)
+    assert same(round_trip({"k": [value]}), {"k": [value]})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *([], {}, (), set(), frozenset(), [[]], ((),), [()]),
+        *({1: "int", "1": "text"}, {None: 0, True: 1, 2.5: 2, (1, ("a", None)): 3, math.inf: 4}),
+        *({"$tuple": [1]}, {"$dict": []}, {"$tensor": "x"}, {"$": {"$tensor": 1}}, {"a": 1, "$b": 2}),
+        *({1, 2, 3}, {"a", "b"}, frozenset({(1, frozenset({2}))}), {b"x": 1, torch.float32: 2}),
+        *(Counter({2: 1, 5: 0}), Counter("aab")),
+    ],
+    ids=repr,
+)
+def test_containers_come_back_with_their_type_keys_and_order(value):
+    assert same(round_trip(value), value)
+
+
+def test_ordered_and_default_dicts_come_back_as_dicts():
+    state: Any = defaultdict(dict, {"a": OrderedDict(b=1)})
+    assert same(round_trip(state), {"a": {"b": 1}})
+
+
+@pytest.mark.parametrize("dtype", TENSOR_DTYPES.values(), ids=str)
+def test_every_tensor_dtype_and_shape(dtype):
+    base = torch.arange(24, dtype=torch.uint8).remainder(2)  # 0 and 1 exist in every dtype
+    shapes = [base.to(dtype).reshape(4, 6), base[1].to(dtype), torch.empty(0, 3, dtype=dtype)]
+    state = {"all": shapes, "strided": shapes[0].t(), "part": shapes[0][:, 2:4]}
+    assert same(round_trip(state), state)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "uint32", "uint64", "float16", "float64", "complex64"])
+def test_numpy_arrays_keep_their_dtype_and_shape(dtype):
+    array = np.arange(6).astype(dtype)
+    read_only = array.copy()
+    read_only.flags.writeable = False
+    state = [array, array.reshape(2, 3).T, array[::-1], np.array(1, dtype), np.empty((0, 2), dtype), read_only]
+    assert same(round_trip(state), state)
+
+
+def test_empty_arrays_of_different_dtypes_are_not_taken_for_one():
+    state = [np.empty(0, dtype) for dtype in ("float32", "int64", "uint8") for _ in range(20)]
+    assert same(round_trip(state), state)
+
+
+def test_random_states_stay_small_and_restore_the_generators():
+    python, numpy = random.Random(3), np.random.RandomState(3)
+    document, tensors = encode({"python": python.getstate(), "numpy": numpy.get_state()})
+    assert len(json.dumps(document)) < 10_000
+    state = decode(json.loads(json.dumps(document)), tensors)
+    expected = [python.random(), numpy.rand()]
+    python.setstate(state["python"])
+    numpy.set_state(state["numpy"])
+    assert [python.random(), numpy.rand()] == expected
+    generator = np.random.default_rng(3)
+    assert same(round_trip(generator.bit_generator.state), generator.bit_generator.state)
+
+
+def test_optimizer_and_scheduler_states_load_again():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])  # keeps its milestones in a Counter
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    for part in (optimizer, scheduler):
+        state = round_trip(part.state_dict())
+        assert same(state, part.state_dict())
+        part.load_state_dict(state)
+    assert encode({"optimizer": optimizer.state_dict()["state"]})[1].keys() >= {"optimizer.0.exp_avg"}
+
+
+def random_state(rng, depth=0):
+    kind = rng.randrange(9 if depth < 4 else 3)
+    if kind == 0:
+        return rng.choice(PLAIN)
+    if kind == 1:
+        dtype = rng.choice(list(TENSOR_DTYPES.values()))
+        return torch.tensor(rng.random()).mul(torch.ones(rng.randrange(4), 2)).to(dtype)
+    if kind == 2:
+        return np.array(
+            [rng.randrange(100) for _ in range(rng.randrange(4))], rng.choice(["uint32", "float16", "int64"])
+        )
+    items = [random_state(rng, depth + 1) for _ in range(rng.randrange(4))]
+    if kind in (3, 4):
+        return items if kind == 3 else tuple(items)
+    keys = ["a", "a.b", "b", "$int", "", "0"] if kind < 8 else [0, "0", (1, "x"), None, 2.5, "$dict", True]
+    return dict(zip(rng.sample(keys, len(items)), items, strict=True))
+
+
+def test_random_nested_states_come_back():
+    rng = random.Random(20)
+    for _ in range(300):
+        state = random_state(rng)
+        assert same(round_trip(state), state)
+
+
+def test_tensor_names_are_readable_and_unique():
+    one, two, three = (torch.full((2,), float(i)) for i in range(3))
+    document, tensors = encode({"a": {"b": one}, "a.b": two, "__metadata__": three})
+    assert list(tensors) == ["a.b", "a.b~2", "__metadata__~2"]
+    assert same(decode(document, tensors), {"a": {"b": one}, "a.b": two, "__metadata__": three})
+    assert list(encode({"model": [one]}, "run")[1]) == ["run.model.0"]
+    assert list(encode(one)[1]) == ["tensor"]
+
+
+def test_tied_tensors_are_stored_once_and_come_back_as_one_object():
+    weight = nn.Parameter(torch.randn(4, 4))
+    state = {"encoder": weight, "decoder": weight.data, "view": weight.data[:2], "twisted": weight.data.t()}
+    document, tensors = encode(state)
+    assert list(tensors) == ["encoder", "view", "twisted"]
+    back = decode(document, {name: tensor.clone() for name, tensor in tensors.items()})
+    assert back["encoder"] is back["decoder"]
+    assert type(back["encoder"]) is torch.Tensor
+    assert not back["encoder"].requires_grad
+    back["encoder"].zero_()
+    assert torch.equal(back["view"], weight.data[:2])
+    assert torch.equal(back["twisted"], weight.data.t())
+
+
+def test_a_conjugate_view_is_not_taken_for_its_base():
+    z = torch.tensor([1 + 2j], dtype=torch.complex64)
+    assert list(encode({"z": z, "conj": z.conj()})[1]) == ["z", "conj"]
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Pair(typing.NamedTuple):
+    a: int
+
+
+@dataclass
+class Point:
+    x: int
+
+
+class MyDict(dict):
+    pass
+
+
+class MyTensor(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        (Colour.RED, r"\.name or \.value"),
+        (Pair(1), r"_asdict"),
+        (Point(1), r"dataclasses\.asdict"),
+        (nn.Linear(1, 1), r"\.state_dict\(\)"),
+        (len, r"store its name"),
+        (MyDict(), r"fields as a dict"),
+        (object(), r"fields as a dict"),
+        (bytearray(b"x"), r"fields as a dict"),
+        (torch.ones(2, dtype=torch.complex128), r"convert it"),
+        (torch.ones(2).to_sparse(), r"to_dense"),
+        (torch.ones(2, device="meta"), r"materialize"),
+        (torch.ones(2).as_subclass(MyTensor), r"unwrap"),
+        (np.array(["a"]), r"tolist"),
+        (np.array([object()]), r"tolist"),
+        (np.ones(2, np.dtype(">f4")), r"astype"),
+        (np.longdouble(1), r"Python number"),
+        ({torch.ones(1)}, r"name or a number"),
+        ({(1, torch.ones(1)): 1}, r"name or a number"),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_what_is_not_data_is_refused_with_place_type_and_fix(value, fix):
+    with pytest.raises(TypeError, match=rf"(?s)state\.1\.x.* can't be stored.*data only.*{fix}"):
+        encode({"state": [0, {"x": value}]})
+
+
+def test_a_state_without_an_end_is_refused():
+    cycle: list = [1]
+    cycle.append({"again": cycle})
+    with pytest.raises(ValueError, match=r"s\.1\.again: the state contains itself"):
+        encode({"s": cycle})
+    twice = [1]
+    assert round_trip([twice, twice]) == [[1], [1]]
+
+
+@pytest.mark.parametrize("wrap", [lambda s: [s], lambda s: {"k": s}, lambda s: {0: s}, lambda s: (s,)])
+def test_depth_is_bounded(wrap):
+    state: Any = math.nan  # itself an object in the document
+    for _ in range(MAX_DEPTH):
+        state = wrap(state)
+    assert same(round_trip(state), state)
+    state = wrap(state)
+    with pytest.raises(ValueError, match="nested more than 100 deep"):
+        encode(state)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        *({"$unknown": 1}, {"$tuple": [1], "x": 1}, {"$tuple": 5}, {"$tuple": "ab"}, {"x": 1, "$y": 2}),
+        *({"$dict": 3}, {"$dict": [1]}, {"$dict": [[1]]}, {"$dict": [[[], 1]]}, {"$dict": [[1, 1], [1, 2]]}),
+        *({"$set": [[]]}, {"$set": [1, 1]}, {"$set": {}}, {"$frozenset": 1}, {"$counter": [[1]]}),
+        *({"$tensor": "nope"}, {"$tensor": 1}, {"$tensor": ["t"]}, {"$array": "nope"}, {"$array": "half"}),
+        *({"$int": "ff"}, {"$int": 1}, {"$int": "0x"}, {"$float": "1"}, {"$float": []}, {"$complex": [1]}),
+        *({"$complex": [1, 2]}, {"$bytes": "***"}, {"$bytes": 1}, {"$dtype": "load"}, {"$dtype": "nn"}),
+        *({"$device": "bogus:1"}, {"$device": 0}, {"$size": [1.5]}, {"$size": [True]}, {"$size": 3}),
+        *({"$path": 1}, {"$path": None}, {"$timedelta": [10**12]}, {"$timedelta": ["1"]}),
+        *({"$numpy": ["uint8", 300]}, {"$numpy": ["uint8", -1]}, {"$numpy": ["object", 1]}, {"$numpy": ["int8", 1.5]}),
+        *({"$numpy": ["float32"]}, {"$numpy": [[], 1]}, {"$numpy": ["bool", 1]}, {"$numpy": ["str", 1]}),
+        *((1,), {1: 2}, object(), {"a": {1, 2}}, b"x"),
+    ],
+    ids=lambda v: f"{v!r:.40}",
+)
+def test_a_malformed_document_is_refused_by_its_place(document):
+    tensors = {"t": torch.ones(1), "half": torch.ones(1, dtype=torch.bfloat16)}
+    with pytest.raises(ValueError, match=r"^run\.0"):
+        decode({"run": [document]}, tensors)
+
+
+@pytest.mark.parametrize("tag", [None, "$tuple", "$dict"])
+def test_a_bottomless_document_is_refused(tag):
+    document: object = []
+    for _ in range(5000):
+        document = [document] if tag is None else {tag: [document] if tag == "$tuple" else [[1, document]]}
+    with pytest.raises(ValueError, match="nested deeper"):
+        decode(document, {})

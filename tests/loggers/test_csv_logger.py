@@ -1,0 +1,194 @@
+"""What `CSVLogger` leaves on the disk."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import enum
+import os
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+from treadle.loggers import CSVLogger
+
+
+def rows(path: Path) -> list[list[str]]:
+    with open(path / "metrics.csv", newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_rows_and_columns(tmp_path):
+    logger = CSVLogger(tmp_path, name="a", version=0)
+    logger.log_metrics({"loss": 0.1 + 0.2, "epoch": 0}, step=5)
+    logger.log_metrics({"loss": torch.tensor(0.5), "epoch": np.int64(1), "best": np.bool_(True)}, step=np.int64(10))
+    logger.log_metrics({"top": {"one": 1, "five": float("nan")}})
+    logger.finalize("success")
+    assert rows(tmp_path / "a" / "version_0") == [
+        ["step", "loss", "epoch", "best", "top/one", "top/five"],
+        ["5", "0.30000000000000004", "0", "", "", ""],
+        ["10", "0.5", "1", "1", "", ""],
+        ["11", "", "", "", "1", "nan"],
+    ]
+
+
+def test_keys_that_appear_later_cost_no_row(tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="", flush_logs_every_n_steps=1)
+    for step in range(4):
+        logger.log_metrics({"loss": step, f"new, {step // 2}": 1}, step)
+    assert rows(tmp_path) == [
+        ["step", "loss", "new, 0", "new, 1"],
+        ["0", "0", "1", ""],
+        ["1", "1", "1", ""],
+        ["2", "2", "", "1"],
+        ["3", "3", "", "1"],
+    ]
+    assert os.listdir(tmp_path) == ["metrics.csv"]
+
+
+def test_an_existing_file_is_continued(tmp_path):
+    for start in (0, 2):
+        logger = CSVLogger(tmp_path, name="", version="x")
+        logger.log_metrics({"loss": 1.5}, start)
+        logger.log_metrics({"loss": 2.5, f"since_{start}": 1}, start + 1)
+        logger.finalize("success")
+    assert rows(tmp_path / "x") == [
+        ["step", "loss", "since_0", "since_2"],
+        ["0", "1.5", "", ""],
+        ["1", "2.5", "1", ""],
+        ["2", "1.5", "", ""],
+        ["3", "2.5", "", "1"],
+    ]
+
+
+def test_a_file_of_another_shape_is_continued(tmp_path):
+    (tmp_path / "metrics.csv").write_bytes(b"epoch,step,loss\r\n0,1,0.5\r\n")
+    logger = CSVLogger(tmp_path, name="", version="")
+    logger.log_metrics({"loss": 0.25}, 2)
+    logger.save()
+    assert rows(tmp_path) == [["epoch", "step", "loss"], ["0", "1", "0.5"], ["", "2", "0.25"]]
+
+
+@pytest.mark.parametrize("tail", ["2,0.1", "2,0.1" * 30000])
+def test_a_row_torn_by_a_crash_is_dropped(tail, tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,loss\n1,0.5\n" + tail)
+    logger = CSVLogger(tmp_path, name="", version="")
+    logger.log_metrics({"loss": 0.25}, 2)
+    logger.save()
+    assert rows(tmp_path) == [["step", "loss"], ["1", "0.5"], ["2", "0.25"]]
+
+
+@pytest.mark.parametrize("content", ["", "step,lo"])
+def test_a_file_without_a_whole_header_is_begun_anew(content, tmp_path):
+    (tmp_path / "metrics.csv").write_text(content)
+    logger = CSVLogger(tmp_path, name="", version="")
+    logger.log_metrics({"loss": 0.25}, 2)
+    logger.save()
+    assert rows(tmp_path) == [["step", "loss"], ["2", "0.25"]]
+
+
+def test_flush_counts_steps_and_keeps_few_rows_in_memory(tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="", flush_logs_every_n_steps=100)
+    logger.log_metrics({"loss": 1}, 0)
+    logger.log_metrics({"loss": 1}, 50)
+    assert not (tmp_path / "metrics.csv").exists()
+    logger.log_metrics({"loss": 1}, 100)
+    assert len(rows(tmp_path)) == 4
+    for _ in range(250):
+        logger.log_metrics({"loss": 1}, 101)
+    assert len(rows(tmp_path)) == 204
+    logger.save()
+    assert len(rows(tmp_path)) == 254
+
+
+def test_rows_wait_while_the_disk_is_full(tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="", flush_logs_every_n_steps=1000)
+    logger.log_metrics({"loss": 0}, 0)
+    logger.save()
+    for step in range(1, 500):
+        logger.log_metrics({"loss": step}, step)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            logger.save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert rows(tmp_path) == [["step", "loss"], ["0", "0"]]
+    logger.save()
+    assert rows(tmp_path)[1:] == [[str(step), str(step)] for step in range(500)]
+
+
+def test_prefix_and_the_name_of_the_step_column(tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="", prefix="run")
+    logger.log_metrics({"loss": 1, "step": 3}, 0)
+    logger.finalize("success")
+    assert rows(tmp_path)[0] == ["step", "run-loss", "run-step"]
+    with pytest.raises(ValueError, match="metric 'step' has the name of the column"):
+        CSVLogger(tmp_path).log_metrics({"step": 3}, 0)
+
+
+def test_fit_then_test_share_the_file(tmp_path):
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"loss": 1}, 0)
+    logger.finalize("success")
+    logger.log_metrics({"test_loss": 2}, 0)
+    logger.finalize("success")
+    assert rows(Path(logger.log_dir)) == [["step", "loss", "test_loss"], ["0", "1", ""], ["0", "", "2"]]
+
+
+@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (2.5, TypeError)])
+def test_a_wrong_flush_interval_is_named(value, error, tmp_path):
+    with pytest.raises(error, match=f"flush_logs_every_n_steps={value}"):
+        CSVLogger(tmp_path, flush_logs_every_n_steps=value)
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Optimizer:
+    lr: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+
+
+def test_hyperparameters_of_any_kind_reach_the_file(tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="")
+    logger.log_hyperparams(
+        {
+            "optimizer": Optimizer(),
+            "width": np.int64(3),
+            "scale": torch.tensor(0.5),
+            "mask": torch.zeros(2),
+            "colour": Colour.RED,
+            "path": Path("data"),
+            "nothing": None,
+            "layers": OmegaConf.create([1, {"a": True}]),
+            "grüße": 'ja: "nein"\n',
+        }
+    )
+    logger.log_hyperparams(argparse.Namespace(seed=1))
+    logger.log_hyperparams(OmegaConf.create({"batch": 8, "twice": "${batch}"}))
+    logger.log_hyperparams(None, metrics={"score": 0.0})
+    logger.finalize("success")
+    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text(encoding="utf-8")) == {
+        "optimizer": {"lr": 0.1, "betas": [0.9, 0.95]},
+        "width": 3,
+        "scale": 0.5,
+        "mask": "tensor([0., 0.])",
+        "colour": "Colour.RED",
+        "path": "data",
+        "nothing": None,
+        "layers": [1, {"a": True}],
+        "grüße": 'ja: "nein"\n',
+        "seed": 1,
+        "batch": 8,
+        "twice": 8,
+    }
+    assert rows(tmp_path) == [["step", "score"], ["0", "0.0"]]

@@ -1,0 +1,163 @@
+"""Validation, test and prediction: one loop over batches, in three forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..engine import Loader, Metrics
+from .hooks import Hooks
+from .loop import count_positional
+from .task import TaskModule
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
+
+
+@dataclass
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+        metrics: per loader, the logged values.
+        predictions: per loader, what ``predict_step`` returned for each batch (of this process).
+    """
+
+    metrics: list[dict[str, float]]
+    predictions: list[list[Any]]
+
+
+def evaluate(
+    trainer: Trainer,
+    task: TaskModule,
+    hooks: Hooks,
+    loaders: list[Loader],
+    stage: str,
+    *,
+    within_fit: bool,
+    keep_predictions: bool = False,
+) -> Evaluation:
+    """Run through ``loaders`` once, in evaluation mode and without gradients.
+
+    Args:
+        trainer: whose flags and processes are used.
+        task: the user's task.
+        hooks: who wants to be called.
+        loaders: the prepared loaders.
+        stage: ``"validate"``, ``"test"`` or ``"predict"``.
+        within_fit: a validation inside training: no inference mode, whose tensors could not be trained on later.
+        keep_predictions: collect what ``predict_step`` returns.
+    """
+    name = STAGES[stage]
+    no_gradient = torch.inference_mode if trainer.inference_mode and not within_fit else torch.no_grad
+    metrics = Metrics(training=False)
+    predictions: list[list[Any]] = []
+    with no_gradient(), evaluation_mode(task), trainer.logging_to(metrics):
+        trainer.accelerator.strategy.sync_buffers(task)
+        metrics.between_batches(True)
+        _fire(hooks, f"on_{name}_start")
+        _fire(hooks, f"on_{name}_epoch_start")
+        for number, loader in enumerate(loaders):
+            metrics.between_batches(False)
+            metrics.suffix = f"/dataloader_idx_{number}" if len(loaders) > 1 else ""
+            kept = _one_loader(
+                trainer, task, hooks, loader, number, name, stage, metrics, keep_predictions, len(loaders)
+            )
+            predictions.append(kept)
+        metrics.suffix = ""
+        metrics.between_batches(True)
+        _fire(hooks, f"on_{name}_epoch_end")
+        found = trainer.logbook.update_epoch(metrics)
+        trainer.logbook.write_epoch(trainer.progress.step, trainer.progress.epoch)
+        _fire(hooks, f"on_{name}_end")
+    for entry in metrics.entries:
+        if entry.metric is not None:
+            entry.metric.reset()
+    return Evaluation(_by_loader(found, len(loaders)), predictions)
+
+
+def _fire(hooks: Hooks, name: str) -> None:
+    for hook in getattr(hooks, name):
+        hook()
+
+
+def _one_loader(
+    trainer: Trainer,
+    task: TaskModule,
+    hooks: Hooks,
+    loader: Loader,
+    number: int,
+    name: str,
+    stage: str,
+    metrics: Metrics,
+    keep: bool,
+    loaders: int,
+) -> list[Any]:
+    step = trainer.accelerator.local_method(task, f"{name}_step")
+    takes = step_arguments(getattr(task, f"{name}_step"), loaders)
+    starts, ends = getattr(hooks, f"on_{name}_batch_start"), getattr(hooks, f"on_{name}_batch_end")
+    cursor = trainer.accelerator.cursor
+    kept: list[Any] = []
+    index = -1
+    for index, batch in enumerate(loader):
+        metrics.weight = cursor.micro.samples  # type: ignore[union-attr]
+        trainer.evaluation_batch = index
+        for hook in starts:
+            hook(batch, index, number)
+        output = step(batch, *(index, number)[: takes - 1])
+        for hook in ends:
+            hook(output, batch, index, number)
+        if keep and metrics.weight:
+            kept.append(output)
+    if trainer.accelerator.world.all(index < 0):
+        raise ValueError(f"the {stage} loader yielded no batch. {trainer.explain_loader(loader)}")
+    return kept
+
+
+def step_arguments(step: Callable[..., Any], loaders: int) -> int:
+    """How many of (batch, batch_idx, dataloader_idx) a step takes.
+
+    Raises:
+        ValueError: if there are several loaders and it has no place for ``dataloader_idx``.
+    """
+    count = count_positional(step)
+    if loaders > 1 and count < 3:
+        raise ValueError(
+            f"there are {loaders} loaders, so {step.__name__} must take (batch, batch_idx, dataloader_idx); it takes "
+            f"{count} argument(s)."
+        )
+    return min(count, 3)
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards each part is in the mode it was in, frozen parts too."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
+
+
+def _by_loader(values: dict[str, float], loaders: int) -> list[dict[str, float]]:
+    if loaders <= 1:
+        return [values]
+    marks = [f"/dataloader_idx_{number}" for number in range(loaders)]
+    return [
+        {name: value for name, value in values.items() if name.endswith(mark) or not name.endswith(tuple(marks))}
+        for mark in marks
+    ]
+
+
+def merge(parts: list[list[Any]]) -> list[Any]:
+    """One loader's list for one loader, a list of lists for several."""
+    return parts[0] if len(parts) == 1 else parts

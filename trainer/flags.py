@@ -1,0 +1,74 @@
+"""Flags that come in several forms, checked and made into one."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+Limit = int | float | None
+
+
+def check_limit(name: str, value: Limit) -> int | float:
+    """A share of an epoch (float from 0 to 1) or a number of batches (int).
+
+    Raises:
+        ValueError, TypeError: names the flag, the value and the rule.
+    """
+    rule = "it must be a whole number of batches of at least 0, or a share of the epoch from 0.0 to 1.0"
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r}: {rule}.")
+    if value < 0 or (isinstance(value, float) and value > 1.0):
+        raise ValueError(f"{name}={value!r}: {rule}.")
+    return value
+
+
+def limited(name: str, limit: int | float, total: int | None) -> int | None:
+    """How many of ``total`` batches a checked limit lets through; None for all of them.
+
+    Raises:
+        ValueError: for a share of a loader that has no length.
+    """
+    if isinstance(limit, int):
+        return limit if total is None else min(limit, total)
+    if limit == 1.0:
+        return total
+    if total is None and limit > 0:
+        raise ValueError(f"{name}={limit} is a share, but the loader has no length: give a whole number of batches.")
+    count = int((total or 0) * limit)
+    if limit > 0 and not count:
+        raise ValueError(f"{name}={limit} of {total} batches is less than one: give at least {1 / (total or 1):.3g}.")
+    return count
+
+
+def seconds(name: str, value: str | timedelta | dict[str, int] | None) -> float | None:
+    """A duration as seconds: ``"DD:HH:MM:SS"``, a timedelta, or its arguments as a dict.
+
+    Raises:
+        ValueError: for a string of another form.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        parts = value.split(":")
+        if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
+            raise ValueError(f"{name}={value!r} must be 'DD:HH:MM:SS', for example '00:12:00:00' for twelve hours.")
+        days, hours, minutes, secs = map(int, parts)
+        value = timedelta(days=days, hours=hours, minutes=minutes, seconds=secs)
+    elif isinstance(value, dict):
+        value = timedelta(**value)
+    if not isinstance(value, timedelta):
+        raise TypeError(f"{name}={value!r} must be 'DD:HH:MM:SS', a timedelta or a dict of its arguments.")
+    return value.total_seconds()
+
+
+def check_count(name: str, value: Any, low: int) -> int:
+    """A whole number of at least ``low``.
+
+    Raises:
+        ValueError: names the flag, the value and the rule.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {low}.")
+    return value

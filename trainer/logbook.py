@@ -1,0 +1,115 @@
+"""Where logged numbers go: the dictionaries users read, and the loggers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine import Metrics
+from ..loggers import Logger, NullExperiment
+from ..strategies import World, warn
+
+
+class SilentLogger(Logger):
+    """Takes everything, keeps nothing: what ``fast_dev_run`` puts in the place of the loggers."""
+
+    @property
+    def experiment(self) -> Any:
+        """Answers every call."""
+        return NullExperiment()
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Nothing is kept."""
+
+    def log_hyperparams(self, params: Any, metrics: Any = None) -> None:
+        """Nothing is kept."""
+
+
+class Logbook:
+    """Turns what was logged into numbers, over all processes, and passes them on.
+
+    Args:
+        world: the processes to reduce over.
+        loggers: who gets the numbers, on rank zero. One that fails is left out from then on, with a warning: a side
+            service does not end a training run.
+
+    Attributes:
+        callback_values: by name, the newest agreed value of everything logged.
+        bar_values: the same, of what the progress bar shows.
+        logged_values: the same, of what the loggers got.
+    """
+
+    def __init__(self, world: World, loggers: list[Logger]) -> None:
+        self.world = world
+        self.loggers = loggers
+        self.callback_values: dict[str, Tensor] = {}
+        self.bar_values: dict[str, float] = {}
+        self.logged_values: dict[str, Tensor] = {}
+        self._failed: set[int] = set()
+        self._epoch_row: dict[str, float] = {}
+
+    def write_step(self, metrics: Metrics, step: int, epoch: int) -> None:
+        """Reduce the latest step's values and hand them to the loggers. All processes must call it."""
+        row: dict[str, float] = {}
+        for entry, value in metrics.step_values(self.world):
+            name = entry.label("step")
+            self.callback_values[name] = torch.tensor(value)
+            if entry.prog_bar:
+                self.bar_values[name] = value
+            if entry.logger:
+                row[name] = value
+        self.write_row(row, step, epoch)
+
+    def update_epoch(self, metrics: Metrics) -> dict[str, float]:
+        """Reduce the epoch's values; returns them by name. All processes must call it."""
+        found: dict[str, float] = {}
+        self._epoch_row = {}
+        for entry, value in metrics.epoch_values(self.world):
+            name = entry.label("epoch")
+            found[name] = value
+            self.callback_values[name] = self.callback_values[entry.name] = torch.tensor(value)
+            if entry.prog_bar:
+                self.bar_values[name] = value
+            if entry.logger:
+                self._epoch_row[name] = value
+        return found
+
+    def write_epoch(self, step: int, epoch: int) -> None:
+        """Hand the epoch's values, as last updated, to the loggers."""
+        self.write_row(self._epoch_row, step, epoch)
+
+    def write_row(self, row: dict[str, float], step: int, epoch: int) -> None:
+        """Hand a row of agreed values to the loggers, with the epoch beside them."""
+        if not row:
+            return
+        self.logged_values.update({name: torch.tensor(value) for name, value in row.items()})
+        self.call("log_metrics", {"epoch": epoch, **row}, step=step)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of every logger that works, on rank zero."""
+        if not self.world.is_main:
+            return
+        for logger in self.loggers:
+            if id(logger) in self._failed:
+                continue
+            try:
+                getattr(logger, method)(*args, **kwargs)
+            except (TypeError, ValueError):
+                raise  # the user's call was wrong
+            except Exception as error:
+                self._failed.add(id(logger))
+                warn(f"{type(logger).__name__}.{method} failed and gets nothing more: {type(error).__name__}: {error}")
+
+    def agree_on_versions(self) -> None:
+        """Give every process rank zero's version, and so one directory. All processes must call it."""
+        for logger in self.loggers:
+            version = self.world.broadcast(getattr(logger, "version", None) if self.world.is_main else None)
+            if self.world.size > 1 and getattr(logger, "version", None) != version:
+                logger.version = version
+
+    def agree_on_directory(self, default: str) -> str:
+        """The first logger's directory, rank zero's, on every process."""
+        own = next((logger.log_dir for logger in self.loggers if logger.log_dir), default)
+        return str(self.world.broadcast(own))

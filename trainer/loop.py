@@ -1,0 +1,352 @@
+"""The training loop.
+
+    setup; on_fit_start; [restore]
+    on_sanity_check_start; a few validation batches; on_sanity_check_end
+    on_train_start
+    for each epoch:
+        on_train_epoch_start
+        for group in loader.groups():                # one group is one optimizer step
+            for micro_batch in group:
+                on_train_batch_start
+                with accelerator.accumulate(model):  # gradients are reduced on the group's last micro-batch only
+                    loss = training_step(micro_batch)
+                    on_before_backward; accelerator.backward(loss); on_after_backward
+                after the group's last one:
+                    agree over all processes: finite? stop?
+                    on_before_optimizer_step; clip; optimizer.step()
+                    on_before_zero_grad; optimizer.zero_grad()
+                    schedulers by step               # only if the optimizer really stepped
+                on_train_batch_end
+            every log_every_n_steps: reduce what was logged, write it
+            validation, if due:
+                on_validation_start; on_validation_epoch_start
+                for each batch: on_validation_batch_start; validation_step; on_validation_batch_end
+                on_validation_epoch_end; on_validation_end
+            after the epoch's last group: schedulers by epoch
+            on_step_end                              # checkpoints: of this step, with this step's validation
+        on_train_epoch_end
+    on_train_end; on_fit_end; teardown
+
+test and predict have the validation's form (on_test_start, on_test_end, on_test_epoch_start, on_test_epoch_end,
+on_test_batch_start, on_test_batch_end; on_predict_start, on_predict_end, on_predict_epoch_start, on_predict_epoch_end,
+on_predict_batch_start, on_predict_batch_end). on_save_checkpoint and on_load_checkpoint run where a checkpoint is made
+or restored; on_exception runs before teardown when something raised.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..engine import Loader
+from .hooks import Hooks
+from .optimizers import SchedulerConfig
+from .task import TaskModule
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class FitLoop:
+    """Trains a task; built once per ``fit``, when everything is prepared.
+
+    Args:
+        trainer: whose flags, accelerator, progress and loggers are used.
+        task: the user's task.
+        model: the task as the accelerator prepared it.
+        hooks: who wants to be called.
+        loader: the prepared training loader.
+        schedulers: the task's schedulers.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        task: TaskModule,
+        model: Any,
+        hooks: Hooks,
+        loader: Loader,
+        schedulers: list[SchedulerConfig],
+    ) -> None:
+        self.trainer = trainer
+        self.task = task
+        self.model = model
+        self.hooks = hooks
+        self.loader = loader
+        self.accelerator = trainer.accelerator
+        self.progress = trainer.progress
+        self.metrics = trainer.metrics
+        self.agreement = trainer.accelerator.agreement
+        self.cursor = trainer.accelerator.cursor
+        self.optimizer = trainer.accelerator.optimizers[0] if trainer.accelerator.optimizers else None
+        self.step = trainer.accelerator.method(model, "training_step")
+        self.takes_index = count_positional(task.training_step) > 1
+        self.by_step = [s for s in schedulers if s.interval == "step"]
+        self.by_epoch = [s for s in schedulers if s.interval == "epoch"]
+        self.default_clip = type(task).configure_gradient_clipping is TaskModule.configure_gradient_clipping
+        self.default_scheduler_step = type(task).lr_scheduler_step is TaskModule.lr_scheduler_step
+        self.deadline: float | None = None
+        self.started = 0.0
+        self.skip_rest = False  # a hook asked to end the epoch
+        self.closed = False  # the epoch's last step is over, its validation and schedulers too
+        self.validation_every = self._validation_interval()
+
+    # -- epochs --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train until one of the limits is reached, or someone wants to stop."""
+        trainer, progress = self.trainer, self.progress
+        self.started = time.monotonic() - progress.seconds
+        if trainer.max_seconds is not None:
+            self.deadline = self.started + trainer.max_seconds
+        for hook in self.hooks.on_train_start:
+            hook()
+        trainer.restore_random_state()
+        while not self._finished():
+            self._epoch()
+        progress.seconds = time.monotonic() - self.started
+        for hook in self.hooks.on_train_end:
+            hook()
+
+    def _finished(self) -> bool:
+        trainer, progress = self.trainer, self.progress
+        if 0 <= trainer.max_epochs <= progress.epoch or 0 <= trainer.max_steps <= progress.step:
+            return True
+        return self._may_stop(trainer.accelerator.world.any(trainer.should_stop))
+
+    def _may_stop(self, wanted: bool) -> bool:
+        """Whether to stop now: someone wants to, as every process knows, and the minimum is reached."""
+        trainer, progress = self.trainer, self.progress
+        return wanted and progress.epoch >= trainer.min_epochs and progress.step >= trainer.min_steps
+
+    def _epoch(self) -> None:
+        trainer, progress, metrics, hooks = self.trainer, self.progress, self.metrics, self.hooks
+        self.closed = self.skip_rest = False
+        metrics.between_batches(True)
+        for hook in hooks.on_train_epoch_start:
+            hook()
+        metrics.between_batches(False)
+        for group in self.loader.groups():
+            self._step(group)
+            if self._end_of_step():
+                break
+        else:
+            if not progress.batch:
+                raise ValueError(f"the training loader yielded no batch. {trainer.explain_loader(self.loader)}")
+            if not self.closed:  # a loader without a length ends only when it ends
+                self._close_epoch()
+        if self.skip_rest or self.closed:
+            self.loader.end_epoch()
+            progress.closing = True  # a checkpoint from here goes on with the next epoch
+        metrics.between_batches(True)
+        trainer.update_train_epoch_values()
+        for hook in hooks.on_train_epoch_end:
+            hook()
+        trainer.logbook.write_epoch(progress.step, progress.epoch)
+        metrics.reset()
+        if progress.closing:
+            progress.next_epoch()
+
+    # -- one optimizer step --------------------------------------------------------------------------------------
+
+    def _step(self, group: Iterable[Any]) -> None:
+        """Work through one group of micro-batches."""
+        accelerator, hooks, progress, metrics, cursor = (
+            self.accelerator,
+            self.hooks,
+            self.progress,
+            self.metrics,
+            self.cursor,
+        )
+        for batch in group:
+            index = progress.batch
+            micro = cursor.micro
+            last = micro.last  # type: ignore[union-attr]
+            metrics.weight = micro.samples  # type: ignore[union-attr]
+            for hook in hooks.on_train_batch_start:
+                if hook(batch, index) == -1:
+                    self.skip_rest = True
+            if self.skip_rest:
+                if self.optimizer is not None:
+                    self.optimizer.optimizer.zero_grad()  # of the group's micro-batches before
+                return
+            with accelerator.accumulate(self.model):
+                output = self.step(batch, index) if self.takes_index else self.step(batch)
+                weight = None
+                if isinstance(output, Tensor):
+                    loss = output
+                else:
+                    loss, weight = self._loss_in(output)
+                if not loss.requires_grad:
+                    raise _no_gradient(loss)
+                for hook in hooks.on_before_backward:
+                    hook(loss)
+                self.agreement.watch(loss)
+                if last:
+                    self.agreement.stop_vote = self._wants_to_stop()
+                accelerator.backward(loss, weight=weight)
+                for hook in hooks.on_after_backward:
+                    hook()
+            progress.batch = index + 1
+            progress.batches += 1
+            if last:
+                self._optimize()
+                progress.samples += micro.group_samples  # type: ignore[union-attr]
+            if hooks.on_train_batch_end:
+                outputs = _outputs(output, loss)
+                for hook in hooks.on_train_batch_end:
+                    hook(outputs, batch, index)
+
+    def _wants_to_stop(self) -> bool:
+        return self.trainer.should_stop or (self.deadline is not None and time.monotonic() >= self.deadline)
+
+    def _optimize(self) -> None:
+        """Agree, clip, step, zero; then the schedulers by step."""
+        accelerator, optimizer, progress, hooks = self.accelerator, self.optimizer, self.progress, self.hooks
+        if not accelerator.agree().finite and not self.trainer.may_go_on_after_non_finite(self.cursor.micro):
+            if optimizer is not None:
+                optimizer.zero_grad()
+            progress.skipped += 1
+            return
+        if optimizer is None:
+            progress.step += 1
+            return
+        for hook in hooks.on_before_optimizer_step:
+            hook(optimizer.optimizer)
+        trainer = self.trainer
+        if trainer.gradient_clip_val is not None or not self.default_clip:
+            accelerator.unscale_gradients()
+            self.task.configure_gradient_clipping(
+                optimizer.optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+            )
+        optimizer.step()
+        for hook in hooks.on_before_zero_grad:
+            hook(optimizer.optimizer)
+        optimizer.zero_grad()
+        if accelerator.optimizer_step_was_skipped:
+            progress.skipped += 1
+            return
+        progress.step += 1
+        if self.by_step:
+            self._step_schedulers(self.by_step, progress.step)
+
+    def _end_of_step(self) -> bool:
+        """The one place between two steps: log, validate, schedule, save. Returns whether the epoch ends here."""
+        trainer, progress = self.trainer, self.progress
+        if self.skip_rest:
+            return True
+        if trainer.log_every_n_steps and progress.step % trainer.log_every_n_steps == 0:
+            trainer.logbook.write_step(self.metrics, progress.step, progress.epoch)
+        stop = self.agreement.stop if not self.agreement.alone else self._wants_to_stop()
+        if progress.batch == trainer.num_training_batches:
+            self._close_epoch()
+            stop = False  # the epoch is over anyway
+        elif self.validation_every is not None and progress.batch - progress.validated >= self.validation_every:
+            self._validate()
+            stop = trainer.accelerator.world.any(trainer.should_stop)
+        for hook in self.hooks.on_step_end:
+            hook()
+        if stop:
+            trainer.should_stop = True
+        return self._may_stop(stop) or 0 <= trainer.max_steps <= progress.step
+
+    # -- validation and schedulers -------------------------------------------------------------------------------
+
+    def _validation_interval(self) -> int | None:
+        """Micro-batches between validations within an epoch; None for at its end only."""
+        trainer = self.trainer
+        interval, total = trainer.val_check_interval, trainer.num_training_batches
+        if not trainer.has_validation:
+            return None
+        if isinstance(interval, int):
+            if trainer.check_val_every_n_epoch is not None and total is not None and interval > total:
+                raise ValueError(
+                    f"val_check_interval={interval} is more than the {total} batches of an epoch, so validation would "
+                    "never run. Give at most that, or check_val_every_n_epoch=None to count across epochs."
+                )
+            return interval
+        if interval == 1.0:
+            return None
+        if total is None:
+            raise ValueError(
+                f"val_check_interval={interval} is a share of an epoch, but the training loader has no length. Give a "
+                "whole number of batches, or 1.0 for the end of the epoch."
+            )
+        return max(1, int(total * interval))
+
+    def _validation_epoch(self) -> bool:
+        every = self.trainer.check_val_every_n_epoch
+        return every is None or (self.progress.epoch + 1) % every == 0
+
+    def _validate(self) -> None:
+        self.progress.validated = self.progress.batch
+        if self._validation_epoch():
+            self.trainer.validate_within_fit()
+
+    def _close_epoch(self) -> None:
+        """After the epoch's last step: validate if due, then the schedulers by epoch."""
+        self.closed = True
+        due = self.validation_every
+        since = self.progress.batch - self.progress.validated
+        if self.trainer.has_validation and (since > 0 if due is None else since >= due):
+            self._validate()
+        if self.by_epoch:
+            self._step_schedulers(self.by_epoch, self.progress.epoch + 1)
+
+    def _step_schedulers(self, schedulers: list[SchedulerConfig], count: int) -> None:
+        for config in schedulers:
+            if config.frequency != 1 and count % config.frequency:
+                continue
+            metric = self.trainer.monitored(config) if config.reduce_on_plateau else None
+            if config.reduce_on_plateau and metric is None:
+                continue
+            if not self.default_scheduler_step:
+                self.task.lr_scheduler_step(config.scheduler, metric)
+            elif metric is None:
+                config.scheduler.step()
+            else:
+                config.scheduler.step(metric)
+
+    # -- what a step returned ------------------------------------------------------------------------------------
+
+    def _loss_in(self, output: Any) -> tuple[Tensor, Any]:
+        if isinstance(output, Mapping):
+            loss = output.get("loss")
+            if isinstance(loss, Tensor):
+                return loss, output.get("weight")
+            raise ValueError(
+                f"training_step returned a dict whose 'loss' is {loss!r}; it has the keys {', '.join(map(str, output))}. "
+                "Put the loss, a tensor with a gradient, under 'loss'."
+            )
+        if output is None:
+            raise ValueError(
+                "training_step returned None, so there is no loss to train on. Return the loss; to leave a batch out, "
+                "return {'loss': loss, 'weight': 0.0}."
+            )
+        raise TypeError(
+            f"training_step returned a {type(output).__name__}; it must return the loss, a tensor, or a dict with 'loss'."
+        )
+
+
+def _no_gradient(loss: Tensor) -> ValueError:
+    return ValueError(
+        f"training_step returned a loss without a gradient (shape {tuple(loss.shape)}, requires_grad=False). Compute it "
+        "from the model's output, without detach(), item() or torch.no_grad(), and leave some parameter trainable."
+    )
+
+
+def _outputs(output: Any, loss: Tensor) -> dict[str, Any]:
+    rest = output if isinstance(output, Mapping) else {}
+    return {**rest, "loss": loss.detach()}
+
+
+def count_positional(step: Callable[..., Any]) -> int:
+    """How many positional arguments a bound step takes; 99 for any number."""
+    parameters = inspect.signature(step).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 99
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

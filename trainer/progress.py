@@ -1,0 +1,51 @@
+"""How far the run is: a few whole numbers, valid between optimizer steps."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counters of a run. Checkpoints are made between optimizer steps only, so these are all there is.
+
+    Attributes:
+        epoch: epochs completed.
+        step: optimizer steps that really happened.
+        batch: micro-batches of the current epoch, of this process.
+        batches: micro-batches of all epochs, of this process.
+        samples: samples trained on, over all processes.
+        validated: the micro-batch count of this epoch at which it was last validated.
+        skipped: optimizer steps that a float16 overflow or a non-finite loss prevented.
+        seconds: time spent in training, for ``max_time``.
+        closing: the epoch is complete and its end is being worked off; a checkpoint from here begins the next one.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    batch: int = 0
+    batches: int = 0
+    samples: int = 0
+    validated: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    closing: bool = False
+
+    def next_epoch(self) -> None:
+        """The epoch is behind us."""
+        self.epoch += 1
+        self.batch = self.validated = 0
+        self.closing = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """All counters by name."""
+        state = replace(self)
+        if state.closing:
+            state.next_epoch()
+        return asdict(state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        for name, value in state_dict.items():
+            setattr(self, name, value)

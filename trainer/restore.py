@@ -1,0 +1,97 @@
+"""Which checkpoint to go on from, and how the Trainer's own parts go into one and out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..callbacks import Callback
+from ..strategies import warn
+
+if TYPE_CHECKING:
+    from .task import TaskModule
+    from .trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Something to save and load by two functions."""
+
+    save: Callable[[], Any]
+    load: Callable[[Any], None]
+
+    def state_dict(self) -> Any:
+        """What to save."""
+        return self.save()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take it back."""
+        self.load(state_dict)
+
+
+def resolve_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> Path | None:
+    """The checkpoint meant by a path, ``"last"`` or ``"best"``.
+
+    Raises:
+        ValueError: if there is none such.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path in ("last", "best"):
+        callback = trainer.checkpoint_callback
+        found = "" if callback is None else getattr(callback, f"{ckpt_path}_model_path")
+        if not found:
+            why = (
+                "there is no ModelCheckpoint"
+                if callback is None
+                else f"its ModelCheckpoint has saved no {ckpt_path} one"
+            )
+            hint = " (save_last=True makes one)" if ckpt_path == "last" and callback is not None else ""
+            raise ValueError(f"ckpt_path={ckpt_path!r}, but {why}{hint}. Give a path.")
+        return Path(found)
+    path = Path(ckpt_path)
+    if not path.exists():
+        raise ValueError(
+            f"ckpt_path={str(ckpt_path)!r} does not exist. Give a checkpoint's directory, 'last' or 'best'."
+        )
+    return path
+
+
+def callback_states(trainer: Trainer, task: TaskModule, callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """The callbacks' states by name, and what the ``on_save_checkpoint`` hooks add.
+
+    Raises:
+        ValueError: if two callbacks would be saved under one name, or a hook takes a reserved one.
+    """
+    states: dict[str, Any] = {}
+    for callback in callbacks:
+        if state := callback.state_dict():
+            if callback.state_key in states:
+                raise ValueError(
+                    f"two callbacks would be saved under the name {callback.state_key!r}: give one another state_key."
+                )
+            states[callback.state_key] = state
+    reserved = {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
+    added: dict[str, Any] = dict(reserved)
+    assert trainer.hooks is not None
+    for hook in trainer.hooks.on_save_checkpoint:
+        hook(added)
+    return {"callbacks": states, "added": {name: value for name, value in added.items() if name not in reserved}}
+
+
+def load_callback_states(
+    trainer: Trainer, task: TaskModule, callbacks: Sequence[Callback], state: dict[str, Any]
+) -> None:
+    """Give the callbacks their states back, and the ``on_load_checkpoint`` hooks what was added."""
+    known = {callback.state_key: callback for callback in callbacks}
+    for name, saved in state["callbacks"].items():
+        if name in known:
+            known[name].load_state_dict(saved)
+        else:
+            warn(f"the checkpoint has a state for {name}, but no such callback is there to take it.")
+    assert trainer.hooks is not None
+    checkpoint = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, **state["added"]}
+    for hook in trainer.hooks.on_load_checkpoint:
+        hook(checkpoint)

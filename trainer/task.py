@@ -1,0 +1,300 @@
+"""`TaskModule`: a model, the steps it is trained and evaluated by, and its optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..engine import checkpoint, snapshot
+from ..engine.manifest import verify
+from ..engine.metrics import Metrics
+from ..strategies import warn
+from .datamodule import TransferHooks
+from .hparams import HyperparametersMixin
+from .task_hooks import TaskHooks
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, nn.Module):
+    """An ``nn.Module`` with steps. Write ``training_step`` and ``configure_optimizers``, call ``Trainer.fit``.
+
+    The names are the ones Lightning's users know. A task knows nothing of processes.
+
+    Attributes:
+        automatic_optimization: whether the Trainer runs backward and the optimizer.
+        strict_loading: whether checkpoints must hold exactly this task's weights.
+        example_input_array: an input for graph logging and export, if you like.
+    """
+
+    automatic_optimization: bool = True
+    strict_loading: bool = True
+    example_input_array: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Plain attributes: nn.Module must not register the Trainer's parts, and reading them must cost nothing.
+        self.__dict__["_trainer"] = None
+        self.__dict__["_metrics"] = None
+
+    # -- what you write ------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor | Mapping[str, Any]:
+        """Return the mean loss of a batch, or a dict with ``"loss"``.
+
+        A dict may also hold ``"weight"``: what the loss is a mean over where that is not the batch's samples (tokens,
+        say). Then the optimizer step's gradient is the mean over all of these, on all processes.
+        """
+        raise NotImplementedError
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Work on one validation batch; log what you measure."""
+        raise NotImplementedError
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Work on one test batch; log what you measure."""
+        raise NotImplementedError
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the predictions for one batch; by default ``self(batch)``."""
+        return self(args[0])
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer, with schedulers if you like: every form that Lightning takes."""
+        raise NotImplementedError
+
+    def train_dataloader(self) -> Any:
+        """Return the training loader, if it is not passed to ``fit``."""
+        raise NotImplementedError
+
+    def val_dataloader(self) -> Any:
+        """Return the validation loader, or several."""
+        raise NotImplementedError
+
+    def test_dataloader(self) -> Any:
+        """Return the test loader, or several."""
+        raise NotImplementedError
+
+    def predict_dataloader(self) -> Any:
+        """Return the predict loader, or several."""
+        raise NotImplementedError
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of a step; by default as the Trainer's flags say."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def clip_gradients(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of ``optimizer``'s parameters by ``"norm"`` or by ``"value"``."""
+        if gradient_clip_val is None:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        accelerator = self.trainer.accelerator
+        if gradient_clip_algorithm == "value":
+            accelerator.clip_grad_value_(parameters, gradient_clip_val)
+        else:
+            accelerator.clip_grad_norm_(parameters, gradient_clip_val)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        """Step a scheduler that is due; ``metric`` is the monitored value of a plateau scheduler."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    # -- what you call -------------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = True,
+        sync_dist_group: Any | None = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log one number. Costs next to nothing: it is reduced and read later, in bulk, over all processes.
+
+        Args:
+            name: the name to log under.
+            value: a number, a tensor with one element, or a ``torchmetrics.Metric``.
+            prog_bar: show it in the progress bar.
+            logger: send it to the loggers (default yes).
+            on_step: log the value of single steps (default: in training batches).
+            on_epoch: log the epoch's value (default: everywhere else).
+            reduce_fx: how an epoch's values, and the processes', become one: ``"mean"``, ``"sum"``, ``"min"``,
+                ``"max"``.
+            enable_graph: accepted for Lightning's signature; values are always detached.
+            sync_dist: accepted for Lightning's signature; values are always of all processes.
+            sync_dist_group: accepted for Lightning's signature.
+            add_dataloader_idx: add ``/dataloader_idx_N`` to the name where there are several evaluation loaders.
+            batch_size: what the value weighs in an epoch's mean (default: the samples the loader put into the batch).
+            metric_attribute: accepted for Lightning's signature; metrics are not restored by attribute.
+            rank_zero_only: accepted for Lightning's signature; log the same names on every process.
+
+        Raises:
+            TypeError, ValueError: for a value that is no number, with its shape or type.
+        """
+        metrics: Metrics | None = self.__dict__["_metrics"]
+        if metrics is None:
+            warn(f"self.log({name!r}) outside of a Trainer's run does nothing.")
+            return
+        metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx)
+
+    def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
+        """`log` every item of a mapping (or ``torchmetrics.MetricCollection``) with the same arguments."""
+        for name, value in dictionary.items():
+            self.log(name, value, **kwargs)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on rank zero, beside the progress bar."""
+        if self._trainer is None:
+            print(*args, **kwargs)
+        else:
+            self._trainer.print(*args, **kwargs)
+
+    def all_gather(self, data: Any) -> Any:
+        """Every process's tensors, stacked along a new first dimension when there is more than one process."""
+        world = self.trainer.accelerator.world
+        if world.size == 1:
+            return data
+        from lightning_utilities.core.apply_func import apply_to_collection
+
+        return apply_to_collection(data, Tensor, lambda t: torch.stack(world.all_gather(t)))
+
+    def freeze(self) -> Self:
+        """Make every parameter constant, and go to evaluation mode."""
+        for parameter in self.parameters():
+            parameter.requires_grad = False
+        return self.eval()
+
+    def unfreeze(self) -> Self:
+        """Make every parameter trainable, and go to training mode."""
+        for parameter in self.parameters():
+            parameter.requires_grad = True
+        return self.train()
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer, or the list of them."""
+        chosen = [o if use_pl_optimizer else o.optimizer for o in self.trainer.accelerator.optimizers]
+        return chosen[0] if len(chosen) == 1 else chosen
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler, the list of them, or None."""
+        chosen = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return chosen[0] if len(chosen) == 1 else chosen or None
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Build the task from the hyperparameters in a checkpoint, and load its weights.
+
+        Args:
+            checkpoint_path: a checkpoint of ours.
+            map_location: the device to put the task on.
+            strict: whether the weights must match exactly (default: the task's ``strict_loading``).
+            kwargs: arguments of ``__init__``, in place of the saved ones.
+
+        Raises:
+            ValueError: if it is no checkpoint, is damaged, or the weights are another model's.
+        """
+        path = Path(checkpoint_path)
+        manifest = verify(path)
+        saved = checkpoint.read_part(path, "hparams") if snapshot.has_part(manifest, "hparams") else {}
+        task = cls(**{**saved, **kwargs})
+        task.configure_model()
+        weights = checkpoint.read_part(path, "model")
+        snapshot.load_model(task, weights, path, task.strict_loading if strict is None else strict)
+        return task if map_location is None else task.to(map_location)
+
+    # -- what the Trainer knows ----------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer that runs this task.
+
+        Raises:
+            RuntimeError: if there is none.
+        """
+        if self._trainer is None:
+            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer: that happens in fit and its kin.")
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, value: Trainer | None) -> None:
+        self.__dict__["_trainer"] = value
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        first = next(self.parameters(), None)
+        if first is None:
+            first = next(self.buffers(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' floating-point format."""
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed; 0 without a Trainer."""
+        return 0 if self._trainer is None else self._trainer.current_epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken; 0 without a Trainer."""
+        return 0 if self._trainer is None else self._trainer.global_step
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank."""
+        return 0 if self._trainer is None else self._trainer.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its machine."""
+        return 0 if self._trainer is None else self._trainer.local_rank
+
+    @property
+    def logger(self) -> Any:
+        """The Trainer's first logger, or None."""
+        return None if self._trainer is None else self._trainer.logger
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The Trainer's loggers."""
+        return [] if self._trainer is None else self._trainer.loggers
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state["_trainer"] = state["_metrics"] = None
+        return state
