@@ -146,10 +146,10 @@ class ShardedBatches:
             self._primed = itertools.chain(first, batches)
 
     def __iter__(self) -> Iterator[Any]:
+        # A generator: nothing may be drawn before the loader has drawn its workers' seed, as in a plain loop.
         self.prime()
-        assert self._primed is not None
         batches, self._primed = self._primed, None
-        return batches
+        yield from batches or ()
 
     def __len__(self) -> int:
         """Batches this process yields in an epoch, from its beginning.
@@ -173,18 +173,9 @@ class ShardedBatches:
         with self.stream.drawing():
             first = list(itertools.islice(source, 1))
             rest = RandomStream(random_state())
-        yield from first
-        if self._draws_once:
-            yield from source
-            return
-        while True:
-            # A sampler that draws as it goes has a stream of its own from here, or the workers' reading ahead and
-            # the validation loaders between would change what it draws.
-            with rest.drawing():
-                item = list(itertools.islice(source, 1))
-            if not item:
-                return
-            yield item[0]
+        # A sampler that draws as it goes has a stream of its own from here, or the workers' reading ahead and the
+        # validation loaders between would change what it draws.
+        return itertools.chain(first, source if self._draws_once else _drawn_from(rest, source))
 
     def _global_batches(self) -> Iterator[tuple[list[Any], list[int] | None]]:
         """Global batches as flat indices; with the sizes of the user's own batches where those must be kept."""
@@ -238,6 +229,15 @@ class ShardedBatches:
                 self.micros.append(micro)
                 consumed = micro.consumed
                 yield own if self.batched else own[0]
+
+
+def _drawn_from(stream: RandomStream, source: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        with stream.drawing():
+            item = list(itertools.islice(source, 1))
+        if not item:
+            return
+        yield item[0]
 
 
 def _merge_tail(batches: Iterator[Any], size: int) -> Iterator[Any]:

@@ -1,0 +1,133 @@
+"""One list of losses: whatever the door, the number of processes, the precision and the split into micro-batches.
+
+The reference is a loop written by hand, in one process, that takes each optimizer step on the plain mean over the
+samples of the whole group.
+"""
+
+import copy
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import treadle
+
+SAMPLES, GLOBAL_BATCH, EPOCHS = 45, 8, 2
+GRID = [
+    pytest.param(door, world, precision, accumulate, id=f"{door}-{world}p-{precision}-k{accumulate}")
+    for door in ("trainer", "own-loop")
+    for world in (1, 2)
+    for precision in ("64-true", "32-true", "bf16-mixed")
+    for accumulate in (1, 4)
+]
+
+
+def dataset():
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(SAMPLES, 6, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long())
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+        self.seen = []
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    def on_step_end(self):
+        self.seen.append(whole_loss(self))
+
+
+@torch.no_grad()
+def whole_loss(model):
+    """The loss of the whole dataset, in float64, on a copy: what all runs are compared by."""
+    x, y = dataset().tensors
+    return nn.functional.cross_entropy(copy.deepcopy(model.net).double()(x.double()), y).item()
+
+
+def reference(precision, accumulate):
+    torch.manual_seed(7)
+    task = Task()
+    torch.manual_seed(7)
+    optimizer = task.configure_optimizers()
+    if precision == "64-true":
+        task.double()
+    loader = DataLoader(dataset(), batch_size=GLOBAL_BATCH, shuffle=True)
+    losses = []
+    for _ in range(EPOCHS):
+        batches = list(loader)
+        for start in range(0, len(batches), accumulate):
+            group = batches[start : start + accumulate]
+            x = torch.cat([b[0] for b in group]).to(task.net[0].weight.dtype)
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                loss = nn.functional.cross_entropy(task(x), torch.cat([b[1] for b in group]))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(whole_loss(task))
+    return losses
+
+
+def by_trainer(world, precision, accumulate):
+    torch.manual_seed(7)
+    task = Task()
+    torch.manual_seed(7)
+    trainer = treadle.Trainer(
+        max_epochs=EPOCHS,
+        accelerator="cpu",
+        precision=precision,
+        accumulate_grad_batches=accumulate,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(task, DataLoader(dataset(), batch_size=GLOBAL_BATCH // world, shuffle=True))
+    return task.seen
+
+
+def by_own_loop(world, precision, accumulate):
+    torch.manual_seed(7)
+    task = Task()
+    torch.manual_seed(7)
+    accelerator = treadle.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulate)
+    loader = DataLoader(dataset(), batch_size=GLOBAL_BATCH // world, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(task, task.configure_optimizers(), loader)
+    losses = []
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                losses.append(whole_loss(accelerator.unwrap_model(model)))
+    return losses
+
+
+@pytest.mark.parametrize(("door", "world", "precision", "accumulate"), GRID)
+def test_one_list_of_losses(door, world, precision, accumulate):
+    by = by_trainer if door == "trainer" else by_own_loop
+    wanted = reference(precision, accumulate)
+    steps = EPOCHS * -(-6 // accumulate)
+    assert len(wanted) == steps
+    tolerance = {"64-true": 1e-12, "32-true": 2e-6, "bf16-mixed": 2e-2}[precision]
+    for losses in run(by, world, world, precision, accumulate):
+        assert losses == pytest.approx(wanted, abs=tolerance)
+
+
+def test_own_loop_is_bit_equal_to_the_trainer():
+    for world in (1, 2):
+        assert run(by_trainer, world, world, "32-true", 4) == run(by_own_loop, world, world, "32-true", 4)
