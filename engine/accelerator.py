@@ -328,6 +328,24 @@ class Accelerator:
         total = self.agreement.count()
         self._divide(total)
 
+    def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
+        """Let every step's backward carry what all processes must agree on; read it with `agree`.
+
+        Args:
+            finite: whether losses are watched (with float16 the loss scaler does that).
+            at_once: read it in the same step on accelerators too, which waits for the device.
+        """
+        self.always_agree = self.num_processes > 1 or self.device.type != "cpu"
+        self.agreement.reset()
+        self.agreement.watch_finite = finite and self.scaler is None
+        self.agreement.immediate |= at_once
+
+    def not_finite_on(self) -> list[int]:
+        """The processes whose loss was not finite, once `agree` said there are some. Forgets them."""
+        own = self.agreement.own_finite
+        self.agreement.finite = self.agreement.own_finite = True
+        return [rank for rank, fine in enumerate(self.world.gather_objects(own)) if not fine]
+
     def agree(self) -> Agreement:
         """Read what all processes agreed on in the backward that has just run. For loops with ``always_agree``."""
         total = self.agreement.count()

@@ -36,12 +36,12 @@ def build_model() -> nn.Module:
         # Group rather than batch norm: no image's result depends on which others share its batch or process.
         return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.ReLU()]
 
-    features = [*layer(1, 32), *layer(32, 64), nn.MaxPool2d(2), *layer(64, 64), nn.MaxPool2d(2)]
-    return nn.Sequential(*features, nn.Flatten(), nn.Linear(64 * 2 * 2, 10))
+    features = [*layer(1, 16), *layer(16, 32), nn.MaxPool2d(2), *layer(32, 32), nn.MaxPool2d(2)]
+    return nn.Sequential(*features, nn.Flatten(), nn.Linear(32 * 2 * 2, 10))
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=2e-3)
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
 class DigitsTask(tl.TaskModule):

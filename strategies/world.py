@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -255,6 +256,16 @@ class World:
     def all(self, flag: bool) -> bool:
         """Whether ``flag`` holds on every process. All processes must ask."""
         return not self.any(not flag)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that every process enters; none leaves it before all are through, and all fail if one does."""
+        error: BaseException | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        self.raise_together(error)
 
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every process if any failed: its own error where it happened, a named one elsewhere.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..engine import Loader, Metrics
+from ..engine import Loader, Metrics, move_data_to_device
+from ..strategies import World
+from . import summary
 from .hooks import Hooks
 from .loop import count_positional
 from .task import TaskModule
@@ -18,6 +21,7 @@ from .task import TaskModule
 if TYPE_CHECKING:
     from .trainer import Trainer
 
+_NO_BATCH = object()
 STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
@@ -59,6 +63,9 @@ def evaluate(
     no_gradient = torch.inference_mode if trainer.inference_mode and not within_fit else torch.no_grad
     metrics = Metrics(training=False)
     predictions: list[list[Any]] = []
+    lengths = [loader.length for loader in loaders]
+    trainer.evaluation_batch = -1
+    trainer.evaluation_total = None if None in lengths else sum(filter(None, lengths))
     with no_gradient(), evaluation_mode(task), trainer.logging_to(metrics):
         trainer.accelerator.strategy.sync_buffers(task)
         metrics.between_batches(True)
@@ -108,16 +115,16 @@ def _one_loader(
     index = -1
     for index, batch in enumerate(loader):
         metrics.weight = cursor.micro.samples  # type: ignore[union-attr]
-        trainer.evaluation_batch = index
+        trainer.evaluation_batch += 1
         for hook in starts:
             hook(batch, index, number)
         output = step(batch, *(index, number)[: takes - 1])
         for hook in ends:
             hook(output, batch, index, number)
         if keep and metrics.weight:
-            kept.append(output)
+            kept.append(move_data_to_device(output, "cpu"))
     if trainer.accelerator.world.all(index < 0):
-        raise ValueError(f"the {stage} loader yielded no batch. {trainer.explain_loader(loader)}")
+        raise ValueError(f"the {stage} loader yielded no batch. {summary.explain_empty(loader, trainer.world_size)}")
     return kept
 
 
@@ -158,6 +165,12 @@ def _by_loader(values: dict[str, float], loaders: int) -> list[dict[str, float]]
     ]
 
 
-def merge(parts: list[list[Any]]) -> list[Any]:
-    """One loader's list for one loader, a list of lists for several."""
-    return parts[0] if len(parts) == 1 else parts
+def predictions_in_order(found: Evaluation, world: World) -> list[Any]:
+    """Every process's predictions in the dataset's order, a batch each; a list of them for each of several loaders."""
+    loaders = []
+    for own in found.predictions:
+        every = world.gather_objects(own)
+        # Each round of batches was dealt in rank order, so taking them in turns restores it.
+        rounds = itertools.zip_longest(*every, fillvalue=_NO_BATCH)
+        loaders.append([batch for dealt in rounds for batch in dealt if batch is not _NO_BATCH])
+    return loaders[0] if len(loaders) == 1 else loaders

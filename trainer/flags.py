@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
+
+import torch
 
 Limit = int | float | None
 
@@ -72,3 +75,41 @@ def check_count(name: str, value: Any, low: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {low}.")
     return value
+
+
+def check_interval(name: str, value: int | float | None) -> int | float:
+    """As `check_limit`, but more than zero.
+
+    Raises:
+        ValueError: names the flag, the value and the rule.
+    """
+    if value is not None and not value:
+        raise ValueError(f"{name}={value!r} must be more than 0; limit_val_batches=0 turns validation off.")
+    return check_limit(name, value)
+
+
+def check_positive(name: str, value: float | None) -> float | None:
+    """A number above zero, or None.
+
+    Raises:
+        ValueError: names the flag, the value and the rule.
+    """
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value > 0):
+        return value
+    raise ValueError(f"{name}={value!r} must be a number above 0, or None to leave it off.")
+
+
+def set_determinism(deterministic: bool | str | None, benchmark: bool | None) -> None:
+    """Set torch's switches; they are the whole process's, and None leaves them alone.
+
+    Raises:
+        ValueError: for a value that is neither a bool nor ``"warn"``.
+    """
+    if deterministic not in (None, True, False, "warn"):
+        raise ValueError(f"deterministic={deterministic!r} must be True, False or 'warn'.")
+    if deterministic is not None:
+        torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is made
+    if benchmark is not None or deterministic:
+        torch.backends.cudnn.benchmark = bool(benchmark)

@@ -34,8 +34,7 @@ class AttributeDict(dict[str, Any]):
 class HyperparametersMixin:
     """Adds ``save_hyperparameters`` and ``hparams``."""
 
-    _hparams: AttributeDict
-    _log_hyperparams: bool
+    log_hyperparameters = True
 
     def save_hyperparameters(
         self, *args: Any, ignore: str | Iterable[str] | None = None, frame: FrameType | None = None, logger: bool = True
@@ -65,7 +64,7 @@ class HyperparametersMixin:
         kept = {name: value for name, value in values.items() if name not in ignored and _storable(name, value)}
         hparams = self.hparams
         hparams.update(copy.deepcopy(kept))
-        self._log_hyperparams = logger
+        self.log_hyperparameters = logger
 
     @property
     def hparams(self) -> AttributeDict:

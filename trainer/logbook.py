@@ -10,6 +10,8 @@ from torch import Tensor
 from ..engine import Metrics
 from ..loggers import Logger, NullExperiment
 from ..strategies import World, warn
+from .datamodule import DataModule
+from .task import TaskModule
 
 
 class SilentLogger(Logger):
@@ -102,11 +104,26 @@ class Logbook:
                 self._failed.add(id(logger))
                 warn(f"{type(logger).__name__}.{method} failed and gets nothing more: {type(error).__name__}: {error}")
 
+    def clear(self) -> None:
+        """Forget the values so far."""
+        self.callback_values.clear()
+        self.bar_values.clear()
+        self.logged_values.clear()
+
+    def describe(self, task: TaskModule, datamodule: DataModule | None) -> None:
+        """Tell the loggers what is about to be trained: hyperparameters, and the graph for those that want it."""
+        for owner in (task, datamodule):
+            if owner is not None and owner.hparams and owner.log_hyperparameters:
+                self.call("log_hyperparams", dict(owner.hparams))
+        self.call("log_graph", task)
+
     def agree_on_versions(self) -> None:
         """Give every process rank zero's version, and so one directory. All processes must call it."""
+        if self.world.size == 1:
+            return  # reading a version claims its directory; that can wait until something is logged
         for logger in self.loggers:
             version = self.world.broadcast(getattr(logger, "version", None) if self.world.is_main else None)
-            if self.world.size > 1 and getattr(logger, "version", None) != version:
+            if getattr(logger, "version", None) != version:
                 logger.version = version
 
     def agree_on_directory(self, default: str) -> str:

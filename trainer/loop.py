@@ -42,7 +42,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..engine import Loader
+from ..callbacks.monitor import monitored_value
+from ..engine import Loader, set_random_state
+from ..strategies import announce
+from . import summary
 from .hooks import Hooks
 from .optimizers import SchedulerConfig
 from .task import TaskModule
@@ -61,6 +64,7 @@ class FitLoop:
         hooks: who wants to be called.
         loader: the prepared training loader.
         schedulers: the task's schedulers.
+        validate: runs a validation.
     """
 
     def __init__(
@@ -71,12 +75,14 @@ class FitLoop:
         hooks: Hooks,
         loader: Loader,
         schedulers: list[SchedulerConfig],
+        validate: Callable[[], None],
     ) -> None:
         self.trainer = trainer
         self.task = task
         self.model = model
         self.hooks = hooks
         self.loader = loader
+        self.validate = validate
         self.accelerator = trainer.accelerator
         self.progress = trainer.progress
         self.metrics = trainer.metrics
@@ -90,6 +96,7 @@ class FitLoop:
         self.default_clip = type(task).configure_gradient_clipping is TaskModule.configure_gradient_clipping
         self.default_scheduler_step = type(task).lr_scheduler_step is TaskModule.lr_scheduler_step
         self.deadline: float | None = None
+        self.total = loader.length
         self.started = 0.0
         self.skip_rest = False  # a hook asked to end the epoch
         self.closed = False  # the epoch's last step is over, its validation and schedulers too
@@ -97,15 +104,20 @@ class FitLoop:
 
     # -- epochs --------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Train until one of the limits is reached, or someone wants to stop."""
+    def run(self, random_state: Any = None) -> None:
+        """Train until one of the limits is reached, or someone wants to stop.
+
+        Args:
+            random_state: what to draw from, of a run that is resumed; else whatever the process has.
+        """
         trainer, progress = self.trainer, self.progress
         self.started = time.monotonic() - progress.seconds
         if trainer.max_seconds is not None:
             self.deadline = self.started + trainer.max_seconds
         for hook in self.hooks.on_train_start:
             hook()
-        trainer.restore_random_state()
+        if random_state is not None:
+            set_random_state(random_state)
         while not self._finished():
             self._epoch()
         progress.seconds = time.monotonic() - self.started
@@ -136,7 +148,7 @@ class FitLoop:
                 break
         else:
             if not progress.batch:
-                raise ValueError(f"the training loader yielded no batch. {trainer.explain_loader(self.loader)}")
+                raise ValueError(f"the training loader yielded no batch. {self._why_empty()}")
             if not self.closed:  # a loader without a length ends only when it ends
                 self._close_epoch()
         if self.skip_rest or self.closed:
@@ -150,6 +162,9 @@ class FitLoop:
         metrics.reset()
         if progress.closing:
             progress.next_epoch()
+
+    def _why_empty(self) -> str:
+        return summary.explain_empty(self.loader, self.trainer.world_size)
 
     # -- one optimizer step --------------------------------------------------------------------------------------
 
@@ -207,10 +222,8 @@ class FitLoop:
     def _optimize(self) -> None:
         """Agree, clip, step, zero; then the schedulers by step."""
         accelerator, optimizer, progress, hooks = self.accelerator, self.optimizer, self.progress, self.hooks
-        if not accelerator.agree().finite and not self.trainer.may_go_on_after_non_finite(self.cursor.micro):
-            if optimizer is not None:
-                optimizer.zero_grad()
-            progress.skipped += 1
+        if not accelerator.agree().finite:
+            self._refuse()
             return
         if optimizer is None:
             progress.step += 1
@@ -234,6 +247,26 @@ class FitLoop:
         if self.by_step:
             self._step_schedulers(self.by_step, progress.step)
 
+    def _refuse(self) -> None:
+        """The loss is not finite on some process; every process comes here after the same step.
+
+        Raises:
+            ValueError: where the flag says ``"raise"``; names the step and the processes.
+        """
+        ranks = self.accelerator.not_finite_on()
+        step, epoch, batch = self.progress.step + 1, self.progress.epoch, self.progress.batch - 1
+        what = f"the loss is not finite on rank {', '.join(map(str, ranks))}"
+        where = f"optimizer step {step} (epoch {epoch}, micro-batch {batch})"
+        if self.trainer.on_nonfinite == "raise":
+            raise ValueError(
+                f"{what} in {where}. Look at that batch, lower the learning rate or clip the gradients; "
+                "Trainer(on_nonfinite='skip') leaves such steps out."
+            )
+        announce(f"{what}: {where} is skipped")
+        self.progress.skipped += 1
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
     def _end_of_step(self) -> bool:
         """The one place between two steps: log, validate, schedule, save. Returns whether the epoch ends here."""
         trainer, progress = self.trainer, self.progress
@@ -242,7 +275,7 @@ class FitLoop:
         if trainer.log_every_n_steps and progress.step % trainer.log_every_n_steps == 0:
             trainer.logbook.write_step(self.metrics, progress.step, progress.epoch)
         stop = self.agreement.stop if not self.agreement.alone else self._wants_to_stop()
-        if progress.batch == trainer.num_training_batches:
+        if progress.batch == self.total:
             self._close_epoch()
             stop = False  # the epoch is over anyway
         elif self.validation_every is not None and progress.batch - progress.validated >= self.validation_every:
@@ -259,14 +292,14 @@ class FitLoop:
     def _validation_interval(self) -> int | None:
         """Micro-batches between validations within an epoch; None for at its end only."""
         trainer = self.trainer
-        interval, total = trainer.val_check_interval, trainer.num_training_batches
+        interval, total = self.trainer.val_check_interval, self.total
         if not trainer.has_validation:
             return None
         if isinstance(interval, int):
-            if trainer.check_val_every_n_epoch is not None and total is not None and interval > total:
+            if total is not None and interval > total:
                 raise ValueError(
                     f"val_check_interval={interval} is more than the {total} batches of an epoch, so validation would "
-                    "never run. Give at most that, or check_val_every_n_epoch=None to count across epochs."
+                    "never run. Give at most that."
                 )
             return interval
         if interval == 1.0:
@@ -279,13 +312,12 @@ class FitLoop:
         return max(1, int(total * interval))
 
     def _validation_epoch(self) -> bool:
-        every = self.trainer.check_val_every_n_epoch
-        return every is None or (self.progress.epoch + 1) % every == 0
+        return (self.progress.epoch + 1) % self.trainer.check_val_every_n_epoch == 0
 
     def _validate(self) -> None:
         self.progress.validated = self.progress.batch
         if self._validation_epoch():
-            self.trainer.validate_within_fit()
+            self.validate()
 
     def _close_epoch(self) -> None:
         """After the epoch's last step: validate if due, then the schedulers by epoch."""
@@ -301,7 +333,7 @@ class FitLoop:
         for config in schedulers:
             if config.frequency != 1 and count % config.frequency:
                 continue
-            metric = self.trainer.monitored(config) if config.reduce_on_plateau else None
+            metric = self._monitored(config) if config.reduce_on_plateau else None
             if config.reduce_on_plateau and metric is None:
                 continue
             if not self.default_scheduler_step:
@@ -310,6 +342,9 @@ class FitLoop:
                 config.scheduler.step()
             else:
                 config.scheduler.step(metric)
+
+    def _monitored(self, config: SchedulerConfig) -> float | None:
+        return monitored_value(self.trainer, config.monitor or "", "the scheduler's monitor", config.strict)
 
     # -- what a step returned ------------------------------------------------------------------------------------
 
@@ -328,14 +363,14 @@ class FitLoop:
                 "return {'loss': loss, 'weight': 0.0}."
             )
         raise TypeError(
-            f"training_step returned a {type(output).__name__}; it must return the loss, a tensor, or a dict with 'loss'."
+            f"training_step returned a {type(output).__name__}; it must return the loss (a tensor) or a dict with 'loss'."
         )
 
 
 def _no_gradient(loss: Tensor) -> ValueError:
     return ValueError(
-        f"training_step returned a loss without a gradient (shape {tuple(loss.shape)}, requires_grad=False). Compute it "
-        "from the model's output, without detach(), item() or torch.no_grad(), and leave some parameter trainable."
+        f"training_step returned a loss without a gradient (shape {tuple(loss.shape)}, requires_grad=False). Compute "
+        "it from the model's output, without detach(), item() or torch.no_grad(), and leave some parameter trainable."
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..callbacks import Callback
+from ..engine import isolated_random_state, random_state
 from ..strategies import warn
 
 if TYPE_CHECKING:
@@ -52,21 +52,67 @@ def resolve_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> Path |
             raise ValueError(f"ckpt_path={ckpt_path!r}, but {why}{hint}. Give a path.")
         return Path(found)
     path = Path(ckpt_path)
-    if not path.exists():
+    if not path.is_dir():
         raise ValueError(
             f"ckpt_path={str(ckpt_path)!r} does not exist. Give a checkpoint's directory, 'last' or 'best'."
         )
     return path
 
 
-def callback_states(trainer: Trainer, task: TaskModule, callbacks: Sequence[Callback]) -> dict[str, Any]:
+def fitted(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, Any]:
+    """The task of the last stage and, if a ``ModelCheckpoint`` has one, its best checkpoint: what no model means.
+
+    Raises:
+        ValueError: if there was no stage yet.
+    """
+    if trainer.task is None:
+        raise ValueError(f"{stage} needs a model: pass one, or call fit first.")
+    best = "" if trainer.checkpoint_callback is None else trainer.checkpoint_callback.best_model_path
+    return trainer.task, ckpt_path or (best or None)
+
+
+def save(trainer: Trainer, task: TaskModule, path: Path, weights_only: bool) -> None:
+    """Save the run as it is between two optimizer steps."""
+    progress = trainer.progress
+    info = {
+        "step": progress.step,
+        "epoch": progress.epoch,
+        "samples": progress.samples,
+        "task": f"{type(task).__module__}.{type(task).__qualname__}",
+    }
+    parts = {"hparams": dict(task.hparams)} if task.hparams else {}
+    trainer.accelerator.save_state(path, info=info, parts=parts, weights_only=weights_only)
+
+
+def register(trainer: Trainer) -> None:
+    """Make the Trainer's own parts a part of every checkpoint."""
+    world, metrics = trainer.accelerator.world, trainer.metrics
+    trainer.accelerator.register_for_checkpointing(
+        progress=trainer.progress,
+        metrics=Bundle(lambda: metrics.state_dict(world), lambda state: metrics.load_state_dict(state, world)),
+        callbacks=Bundle(lambda: callback_states(trainer), lambda state: load_callback_states(trainer, state)),
+    )
+    if trainer.datamodule is not None:
+        trainer.accelerator.register_for_checkpointing(datamodule=trainer.datamodule)
+
+
+def restore_run(trainer: Trainer, path: Path | None) -> Any:
+    """Restore everything but the weights; returns the random state to go on with just before the first step."""
+    if path is None:
+        return None
+    with isolated_random_state():
+        trainer.accelerator.load_state(path, models=False)
+        return random_state()
+
+
+def callback_states(trainer: Trainer) -> dict[str, Any]:
     """The callbacks' states by name, and what the ``on_save_checkpoint`` hooks add.
 
     Raises:
         ValueError: if two callbacks would be saved under one name, or a hook takes a reserved one.
     """
     states: dict[str, Any] = {}
-    for callback in callbacks:
+    for callback in trainer.callbacks:
         if state := callback.state_dict():
             if callback.state_key in states:
                 raise ValueError(
@@ -81,11 +127,9 @@ def callback_states(trainer: Trainer, task: TaskModule, callbacks: Sequence[Call
     return {"callbacks": states, "added": {name: value for name, value in added.items() if name not in reserved}}
 
 
-def load_callback_states(
-    trainer: Trainer, task: TaskModule, callbacks: Sequence[Callback], state: dict[str, Any]
-) -> None:
+def load_callback_states(trainer: Trainer, state: dict[str, Any]) -> None:
     """Give the callbacks their states back, and the ``on_load_checkpoint`` hooks what was added."""
-    known = {callback.state_key: callback for callback in callbacks}
+    known = {callback.state_key: callback for callback in trainer.callbacks}
     for name, saved in state["callbacks"].items():
         if name in known:
             known[name].load_state_dict(saved)

@@ -78,8 +78,8 @@ def explain_empty(loader: Loader, processes: int) -> str:
     size = getattr(source, "batch_size", None)
     if count is not None and size and getattr(source, "drop_last", False) and count < size * processes:
         return (
-            f"{kind} has {count} samples and drop_last=True, which drops a global batch of fewer than {size * processes} "
-            f"({size} x {processes} processes): lower batch_size, or leave drop_last out."
+            f"{kind} has {count} samples and drop_last=True, which drops a global batch of fewer than "
+            f"{size * processes} ({size} x {processes} processes): lower batch_size, or leave drop_last out."
         )
     if loader.limit == 0:
         return "its limit is 0 batches: raise limit_*_batches."

@@ -1,0 +1,75 @@
+"""The callbacks and loggers a Trainer has when it is told nothing, or told True."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..callbacks import Callback, EarlyStopping, ModelCheckpoint, ModelSummary, TQDMProgressBar
+from ..loggers import Logger, TensorBoardLogger
+from .logbook import SilentLogger
+
+
+def choose_callbacks(
+    given: Sequence[Callback] | Callback | None,
+    *,
+    checkpointing: bool | None,
+    progress_bar: bool | None,
+    model_summary: bool | None,
+    keep_nothing: bool,
+) -> list[Callback]:
+    """The callbacks given, and a default of each kind that is wanted and missing.
+
+    Args:
+        given: one, several or none.
+        checkpointing: whether a `ModelCheckpoint` is wanted (default yes).
+        progress_bar: whether a `TQDMProgressBar` is wanted (default yes).
+        model_summary: whether a `ModelSummary` is wanted (default yes).
+        keep_nothing: leave out those that save or stop, as ``fast_dev_run`` does.
+
+    Raises:
+        TypeError: for something that is no callback.
+        ValueError: if a callback was given that a flag forbids.
+    """
+    callbacks = [given] if isinstance(given, Callback) else list(given or ())
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise TypeError(f"callbacks must be treadle.Callback objects, not {type(callback).__name__}.")
+    defaults: tuple[tuple[str, bool | None, type[Callback]], ...] = (
+        ("enable_model_summary", model_summary, ModelSummary),
+        ("enable_progress_bar", progress_bar, TQDMProgressBar),
+        ("enable_checkpointing", checkpointing, ModelCheckpoint),
+    )
+    for flag, wanted, kind in defaults:
+        there = any(isinstance(callback, kind) for callback in callbacks)
+        if there and wanted is False:
+            raise ValueError(f"{flag}=False contradicts the {kind.__name__} in callbacks; drop one of them.")
+        if not there and wanted is not False:
+            callbacks.append(kind())
+    if keep_nothing:
+        callbacks = [c for c in callbacks if not isinstance(c, ModelCheckpoint | EarlyStopping)]
+    return callbacks
+
+
+def choose_loggers(given: Any, root: str, silent: bool) -> list[Logger]:
+    """The loggers given; TensorBoard under ``root`` for True or None, none for False.
+
+    Args:
+        given: a bool, None, a `Logger`, or several.
+        root: the directory for a default logger.
+        silent: put one that keeps nothing in their place.
+
+    Raises:
+        TypeError: for something that is no logger.
+    """
+    if given is False:
+        return []
+    if silent:
+        return [SilentLogger()]
+    if given is None or given is True:
+        return [TensorBoardLogger(root)]
+    loggers = list(given) if isinstance(given, list | tuple) else [given]
+    for logger in loggers:
+        if not isinstance(logger, Logger):
+            raise TypeError(f"logger must be True, False, a treadle.loggers.Logger or several of them, not {logger!r}.")
+    return loggers
