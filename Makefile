@@ -10,14 +10,14 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,examples]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,examples]'
 	touch $@
 
 demo: install
 	$(BIN)/python examples/digits.py
 
 test: install
-	$(BIN)/python -m pytest -n 2 -m 'not slow'
+	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow --timeout 3600
@@ -26,22 +26,24 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Type checkers do not follow an editable install's import hook, so the types are checked on an installed wheel.
+# Type checkers do not follow an editable install's import hook, so the types are checked on the installed wheel.
 types: wheel
-	rm -rf build/typed && $(PYTHON) -m venv --system-site-packages build/typed
-	$(BIN)/python -m pip install --quiet --no-deps --target build/typed/site dist/*.whl
-	cd build/typed/site && MYPYPATH= ../../../$(BIN)/mypy --config-file ../../../pyproject.toml --cache-dir ../../../.mypy_cache -p treadle
+	rm -rf build/site && $(BIN)/python -m pip install --quiet --no-deps --target build/site dist/*.whl
+	MYPYPATH=build/site $(BIN)/mypy -p treadle
 
+# The wheel holds the tracked files of the package and nothing else.
 wheel: install
 	rm -rf build/lib build/bdist* dist
-	$(BIN)/python -m build --wheel --outdir dist .
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist . > build.log 2>&1 || (cat build.log; exit 1)
+	rm build.log
+	$(BIN)/python .ci/check_wheel.py dist/*.whl
 
 bench: $(BENCH)/.installed
 	$(BENCH)/bin/python benchmarks/overhead.py
 $(BENCH)/.installed: pyproject.toml constraints.txt
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install --quiet --upgrade pip
-	$(BENCH)/bin/python -m pip install --quiet --constraint constraints.txt --editable . lightning accelerate
+	PYTHONWARNINGS=ignore $(BENCH)/bin/python -m pip install --quiet --constraint constraints.txt --editable . lightning accelerate
 	touch $@
 
 clean:

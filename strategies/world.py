@@ -327,7 +327,7 @@ def _wanted_devices(kind: str, devices: Devices) -> list[int] | None:
             raise ValueError(f"devices={devices}: {rule}.")
         chosen = list(range(devices))
     else:
-        chosen = list(devices)
+        chosen = [int(index) for index in devices]
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(f"devices={devices!r} names no device or one twice: {rule}.")
     if available is not None and max(chosen) >= available:

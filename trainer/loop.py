@@ -354,7 +354,7 @@ class FitLoop:
             if isinstance(loss, Tensor):
                 return loss, output.get("weight")
             raise ValueError(
-                f"training_step returned a dict whose 'loss' is {loss!r}; it has the keys {', '.join(map(str, output))}. "
+                f"training_step returned a dict whose 'loss' is {loss!r}; its keys are {', '.join(map(str, output))}. "
                 "Put the loss, a tensor with a gradient, under 'loss'."
             )
         if output is None:
@@ -363,7 +363,7 @@ class FitLoop:
                 "return {'loss': loss, 'weight': 0.0}."
             )
         raise TypeError(
-            f"training_step returned a {type(output).__name__}; it must return the loss (a tensor) or a dict with 'loss'."
+            f"training_step returned a {type(output).__name__}; it must return the loss, a tensor, or a dict with it."
         )
 
 

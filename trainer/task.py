@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..engine import checkpoint, snapshot
@@ -35,6 +37,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, nn.Module):
     automatic_optimization: bool = True
     strict_loading: bool = True
     example_input_array: Any = None
+    _trainer: Trainer | None
+    _metrics: Metrics | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -157,7 +161,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, nn.Module):
         Raises:
             TypeError, ValueError: for a value that is no number, with its shape or type.
         """
-        metrics: Metrics | None = self.__dict__["_metrics"]
+        metrics = self._metrics
         if metrics is None:
             warn(f"self.log({name!r}) outside of a Trainer's run does nothing.")
             return
@@ -180,8 +184,6 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, nn.Module):
         world = self.trainer.accelerator.world
         if world.size == 1:
             return data
-        from lightning_utilities.core.apply_func import apply_to_collection
-
         return apply_to_collection(data, Tensor, lambda t: torch.stack(world.all_gather(t)))
 
     def freeze(self) -> Self:
@@ -254,9 +256,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        first = next(self.parameters(), None)
-        if first is None:
-            first = next(self.buffers(), None)
+        first = next(itertools.chain(self.parameters(), self.buffers()), None)
         return torch.device("cpu") if first is None else first.device
 
     @property

@@ -1,0 +1,45 @@
+"""Hold a wheel against the git tree: it must contain the tracked files of the package, byte for byte, and no other.
+
+A released wheel with a file that no commit shows is how a compromised release looks.
+"""
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def tracked() -> dict[str, Path]:
+    """The files the wheel should hold: name in the wheel, file in the tree."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = settings["package-dir"]
+    wanted = {}
+    for package in settings["packages"]:
+        parent, _, last = package.rpartition(".")
+        folder = folders.get(package) or f"{folders[parent]}/{last}"
+        listed = subprocess.run(
+            ["git", "ls-files", f"{folder}/*.py", f"{folder}/py.typed"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.split()
+        for name in listed:
+            if Path(name).parent == Path(folder):
+                wanted[f"{package.replace('.', '/')}/{Path(name).name}"] = ROOT / name
+    return wanted
+
+
+def main(path: str) -> int:
+    """Compare and report; returns the exit status."""
+    wanted = tracked()
+    with zipfile.ZipFile(path) as wheel:
+        held = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
+    wrong = [f"missing: {name}" for name in sorted(wanted.keys() - held.keys())]
+    wrong += [f"not in the tree: {name}" for name in sorted(held.keys() - wanted.keys())]
+    wrong += [f"differs: {n}" for n in sorted(held.keys() & wanted.keys()) if held[n] != wanted[n].read_bytes()]
+    print("\n".join(wrong) or f"{path}: {len(held)} files, all as in the tree")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
