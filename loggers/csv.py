@@ -9,7 +9,9 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from .logger import DirectoryLogger, Params, as_metrics, rank_zero_experiment
+from .directory import DirectoryLogger
+from .logger import Params, rank_zero_experiment
+from .values import as_metrics
 
 STEP = "step"
 

@@ -8,16 +8,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .logger import (
-    DirectoryLogger,
-    Params,
-    as_mapping,
-    as_metrics,
-    as_number,
-    plain,
-    process_rank,
-    rank_zero_experiment,
-)
+from .directory import DirectoryLogger
+from .logger import Params, process_rank, rank_zero_experiment
+from .values import as_mapping, as_metrics, as_number, plain
 
 if TYPE_CHECKING:
     import torch

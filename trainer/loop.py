@@ -99,7 +99,6 @@ class FitLoop:
         self.total = loader.length
         self.started = 0.0
         self.skip_rest = False  # a hook asked to end the epoch
-        self.closed = False  # the epoch's last step is over, its validation and schedulers too
         self.validation_every = self._validation_interval()
 
     # -- epochs --------------------------------------------------------------------------------------------------
@@ -128,7 +127,7 @@ class FitLoop:
         trainer, progress = self.trainer, self.progress
         if 0 <= trainer.max_epochs <= progress.epoch or 0 <= trainer.max_steps <= progress.step:
             return True
-        return self._may_stop(trainer.accelerator.world.any(trainer.should_stop))
+        return self._may_stop(trainer.accelerator.world.any(self._wants_to_stop()))
 
     def _may_stop(self, wanted: bool) -> bool:
         """Whether to stop now: someone wants to, as every process knows, and the minimum is reached."""
@@ -137,7 +136,7 @@ class FitLoop:
 
     def _epoch(self) -> None:
         trainer, progress, metrics, hooks = self.trainer, self.progress, self.metrics, self.hooks
-        self.closed = self.skip_rest = False
+        self.skip_rest = False
         metrics.between_batches(True)
         for hook in hooks.on_train_epoch_start:
             hook()
@@ -149,9 +148,9 @@ class FitLoop:
         else:
             if not progress.batch:
                 raise ValueError(f"the training loader yielded no batch. {self._why_empty()}")
-            if not self.closed:  # a loader without a length ends only when it ends
+            if not progress.closed:  # a loader without a length ends only when it ends
                 self._close_epoch()
-        if self.skip_rest or self.closed:
+        if self.skip_rest or progress.closed:
             self.loader.end_epoch()
             progress.closing = True  # a checkpoint from here goes on with the next epoch
         metrics.between_batches(True)
@@ -321,13 +320,13 @@ class FitLoop:
 
     def _close_epoch(self) -> None:
         """After the epoch's last step: validate if due, then the schedulers by epoch."""
-        self.closed = True
         due = self.validation_every
         since = self.progress.batch - self.progress.validated
         if self.trainer.has_validation and (since > 0 if due is None else since >= due):
             self._validate()
         if self.by_epoch:
             self._step_schedulers(self.by_epoch, self.progress.epoch + 1)
+        self.progress.closed = True
 
     def _step_schedulers(self, schedulers: list[SchedulerConfig], count: int) -> None:
         for config in schedulers:

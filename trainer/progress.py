@@ -19,6 +19,7 @@ class Progress:
         validated: the micro-batch count of this epoch at which it was last validated.
         skipped: optimizer steps that a float16 overflow or a non-finite loss prevented.
         seconds: time spent in training, for ``max_time``.
+        closed: the epoch's last step is over, its validation and its schedulers too.
         closing: the epoch is complete and its end is being worked off; a checkpoint from here begins the next one.
     """
 
@@ -30,13 +31,14 @@ class Progress:
     validated: int = 0
     skipped: int = 0
     seconds: float = 0.0
+    closed: bool = False
     closing: bool = False
 
     def next_epoch(self) -> None:
         """The epoch is behind us."""
         self.epoch += 1
         self.batch = self.validated = 0
-        self.closing = False
+        self.closed = self.closing = False
 
     def state_dict(self) -> dict[str, Any]:
         """All counters by name."""

@@ -1,0 +1,157 @@
+"""A logger that writes files into a numbered directory, ``save_dir/name/version_N``."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import re
+from typing import Any
+
+from .logger import Logger, Params, process_rank
+from .values import as_mapping, plain
+
+
+class DirectoryLogger(Logger):
+    """A logger that writes files into ``save_dir/name/version_N``.
+
+    Without a version, rank 0 takes the next free number when the version is first needed. It claims the number by
+    creating its directory, so two jobs started at once never share one.
+
+    Args:
+        save_dir: Local directory above all experiments. ``~`` and ``$VARIABLES`` are expanded.
+        name: Directory of the experiment below it. None or ``""``: none.
+        version: A number N for ``version_N``, or a directory name used as it is. An existing one is continued.
+            Default: the next free number.
+        prefix: Put before every metric's name, as ``prefix-name``. Default: nothing.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: ``save_dir`` is a URL, or ``version`` is negative.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = "treadle_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+    ) -> None:
+        path = os.fspath(save_dir)
+        if "://" in path:
+            raise ValueError(f"save_dir={path!r} is a URL, and this logger writes local files: pass a local directory")
+        for argument, value in (("name", name), ("prefix", prefix)):
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"{argument}={value!r} must be a string, not {type(value).__name__}")
+        self._save_dir = os.path.expandvars(os.path.expanduser(path))
+        self._name = name or ""
+        self._version = check_version(version)
+        self._prefix = f"{prefix}-" if prefix else ""
+        self._experiment: Any = None
+        self._last_step = -1
+        self._hparams: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy, which opens its own files."""
+        return {**self.__dict__, "_experiment": None}
+
+    @property
+    def name(self) -> str:
+        """Name of the experiment, ``""`` if it has no directory of its own."""
+        return self._name
+
+    @property
+    def save_dir(self) -> str:
+        """Directory above all experiments."""
+        return self._save_dir
+
+    @property
+    def root_dir(self) -> str:
+        """Directory above all versions of this experiment."""
+        return os.path.join(self._save_dir, self._name) if self._name else self._save_dir
+
+    @property
+    def version(self) -> int | str | None:
+        """Which run of the experiment this is. The first read on rank 0 takes a number; other ranks are told it."""
+        if self._version is None and process_rank() == 0:
+            self._version = claim_version(self.root_dir)
+        return self._version
+
+    @version.setter
+    def version(self, version: int | str | None) -> None:
+        check_version(version)
+        if self._experiment is not None and version != self._version:
+            raise ValueError(
+                f"version={version!r} cannot replace {self._version!r} while files are open: call finalize() first"
+            )
+        self._version = version
+
+    @property
+    def log_dir(self) -> str | None:
+        """Directory of this version. None on ranks other than 0 until the version was assigned."""
+        version = self.version
+        if version is None:
+            return None
+        folder = version if isinstance(version, str) else f"version_{version}"
+        return os.path.join(self.root_dir, folder) if folder else self.root_dir
+
+    def save_hyperparams(self, params: Params) -> None:
+        """Add to ``hparams.yaml`` in `log_dir`, which is written at once so that a crash does not lose it.
+
+        Args:
+            params: Settings by name, nested or not. What YAML has no type for is written as its ``str``.
+
+        Raises:
+            TypeError: ``params`` is not a mapping, a namespace or a dataclass.
+        """
+        self._hparams.update(plain(as_mapping(params)))
+        directory = self.log_dir
+        if process_rank() != 0 or directory is None:
+            return
+        import yaml
+
+        os.makedirs(directory, exist_ok=True)
+        target = os.path.join(directory, "hparams.yaml")
+        with open(target + ".tmp", "w", encoding="utf-8") as file:
+            yaml.safe_dump(self._hparams, file, sort_keys=False, allow_unicode=True)
+        os.replace(target + ".tmp", target)
+
+    def next_step(self, step: int | None) -> int:
+        """Return the step to write, one more than the highest so far where the caller names none.
+
+        Raises:
+            TypeError: ``step`` is not an integer.
+            ValueError: ``step`` is negative.
+        """
+        if step is None:
+            step = self._last_step + 1
+        try:
+            step = operator.index(step)
+        except TypeError:
+            raise TypeError(f"step={step!r} must be an integer: pass int(step)") from None
+        if step < 0:
+            raise ValueError(f"step={step} is negative: steps count from 0")
+        self._last_step = max(self._last_step, step)
+        return step
+
+
+def check_version(version: int | str | None) -> int | str | None:
+    """Return a version unchanged if it can be one; raise TypeError or ValueError otherwise."""
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int | str)):
+        raise TypeError(f"version={version!r} must be a number, a directory name or None, not {type(version).__name__}")
+    if isinstance(version, int) and version < 0:
+        raise ValueError(f"version={version} is negative: versions count from 0, and None takes the next free one")
+    return version
+
+
+def claim_version(root_dir: str) -> int:
+    """Create ``version_N`` in ``root_dir`` for the first N above all that exist, and return N."""
+    os.makedirs(root_dir, exist_ok=True)
+    taken = [int(found[1]) for entry in os.listdir(root_dir) if (found := re.fullmatch(r"version_(\d+)", entry))]
+    version = max(taken, default=-1) + 1
+    while True:
+        # Exclusive creation is the claim: a look first and a creation after it would let two jobs take the same one.
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(os.path.join(root_dir, f"version_{version}"))
+            return version
+        version += 1

@@ -1,0 +1,76 @@
+"""What loggers are given, made into plain numbers and plain data."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import numbers
+from collections.abc import Mapping, MutableSequence, Set
+from enum import Enum
+from typing import Any
+
+
+def as_number(name: str, value: Any) -> float:
+    """Return a metric's value as a plain number; raise TypeError or ValueError naming the metric otherwise."""
+    number = value
+    if callable(getattr(value, "item", None)):  # a tensor, an array or a numpy number
+        try:
+            number = value.item()
+        except (RuntimeError, ValueError):
+            raise ValueError(
+                f"metric {name!r} holds {tuple(value.shape)} values and must be one number: "
+                "reduce it first, for example with .mean()"
+            ) from None
+    if isinstance(number, numbers.Real):
+        return int(number) if isinstance(number, numbers.Integral) else float(number)
+    raise TypeError(f"metric {name!r} is {value!r} ({type(value).__name__}) and must be one number: pass float(value)")
+
+
+def as_metrics(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | dict[str, float]]:
+    """Return metrics with plain numbers and full names, a mapping of numbers as a dict; raise on anything else."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics={metrics!r} must be a dict of numbers by name, not {type(metrics).__name__}")
+    result: dict[str, float | dict[str, float]] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"metric name {name!r} must be a string that is not empty: pass str(name)")
+        if isinstance(value, Mapping):
+            result[prefix + name] = {str(key): as_number(f"{name}/{key}", inner) for key, inner in value.items()}
+        else:
+            result[prefix + name] = as_number(name, value)
+    return result
+
+
+def as_mapping(params: Any) -> Mapping[str, Any]:
+    """Return hyperparameters as a mapping, empty for None; raise TypeError on what has no names."""
+    if params is None:
+        return {}
+    if isinstance(params, Mapping):
+        return params
+    if isinstance(params, argparse.Namespace):
+        return vars(params)
+    if dataclasses.is_dataclass(params) and not isinstance(params, type):
+        return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    raise TypeError(
+        f"params={params!r} must be a dict, a namespace or a dataclass, not {type(params).__name__}: "
+        "pass {'name': value}"
+    )
+
+
+def plain(value: Any) -> Any:
+    """Return a value made only of dict, list, str, int, float, bool and None; what is none of them becomes its str."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping | argparse.Namespace) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    ):
+        return {str(key): plain(inner) for key, inner in as_mapping(value).items()}
+    if isinstance(value, MutableSequence | tuple | Set):  # a list of OmegaConf is no list, but this
+        return [plain(inner) for inner in value]
+    if not isinstance(value, Enum):
+        with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):
+            number = value.item()  # one tensor element or a numpy number, whose own type YAML does not know
+            if type(number) in (int, float, bool):
+                return number
+    return str(value)
