@@ -13,18 +13,24 @@ if TYPE_CHECKING:
 class Callback:
     """Override the hooks you need; the others cost nothing.
 
-    Order: callbacks in the order given, then the task's own hook of the same name, then the callbacks with
-    ``after_task`` (those that act on what the others logged: early stopping, then checkpoints). The same on every rank.
+    When each hook is called stands at the top of ``trainer/loop.py``. Of one hook's name, those are called first whose
+    ``after_task`` is 0, in the order given; then the task's own; then the others, which act on what those logged, by
+    their ``after_task``. The same on every process.
 
     Attributes:
-        after_task: run after the task's hook; 0 for no, and higher numbers later.
+        after_task: 0 to be called before the task's own hook; 1 after it, to decide (`EarlyStopping`, `Timer`); 2 to
+            keep what was decided (`ModelCheckpoint`); 3 to show it (`TQDMProgressBar`).
     """
 
     after_task: int = 0
 
     @property
     def state_key(self) -> str:
-        """The name this callback's state is saved under; two callbacks of one class need two names."""
+        """The name this callback's state is saved under, and found by when a run goes on.
+
+        By default the class's name. Two callbacks with a state and one name are an error, as one would be lost: put
+        into it what tells yours apart, such as an argument.
+        """
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,57 +2,75 @@
 
 from __future__ import annotations
 
-import re
-import time
+import math
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from ..engine import checkpoint
-from ..strategies import announce, choose
+from ..strategies import announce, choose, warn
 from .callback import Callback
-from .monitor import MODES, better, monitored_value
+from .file_names import check_place, fill_in
+from .monitor import MODES, ValidationWatch, better, logged_values, never_logged
+from .triggers import AgreedInterval, check_triggers
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
+
+_STATE = ("best_model_path", "best_model_score", "best_k_models", "last_model_path", "current_score")
 
 
 class ModelCheckpoint(Callback):
     """Save checkpoints between optimizer steps and keep the ones worth keeping.
 
     A checkpoint is a directory, put in place in one move once it is complete; an older one is removed only after that.
+    Several ModelCheckpoints may be used at once, for example one for the best and one for every so many steps.
+
+    It is saved when everything that belongs to its step is done: after the step's validation and the schedulers, and
+    for an epoch's last step when the epoch is over. A checkpoint is ranked by a value that was measured on its own
+    weights: where ``monitor`` is a value of validation (or of a whole epoch) and a save by steps or by time comes in
+    between, the ranked save waits for the next such value. ``last.ckpt`` does not wait.
 
     Args:
         dirpath: where to; by default ``checkpoints`` in the first logger's directory, else in ``default_root_dir``.
         filename: a template such as ``"{epoch}-{val_loss:.2f}"``; by default ``"{epoch}-{step}"``.
         monitor: the logged value that says which is best; without one the newest is.
         verbose: say what was saved.
-        save_last: keep a ``last.ckpt`` too, the newest of all.
+        save_last: keep a ``last.ckpt`` too, the newest of all. ``"link"`` means the same: a checkpoint stays whole
+            when others are removed, so nothing is linked.
         save_top_k: how many of the best to keep; -1 keeps all, 0 none.
+        save_on_exception: must be False; what raised may have left a step half done.
         save_weights_only: leave out what only resuming needs.
-        mode: ``"min"`` or ``"max"``.
-        auto_insert_metric_name: write ``name=value`` into file names.
+        mode: whether ``"min"`` or ``"max"`` is best. NaN is worse than anything.
+        auto_insert_metric_name: write ``name=value`` into file names, a ``/`` of the name as ``_``.
         every_n_train_steps: save every so many optimizer steps.
-        train_time_interval: save after so much time.
-        every_n_epochs: save every so many epochs; the default, with 1, where no other trigger is given.
-        save_on_train_epoch_end: save when an epoch ends rather than after its validation; by default where there is
-            no validation, or several in an epoch.
-        enable_version_counter: add ``-v1`` where a name is taken; else overwrite.
+        train_time_interval: save after so much time, by rank zero's clock.
+        every_n_epochs: save every so many epochs; 1 where none of the three triggers is given.
+        save_on_train_epoch_end: whether ``every_n_epochs`` saves when the epoch ends, or after validation. By default
+            when it ends, unless validation runs several times in an epoch or not in each.
+        enable_version_counter: add ``-v1`` where another run's checkpoint has the name; else replace it.
 
     Attributes:
         best_model_path: the best checkpoint, or "".
-        best_model_score: its value, or None.
+        best_model_score: its value, a 0-d tensor, or None without a monitor.
+        best_k_models: value by path of those that are kept; empty without a monitor.
         last_model_path: the newest ``last.ckpt``, or "".
-        best_k_models: value by path of all that are kept.
-        current_score: the value of the newest.
+        current_score: the value at the newest save, or None.
 
     Raises:
-        ValueError: for triggers that exclude each other.
+        ValueError: for triggers that exclude each other, or a value that can't be honoured.
     """
 
     after_task = 2
+    CHECKPOINT_JOIN_CHAR = "-"
+    CHECKPOINT_EQUALS_CHAR = "="
     CHECKPOINT_NAME_LAST = "last"
     FILE_EXTENSION = ".ckpt"
+    STARTING_VERSION = 1
 
     def __init__(
         self,
@@ -60,8 +78,9 @@ class ModelCheckpoint(Callback):
         filename: str | None = None,
         monitor: str | None = None,
         verbose: bool = False,
-        save_last: bool | None = None,
+        save_last: bool | str | None = None,
         save_top_k: int = 1,
+        save_on_exception: bool = False,
         save_weights_only: bool = False,
         mode: str = "min",
         auto_insert_metric_name: bool = True,
@@ -71,103 +90,149 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
     ) -> None:
-        triggers = {
-            "every_n_train_steps": every_n_train_steps,
-            "train_time_interval": train_time_interval,
-            "every_n_epochs": every_n_epochs,
-        }
-        given = [name for name, value in triggers.items() if value]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other; use one ModelCheckpoint for each.")
+        check_triggers(every_n_train_steps, train_time_interval, every_n_epochs)
+        check_place(dirpath, filename)
         if save_top_k < -1:
             raise ValueError(f"save_top_k={save_top_k} must be at least -1, which keeps all.")
         if monitor is None and save_top_k not in (-1, 0, 1):
             raise ValueError(f"save_top_k={save_top_k} needs a monitor to tell the best {save_top_k} by.")
-        self.dirpath = None if dirpath is None else str(Path(dirpath).absolute())
+        if save_on_exception:
+            raise ValueError(
+                "save_on_exception=True can't be honoured: checkpoints are saved between optimizer steps, and an "
+                "exception may come within one, on one process alone. Use every_n_train_steps with save_last=True."
+            )
+        if isinstance(save_last, str):
+            choose("save_last", save_last, ("link",))
+        none_given = every_n_train_steps is None and train_time_interval is None and every_n_epochs is None
+        self.dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
         self.filename = filename
         self.monitor = monitor
         self.verbose = verbose
-        self.save_last = save_last
+        self.save_last = bool(save_last)
         self.save_top_k = save_top_k
         self.save_weights_only = save_weights_only
         self.mode = choose("mode", mode, MODES)
         self.auto_insert_metric_name = auto_insert_metric_name
         self.every_n_train_steps = every_n_train_steps or 0
         self.train_time_interval = train_time_interval
-        self.every_n_epochs = every_n_epochs or (0 if given else 1)
+        self.every_n_epochs = 1 if none_given else every_n_epochs or 0
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.enable_version_counter = enable_version_counter
         self.best_model_path = ""
-        self.best_model_score: float | None = None
+        self.best_model_score: Tensor | None = None
+        self.best_k_models: dict[str, Tensor] = {}
         self.last_model_path = ""
-        self.best_k_models: dict[str, float | None] = {}
-        self.current_score: float | None = None
-        self._saved_step = -1
-        self._saved_at = 0.0
+        self.current_score: Tensor | None = None
+        self._watch = ValidationWatch()
+        self._clock = AgreedInterval(train_time_interval) if train_time_interval is not None else None
+        self._triggered_step = 0
+        self._wanted = False  # a trigger has fired and nothing is saved for it yet
+        self._waiting = False  # the ranked save still waits for its value
+        self._continues = False  # the run goes on in the directory it had
+        self._resumed_step: int | None = None
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The worst that is kept, which the next better one takes the place of; "" while there is room."""
+        if not self.best_k_models or (self.save_top_k != -1 and len(self.best_k_models) < self.save_top_k):
+            return ""
+        return self._best(reverse=True)
+
+    # -- state ---------------------------------------------------------------------------------------------------
 
     @property
     def state_key(self) -> str:
         """See `Callback.state_key`."""
         return (
-            f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, "
-            f"every_n_train_steps={self.every_n_train_steps}, every_n_epochs={self.every_n_epochs})"
+            f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps="
+            f"{self.every_n_train_steps}, every_n_epochs={self.every_n_epochs}, "
+            f"train_time_interval={self.train_time_interval})"
         )
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
-        return {
-            "dirpath": self.dirpath,
-            "best_model_path": self.best_model_path,
-            "best_model_score": self.best_model_score,
-            "last_model_path": self.last_model_path,
-            "best_k_models": self.best_k_models,
-            "current_score": self.current_score,
-        }
+        own = {"dirpath": self.dirpath, "triggered_step": self._triggered_step, "waiting": self._waiting}
+        return own | {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`. What another directory holds is not ours to remove: then only the best stays known."""
-        names = ["best_model_path", "best_model_score"]
-        if self.dirpath == state_dict["dirpath"]:
-            names += ["last_model_path", "best_k_models", "current_score"]
-        for name in names:
+        """See `Callback.load_state_dict`. What another directory holds isn't ours to remove: only its best is known."""
+        self._triggered_step, self._waiting = state_dict["triggered_step"], state_dict["waiting"]
+        self._continues = self.dirpath == state_dict["dirpath"]
+        for name in _STATE if self._continues else ("best_model_path",):
             setattr(self, name, state_dict[name])
 
     # -- when ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Find the directory, the same on every process."""
-        if stage == "fit" and self.dirpath is None:
+        if stage != "fit":
+            return
+        if self.dirpath is None:
             root = trainer.logbook.agree_on_directory(trainer.default_root_dir)
-            self.dirpath = str(Path(root, "checkpoints").absolute())
+            self.dirpath = os.path.abspath(os.path.join(root, "checkpoints"))
+        self.dirpath = trainer.accelerator.world.broadcast(self.dirpath)  # a name with the time in it differs
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Look at what is there already; begin to count time."""
-        self._saved_at = time.monotonic()
-        self._saved_step = trainer.global_step
-        if trainer.is_global_zero and self.save_top_k != 0:
-            checkpoint.CheckpointStore(self._directory).recover()
+        """Find out before the first step whether saving will work; clear away what a killed run left.
 
-    def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Save if so many steps, or so much time, have gone by."""
-        step = trainer.progress.step
-        if self.every_n_train_steps:
-            if step % self.every_n_train_steps == 0 and step != self._saved_step:
-                self._save(trainer)
-        elif self.train_time_interval is not None and step != self._saved_step:
-            due = time.monotonic() - self._saved_at >= self.train_time_interval.total_seconds()
-            if trainer.accelerator.world.any(due):  # clocks differ; the processes must save the same step
-                self._save(trainer)
-                self._saved_at = time.monotonic()
+        Raises:
+            OSError: if the directory can't be made or written to.
+        """
+        progress, world = trainer.progress, trainer.accelerator.world
+        self._watch, self._wanted = ValidationWatch(), False
+        self._triggered_step = min(self._triggered_step, progress.step)
+        self._resumed_step = progress.step if self._continues else None
+        self._continues = False
+        if self._clock is not None:
+            self._clock.restart(progress.step)
+        error: OSError | None = None
+        if world.is_main and (self.save_top_k or self.save_last):
+            try:
+                store = checkpoint.CheckpointStore(self._directory)
+                store.probe()
+                for sentence in store.recover():
+                    announce(sentence)
+            except OSError as caught:
+                error = caught
+        world.raise_together(error)
+        gone = world.broadcast([path for path in self.best_k_models if not os.path.exists(path)])
+        self.best_k_models = {path: value for path, value in self.best_k_models.items() if path not in gone}
+
+    def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Note what is known already."""
+        if trainer.training:
+            self._watch.begin(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Save if that happens after validation."""
-        if trainer.training and not self._at_epoch_end(trainer):
-            self._save_by_epoch(trainer)
+        """Note what is new; ask for a save if that happens after validation."""
+        if trainer.training:
+            self._watch.end(trainer)
+            if not self._at_epoch_end(trainer):
+                self._trigger_by_epoch(trainer)
+
+    def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Save if it was asked for, or if so many steps or so much time have gone by."""
+        progress = trainer.progress
+        step = progress.step
+        if self.every_n_train_steps:
+            if step % self.every_n_train_steps == 0:
+                self._trigger(step)
+        elif self._clock is not None and self._clock.is_over(trainer):
+            self._trigger(step)
+        # The epoch's last step is saved when the epoch is closed, so that a resumed run begins with the next one.
+        if progress.batch != trainer.num_training_batches:
+            self._serve(trainer, epoch_is_over=False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Save if that happens when epochs end."""
+        """Save if it was asked for, or if that happens when epochs end."""
         if self._at_epoch_end(trainer):
-            self._save_by_epoch(trainer)
+            self._trigger_by_epoch(trainer)
+        self._serve(trainer, epoch_is_over=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Say so if nothing could be ranked in the whole run."""
+        if self._waiting and not self.best_model_path:
+            warn(f"ModelCheckpoint saved no best checkpoint: {self.monitor!r} was not measured before training ended.")
 
     def _at_epoch_end(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is not None:
@@ -176,100 +241,156 @@ class ModelCheckpoint(Callback):
         once = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
         return once or not trainer.has_validation
 
-    def _save_by_epoch(self, trainer: Trainer) -> None:
-        if self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
-            self._save(trainer)
+    def _trigger_by_epoch(self, trainer: Trainer) -> None:
+        if self.every_n_epochs and (trainer.progress.epoch + 1) % self.every_n_epochs == 0:
+            self._trigger(trainer.progress.step)
+
+    def _trigger(self, step: int) -> None:
+        if step != self._triggered_step:  # a step that float16 skipped is no new one
+            self._triggered_step, self._wanted = step, True
+
+    def _serve(self, trainer: Trainer, epoch_is_over: bool) -> None:
+        """Save what was asked for, as far as its value is known."""
+        measured = epoch_is_over or self._watch.step == trainer.progress.step
+        if not self._wanted and not (self._waiting and measured):
+            return
+        ranked = bool(self.save_top_k)
+        values = logged_values(trainer, keep=self._watch.just_measured(trainer))
+        if ranked and self.monitor is not None:
+            ranked = self._is_known(trainer, self.monitor, values, epoch_is_over)
+            self._waiting = not ranked
+        if ranked or self._wanted:
+            self._wanted = False
+            self._save(trainer, values, ranked)
+
+    def _is_known(self, trainer: Trainer, name: str, values: dict[str, float], epoch_is_over: bool) -> bool:
+        """Whether ``name`` has a value of the present weights.
+
+        Raises:
+            ValueError: if the epoch is over and has not logged it.
+        """
+        if name in values:
+            own = name in self._watch.just_measured(trainer) or name in trainer.metrics.latest()
+            # What is left is a whole epoch's value, or an older validation's.
+            return own or (epoch_is_over and name not in self._watch.stale(trainer))
+        if epoch_is_over and not (trainer.has_validation and self._watch.step is None):
+            raise never_logged(trainer, name, "ModelCheckpoint's monitor", values)
+        return False
 
     # -- what ----------------------------------------------------------------------------------------------------
 
     @property
-    def _directory(self) -> Path:
+    def _directory(self) -> str:
         if self.dirpath is None:
             raise ValueError("ModelCheckpoint has no directory yet: that is found when fit begins.")
-        return Path(self.dirpath)
+        return self.dirpath
 
-    def _save(self, trainer: Trainer) -> None:
-        if trainer.sanity_checking or (self.save_top_k == 0 and not self.save_last):
-            return
-        self._saved_step = trainer.progress.step
-        value = None
-        if self.monitor is not None:
-            value = monitored_value(trainer, self.monitor, "ModelCheckpoint(monitor")
-        self.current_score = value
-        if self.save_top_k:
-            self._save_best(trainer, value)
+    def _save(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
+        """Decide what is kept, save, and remove what is not kept any more."""
+        before = {name: getattr(self, name) for name in _STATE}
+        values = {**values, "epoch": trainer.progress.epoch, "step": trainer.progress.step}
+        paths: list[str] = []
+        # The record of what is kept is in the checkpoint too, and must be the one that is true once it is in place.
+        if ranked:
+            score = None if self.monitor is None else torch.tensor(values[self.monitor])
+            self.current_score = score
+            if self._is_worth_it(score):
+                replaced = self._replaced()
+                paths.append(self._free_path(trainer, values, None, replaced))
+                self._keep(paths[0], score, replaced)
+            elif self.verbose:
+                announce(f"{self.monitor} = {float(score or 0):.5g} is not among the best {self.save_top_k}")
         if self.save_last:
-            path = self._directory / f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}"
-            self.last_model_path = str(path)
-            trainer.save_checkpoint(path, self.save_weights_only)
+            path = self._free_path(trainer, values, self.CHECKPOINT_NAME_LAST, self.last_model_path)
+            self.last_model_path = path
+            paths.append(path)
+        try:
+            for path in paths:
+                trainer.save_checkpoint(path, self.save_weights_only)
+        except BaseException:
+            vars(self).update(before)
+            raise
+        if self.verbose and paths:
+            announce(f"saved {' and '.join(paths)}")
+        old = {before["last_model_path"], *before["best_k_models"]}
+        if self.monitor is None and self.save_top_k == 1:
+            old.add(before["best_model_path"])
+        for path in sorted(old - {"", self.best_model_path, self.last_model_path, *self.best_k_models}):
+            self._remove(trainer, path)
 
-    def _save_best(self, trainer: Trainer, value: float | None) -> None:
-        worst = self._worst()
-        if worst is not None and self.monitor is not None:
-            assert value is not None
-            if not better(value, self.best_k_models[worst], self.mode):
-                return
-        path = self._free_name(trainer, worst)
-        kept = dict(self.best_k_models)
-        if worst is not None:
-            del kept[worst]
-        kept[str(path)] = value
-        best = path if self.monitor is None else Path(self._best_of(kept))
-        # The checkpoint's own record of what is kept must be the one that is true once it is in place.
-        self.best_k_models, self.best_model_path, self.best_model_score = kept, str(best), kept[str(best)]
-        trainer.save_checkpoint(path, self.save_weights_only)
-        if self.verbose:
-            announce(f"saved {path}" + ("" if value is None else f" ({self.monitor} = {value:.5g})"))
-        if worst is not None and worst != str(path) and worst != str(trainer.ckpt_path):
-            self._remove(trainer, Path(worst))
+    def _is_worth_it(self, score: Tensor | None) -> bool:
+        worst = self._replaced() if score is not None else ""
+        return not worst or better(float(score), float(self.best_k_models[worst]), self.mode)  # type: ignore[arg-type]
 
-    def _worst(self) -> str | None:
-        """The kept checkpoint that the next one takes the place of, once there are as many as wanted."""
-        if self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
-            return None
-        if self.monitor is None:
-            return next(iter(self.best_k_models))
-        return self._best_of(self.best_k_models, reverse=True)
+    def _replaced(self) -> str:
+        """The checkpoint that the next one takes the place of; "" if there is room for it."""
+        if self.save_top_k == -1:
+            return ""
+        return self.best_model_path if self.monitor is None else self.kth_best_model_path
 
-    def _best_of(self, kept: dict[str, float | None], reverse: bool = False) -> str:
+    def _keep(self, path: str, score: Tensor | None, replaced: str) -> None:
+        if score is None:
+            self.best_model_path = path
+            return
+        self.best_k_models = {p: s for p, s in self.best_k_models.items() if p != replaced} | {path: score}
+        self.best_model_path = self._best()
+        self.best_model_score = self.best_k_models[self.best_model_path]
+
+    def _best(self, reverse: bool = False) -> str:
         def rank(path: str) -> tuple[bool, float]:
-            value = kept[path]
-            assert value is not None
-            nan = value != value
-            return nan, 0.0 if nan else value if self.mode == "min" else -value
+            value = float(self.best_k_models[path])
+            return math.isnan(value), 0.0 if math.isnan(value) else value if self.mode == "min" else -value
 
-        return (max if reverse else min)(kept, key=rank)
+        return (max if reverse else min)(self.best_k_models, key=rank)
 
-    @staticmethod
-    def _remove(trainer: Trainer, path: Path) -> None:
-        if trainer.is_global_zero and path.exists():
-            checkpoint.remove(path)
+    def _remove(self, trainer: Trainer, path: str) -> None:
+        """Delete a checkpoint of ours; never the one the run was resumed from, nor one in another directory."""
+        resumed = trainer.ckpt_path is not None and os.path.abspath(trainer.ckpt_path) == path
+        if resumed or not trainer.is_global_zero or Path(self._directory) not in Path(path).parents:
+            return
+        try:
+            if os.path.exists(path):
+                checkpoint.remove(path)
+        except (OSError, ValueError) as error:  # the new one is saved; a leftover is no reason to end the run
+            warn(f"{path} is not kept any more, but can't be removed: {error}")
 
-    def _free_name(self, trainer: Trainer, replaced: str | None) -> Path:
-        path = self._directory / (self.format_checkpoint_name(self._values(trainer)))
-        if not self.enable_version_counter:
-            return path
-        taken = trainer.accelerator.world.broadcast
-        version, free = 0, path
-        while taken(free.exists()) and str(free) != replaced:
-            version += 1
-            free = path.with_name(f"{path.stem}-v{version}{self.FILE_EXTENSION}")
-        return free
+    # -- names ---------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _values(trainer: Trainer) -> dict[str, float]:
-        values = {name: float(value) for name, value in trainer.logbook.callback_values.items()}
-        return {**values, "epoch": trainer.current_epoch, "step": trainer.global_step}
+    def _free_path(self, trainer: Trainer, values: dict[str, Any], filename: str | None, own: str) -> str:
+        """The path to save to: ``own``, which may be replaced, or one that no other checkpoint has."""
+        path = self.format_checkpoint_name(values, filename)
+        if trainer.is_global_zero and self.enable_version_counter:
+            version = self.STARTING_VERSION
+            while os.path.lexists(path) and path != own and not self._is_abandoned(path, trainer.progress.step):
+                path = self.format_checkpoint_name(values, filename, version)
+                version += 1
+        return str(trainer.accelerator.world.broadcast(path))
 
-    def format_checkpoint_name(self, metrics: dict[str, Any], filename: str | None = None) -> str:
-        """The file name for these values; a name in the template that was not logged counts as 0."""
-        template = filename or self.filename or "{epoch}-{step}"
-        for field in re.findall(r"\{([\w/.]+)", template):
-            metrics.setdefault(field, 0)
+    def _is_abandoned(self, path: str, step: int) -> bool:
+        """Whether it was saved at this very step by this run, before it was resumed from an earlier one."""
+        if self._resumed_step is None or step <= self._resumed_step:
+            return False
+        try:
+            return checkpoint.read_manifest(Path(path)).step == step
+        except ValueError:
+            return False
 
-        def fill(match: re.Match[str]) -> str:
-            name, spec = match.group(1), match.group(2) or ""
-            text = format(metrics[name], spec)
-            return f"{name.replace('/', '_')}={text}" if self.auto_insert_metric_name else text
+    def format_checkpoint_name(
+        self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None
+    ) -> str:
+        """The path for these values.
 
-        return re.sub(r"\{([\w/.]+)(?::([^}]*))?\}", fill, template) + self.FILE_EXTENSION
+        Args:
+            metrics: by name; one that the template names and that is not among them counts as 0.
+            filename: the template; by default ``filename`` of the callback.
+            ver: the number for a suffix like ``-v1``.
+
+        Raises:
+            ValueError: if the template has a format that its value can't be written in.
+        """
+        template = filename or self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        equals = self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None
+        name = fill_in(template, metrics, equals)
+        if ver is not None:
+            name = f"{name}{self.CHECKPOINT_JOIN_CHAR}v{ver}"
+        return os.path.join(self.dirpath or "", name + self.FILE_EXTENSION)

@@ -1,11 +1,12 @@
-"""Reading a logged value that a decision hangs on."""
+"""Reading a logged value that a decision hangs on: the same on every process, and measured on the weights at hand."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
 from ..strategies import nearest
 
@@ -15,39 +16,86 @@ if TYPE_CHECKING:
 MODES = ("min", "max")
 
 
+class ValidationWatch:
+    """Remembers which names the newest validation logged, and after which optimizer step.
+
+    A value of validation belongs to the weights it was measured on; some steps later it says nothing about the newer
+    ones, and a checkpoint ranked by it would be ranked by another one's value.
+
+    Attributes:
+        step: optimizer steps done at the newest validation; None before the first.
+        names: what it logged.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.names: frozenset[str] = frozenset()
+        self._before: dict[str, Tensor] = {}
+
+    def begin(self, trainer: Trainer) -> None:
+        """Call it when a validation begins."""
+        self._before = dict(trainer.logbook.callback_values)
+
+    def end(self, trainer: Trainer) -> None:
+        """Call it when that validation is over."""
+        now = trainer.logbook.callback_values
+        self.names = frozenset(name for name, value in now.items() if value is not self._before.get(name))
+        self.step = trainer.progress.step
+
+    def just_measured(self, trainer: Trainer) -> frozenset[str]:
+        """The names whose values a validation of the present weights logged."""
+        return self.names if self.step == trainer.progress.step else frozenset()
+
+    def stale(self, trainer: Trainer) -> frozenset[str]:
+        """The names whose values a validation of older weights logged."""
+        return self.names if self.step != trainer.progress.step else frozenset()
+
+
+def logged_values(trainer: Trainer, keep: Container[str] = ()) -> dict[str, float]:
+    """Everything logged, the same on every process. All processes must ask.
+
+    Args:
+        trainer: whose logged values are meant.
+        keep: names for which a step's value of the same name doesn't count, as validation has logged them since.
+    """
+    values = {name: float(value) for name, value in trainer.logbook.callback_values.items()}
+    # What the loggers got of a step's values may be log_every_n_steps old.
+    steps = {entry.label("step"): value for entry, value in trainer.metrics.step_values(trainer.accelerator.world)}
+    return values | {name: value for name, value in steps.items() if name not in keep}
+
+
 def monitored_value(trainer: Trainer, name: str, who: str, strict: bool = True) -> float | None:
     """The newest value of ``name``, the same on every process. All processes must ask.
 
     Args:
         trainer: whose logged values are meant.
         name: the logged name.
-        who: who asks, for the error.
+        who: who asks, for the error, such as ``"the scheduler's monitor"``.
         strict: whether a name that was never logged is an error; else the answer is None.
 
     Raises:
         ValueError: lists what was logged.
     """
-    agreed = trainer.logbook.callback_values
-    if name in agreed:
-        return float(agreed[name])
-    own = trainer.metrics.latest().get(name)
-    world = trainer.accelerator.world
-    if own is not None:  # a step's value, of this process alone
-        value = torch.tensor([float(own)], dtype=torch.float64)
-        return float(world.all_reduce(value.to(world.device) if world.size > 1 else value, "mean"))
-    if not strict:
-        return None
-    logged = sorted({*agreed, *trainer.metrics.latest()})
-    raise ValueError(
-        f"{who}={name!r} was never logged. Logged so far: {', '.join(logged) or 'nothing'}."
-        f"{nearest(name, logged)} Log it with self.log({name!r}, ...) in the step or hook that measures it."
+    values = logged_values(trainer)
+    if name not in values and strict:
+        raise never_logged(trainer, name, who, values)
+    return values.get(name)
+
+
+def never_logged(trainer: Trainer, name: str, who: str, logged: Iterable[str]) -> ValueError:
+    """The error for a name that was not logged, with those that were."""
+    names = sorted(logged)
+    validation = "" if trainer.has_validation else " This run has no validation."
+    return ValueError(
+        f"{who} {name!r} was never logged. Logged so far: {', '.join(names) or 'nothing'}.{nearest(name, names)}"
+        f"{validation} Log it with self.log({name!r}, ...) in the step or hook that measures it."
     )
 
 
-def better(value: float, than: float | None, mode: str, margin: float = 0.0) -> bool:
-    """Whether ``value`` improves on ``than`` by more than ``margin``. NaN never does; anything improves on NaN or None."""
+def better(value: float, than: float, mode: str, margin: float = 0.0) -> bool:
+    """Whether ``value`` improves on ``than`` by more than ``margin``. NaN never does, and anything improves on it."""
     if math.isnan(value):
         return False
-    if than is None or math.isnan(than):
+    if math.isnan(than):
         return True
     return value < than - margin if mode == "min" else value > than + margin

@@ -6,9 +6,8 @@ The Trainer owns one and uses only its public calls; a hand-written loop uses th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,19 @@ from torch.utils.data import DataLoader
 
 from ..strategies import Precision, Strategy, World, nearest, resolve_strategy
 from ..strategies.world import Devices
-from . import exchange, snapshot
+from . import snapshot
 from .agreement import Agreement
-from .loader import Cursor, Loader
+from .loader import Loader
 from .move import mover
 from .optimizer import PreparedOptimizer, PreparedScheduler
+from .process import Process
 from .random_state import RandomStream, random_state
+from .scale import LossScale
 
 _NOTHING = nullcontext()
 
 
-class Accelerator:
+class Accelerator(Process):
     """Everything distributed, every precision and every checkpoint, for a loop of your own.
 
     Args:
@@ -68,11 +69,11 @@ class Accelerator:
         self.precision = Precision.parse(mixed_precision)
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.device_placement = device_placement
-        self.world = World.from_env("cpu" if cpu else accelerator, devices, num_nodes, spread=spread)
+        super().__init__(World.from_env("cpu" if cpu else accelerator, devices, num_nodes, spread=spread))
         self.strategy = resolve_strategy(strategy, self.world)
         self.strategy.attach(self.world, self.precision)
         self.scaler = torch.amp.GradScaler(self.device.type) if self.precision.scaled else None
-        self.cursor = Cursor()
+        self.loss_scale = None if self.scaler is None else LossScale(self.scaler)
         self.agreement = Agreement(self.world, self.strategy)
         self.sync_gradients = True
         self.unfinished = False
@@ -80,56 +81,12 @@ class Accelerator:
         self.always_agree = False
         self._count = 0
         self._weight: float | Tensor | None = None
-        self._unscaled: set[int] = set()
-        self._trigger = False
         self.models: list[nn.Module] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[Any] = []
         self.loaders: list[Loader] = []
         self.registered: dict[str, Any] = {}
         self.stream: RandomStream | None = None
-
-    # -- who and where -------------------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """Where this process computes."""
-        return self.world.device
-
-    @property
-    def num_processes(self) -> int:
-        """Processes in all."""
-        return self.world.size
-
-    @property
-    def process_index(self) -> int:
-        """This process's rank."""
-        return self.world.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """This process's rank on its machine."""
-        return self.world.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank zero."""
-        return self.world.rank == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
-        return self.world.local_rank == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return self.world.rank == self.world.size - 1
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
-        return self.world.size > 1
 
     @property
     def mixed_precision(self) -> str:
@@ -243,6 +200,7 @@ class Accelerator:
             evaluation=evaluation,
             move=move,
         )
+        prepared.agree(self.world)
         self.loaders.append(prepared)
         return prepared
 
@@ -251,7 +209,9 @@ class Accelerator:
 
         Happens when the first loader is prepared; call it for a new run with the same Accelerator.
         """
-        self.stream = RandomStream(self.world.broadcast(random_state()))
+        state = random_state()
+        # A CUDA generator's state is of no use to others, and of different size where they see other devices.
+        self.stream = RandomStream(self.world.broadcast({name: state[name] for name in ("python", "numpy", "torch")}))
 
     def method(self, model: nn.Module, name: str) -> Callable[..., Any]:
         """Return method ``name`` of a prepared model, run so that its gradients are synchronised."""
@@ -315,8 +275,8 @@ class Accelerator:
             scale = 1.0 / self._accumulate if micro is None else micro.scale
             if scale != 1.0:
                 loss = loss * scale
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
+        if self.loss_scale is not None:
+            loss = self.loss_scale.scale(loss)
         if self.sync_gradients and (self.always_agree or self.unfinished):
             self.agreement.vote(self._weight)
         loss.backward(**kwargs)
@@ -357,11 +317,14 @@ class Accelerator:
         weight = self._weight if total is None else total
         assert weight is not None
         self._weight, self.unfinished = None, False
-        factor = self.world.size / torch.as_tensor(weight, device=self.device, dtype=torch.float32)
-        gradients = [
-            p.grad for model in self.models for p in self.unwrap_model(model).parameters() if p.grad is not None
-        ]
-        torch._foreach_mul_(gradients, factor)
+        # Once each, also where two models share a parameter.
+        parameters = {p: None for model in self.models for p in self.unwrap_model(model).parameters()}
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradients:
+            dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+            weight = torch.as_tensor(weight, device=self.device, dtype=dtype)
+            # Where nothing weighs anything, there is no gradient.
+            torch._foreach_mul_(gradients, torch.where(weight > 0, self.world.size / weight, 0.0))
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
@@ -388,94 +351,9 @@ class Accelerator:
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
         """With float16: divide the loss scale out of the gradients, of one optimizer or of all."""
-        if self.scaler is None:
-            return
-        chosen = self.optimizers if optimizer is None else [optimizer]
-        for each in chosen:
-            inner = each.optimizer if isinstance(each, PreparedOptimizer) else each
-            if id(inner) not in self._unscaled:
-                self.scaler.unscale_(inner)
-                self._unscaled.add(id(inner))
-
-    def scaled_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
-        """With float16: step unless a gradient overflowed, then adapt the scale. Sets ``optimizer_step_was_skipped``."""
-        assert self.scaler is not None
-        before = self.scaler.get_scale()
-        result = self.scaler.step(optimizer, closure) if closure is not None else self.scaler.step(optimizer)
-        self.scaler.update()
-        self._unscaled.discard(id(optimizer))
-        self.optimizer_step_was_skipped = self.scaler.get_scale() < before
-        return result
-
-    # -- exchange ------------------------------------------------------------------------------------------------
-
-    def wait_for_everyone(self) -> None:
-        """Wait until every process is here."""
-        self.world.barrier()
-
-    def gather(self, tensor: Any) -> Any:
-        """Concatenate every process's tensors along dimension 0, on every process; see `exchange.gather`."""
-        return exchange.gather(tensor, self.world)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather what was computed from the current batch, each sample of the dataset once, in its order.
-
-        Args:
-            input_data: tensors of any row count (samples, tokens) or 0-d, nested as you like; or other objects.
-            use_gather_object: treat the value as objects even if it holds tensors.
-
-        Returns:
-            Tensors concatenated along dimension 0; objects as one list.
-        """
-        micro = self.cursor.micro
-        stand_in = micro is not None and not micro.samples
-        if use_gather_object or not exchange.holds_tensor(input_data):
-            return exchange.gather_objects([] if stand_in else input_data, self.world)
-        if stand_in:
-            input_data = exchange.no_rows(input_data)
-        return exchange.gather(input_data, self.world)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors over the processes: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``."""
-        return exchange.reduce(tensor, self.world, reduction, scale)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad tensors along ``dim`` to the longest of any process, with ``pad_index``."""
-        return exchange.pad_across_processes(tensor, self.world, dim, pad_index, pad_first)
-
-    def set_trigger(self) -> None:
-        """Raise a flag that `check_trigger` shows on every process."""
-        self._trigger = True
-
-    def check_trigger(self) -> bool:
-        """Whether any process has raised the flag since the last check. All processes must ask."""
-        raised, self._trigger = self.world.any(self._trigger), False
-        return raised
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on rank zero."""
-        if self.is_main_process:
-            print(*args, **kwargs)
-
-    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator: run on rank zero; None elsewhere."""
-
-        @wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if self.is_main_process else None
-
-        return run
-
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Rank zero runs the block before the others do, who go on even if it raises."""
-        if not self.is_main_process:
-            self.wait_for_everyone()
-        try:
-            yield
-        finally:
-            if self.is_main_process:
-                self.wait_for_everyone()
+        if self.loss_scale is not None:
+            chosen = self.optimizers if optimizer is None else [optimizer]
+            self.loss_scale.unscale(o.optimizer if isinstance(o, PreparedOptimizer) else o for o in chosen)
 
     # -- state ---------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ class Agreement:
 
     def vote(self, weight: float | Tensor | None) -> None:
         """Cast this process's votes; called before the last backward of a step."""
-        if self.alone and self.immediate:
+        if self.alone:
             return
         votes = torch.zeros(4, device=self._device)
         if weight is not None:
@@ -65,12 +65,14 @@ class Agreement:
 
     def count(self) -> Tensor | None:
         """Read the votes after that backward; returns the summed weight (on the device), or None in a world of one."""
-        if self.alone and self.immediate:
+        if self.alone:
             self.stop = self.stop_vote
+            taint, self._taint = self._taint, None
+            if not self.immediate and self.watch_finite:
+                self._read_later(_packed(None, taint, self._device))
             return None
         summed = self._strategy.agreement()
-        taint = self._own_taint if self._own_taint is not None else summed.new_zeros(())
-        packed = torch.cat((summed, taint.reshape(1)))
+        packed = _packed(summed, self._own_taint, self._device)
         if self.immediate:
             self._read(packed)
         else:
@@ -79,7 +81,8 @@ class Agreement:
 
     def _read(self, packed: Tensor) -> None:
         values = packed.tolist()
-        self.stop = values[_STOP] > 0
+        if not self.alone:
+            self.stop = values[_STOP] > 0
         self.finite = not math.isnan(values[_TAINT])
         self.own_finite = not math.isnan(values[-1])
 
@@ -103,4 +106,13 @@ class Agreement:
         """Forget the votes of the run before."""
         self.stop_vote = self.stop = False
         self.finite = self.own_finite = True
-        self._taint = self._pending = None
+        self._taint = self._own_taint = self._pending = None
+
+
+def _packed(votes: Tensor | None, own_taint: Tensor | None, device: torch.device) -> Tensor:
+    """The summed votes and this process's own taint, to be read at once; in a world of one they are the same."""
+    own = torch.zeros(1, device=device) if own_taint is None else own_taint.reshape(1)
+    if votes is None:
+        votes = torch.zeros(4, device=device)
+        votes[_TAINT] = own[0]
+    return torch.cat((votes.float(), own))

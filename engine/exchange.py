@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,50 +15,86 @@ from ..strategies import World, choose
 REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 
-def gather_rows(tensor: Tensor, world: World) -> Tensor:
-    """Concatenate every process's ``tensor`` along dimension 0, in rank order; row counts may differ.
+def gather(value: Any, world: World, empty: bool = False) -> Any:
+    """Concatenate every process's tensors along dimension 0, in rank order; row counts may differ.
 
-    A 0-d tensor counts as one row.
-    """
-    rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
-    if world.size == 1:
-        return rows
-    shapes = world.gather_objects((tuple(rows.shape[1:]), rows.dtype, rows.shape[0]))
-    if len({shape[:2] for shape in shapes}) > 1:
-        listed = "; ".join(f"rank {r}: {(n, *shape)} {dtype}" for r, (shape, dtype, n) in enumerate(shapes))
-        raise ValueError(f"gather needs tensors that differ in dimension 0 only, but got {listed}.")
-    counts = [count for _, _, count in shapes]
-    longest = max(counts)
-    padded = rows.new_zeros((longest, *rows.shape[1:]))
-    padded[: rows.shape[0]] = rows
-    return torch.cat([part[:count] for part, count in zip(world.all_gather(padded), counts, strict=True)])
+    A 0-d tensor counts as one row. What holds no tensor becomes a list of every process's items.
 
-
-def gather(value: Any, world: World) -> Any:
-    """`gather_rows` for every tensor in a nested value.
+    Args:
+        value: a tensor, or tensors nested in dicts, lists, tuples or dataclasses, of one form on all processes.
+        world: the processes.
+        empty: this process has nothing to add; ``value`` only shows the form.
 
     Raises:
         TypeError: if the value holds no tensor.
+        ValueError: on every process, if the forms differ.
     """
-    found = False
-
-    def one(tensor: Tensor) -> Tensor:
-        nonlocal found
-        found = True
-        return gather_rows(tensor, world)
-
-    gathered = apply_to_collection(value, Tensor, one)
-    if not found:
+    tensors: list[Tensor] = []
+    others: list[Any] = []
+    _walk(value, tensors.append, others.append)
+    if not tensors:
         raise TypeError(
             f"gather takes tensors, alone or nested, not {type(value).__name__}: use gather_for_metrics or "
             "gather_object for other values."
         )
-    return gathered
+    rows = [t.detach().reshape(1) if t.ndim == 0 else t for t in tensors]
+    if empty:
+        rows = [t[:0] for t in rows]
+    if world.size == 1:
+        return _rebuilt(value, rows, [_items(other, empty) for other in others])
+    mine = [(tuple(t.shape[1:]), str(t.dtype), t.shape[0]) for t in rows]
+    parts = world.gather_objects((mine, [_items(other, empty) for other in others]))
+    forms = [([form[:2] for form in shapes], len(lists)) for shapes, lists in parts]
+    if any(form != forms[0] for form in forms):
+        listed = "; ".join(
+            f"rank {rank}: {', '.join(f'{(n, *shape)} {dtype}' for shape, dtype, n in shapes)}"
+            for rank, (shapes, _) in enumerate(parts)
+        )
+        raise ValueError(
+            f"gather needs the same number of tensors on every process, that differ in dimension 0 only, but got "
+            f"{listed}. gather_for_metrics(..., use_gather_object=True) takes anything."
+        )
+    gathered = [
+        _concatenated(tensor, [shapes[number][2] for shapes, _ in parts], world) for number, tensor in enumerate(rows)
+    ]
+    lists = [[item for _, every in parts for item in every[number]] for number in range(len(others))]
+    return _rebuilt(value, gathered, lists)
 
 
-def no_rows(value: Any) -> Any:
-    """A nested value with every tensor's rows left out, as a process with nothing to add hands it over."""
-    return apply_to_collection(value, Tensor, lambda t: (t.reshape(1) if t.ndim == 0 else t)[:0])
+def _concatenated(rows: Tensor, counts: list[int], world: World) -> Tensor:
+    longest = max(counts)
+    padded = rows
+    if rows.shape[0] != longest:
+        padded = rows.new_zeros((longest, *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+    return torch.cat([part[:count] for part, count in zip(world.all_gather(padded), counts, strict=True)])
+
+
+def _walk(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
+    """Rebuild a nested value with each tensor, and each largest part that holds none, replaced by what is returned."""
+    if isinstance(value, Tensor):
+        return tensor(value)
+    if not holds_tensor(value):
+        return other(value)
+    if isinstance(value, Mapping):
+        items = {key: _walk(item, tensor, other) for key, item in value.items()}
+        return items if type(value) is dict else _like(value, items)
+    if isinstance(value, list | tuple):
+        parts = [_walk(item, tensor, other) for item in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return apply_to_collection(value, Tensor, tensor)  # a dataclass
+
+
+def _like(value: Any, items: dict[Any, Any]) -> Any:
+    copied = copy.copy(value)  # a subclass of dict keeps its other attributes
+    for key, item in items.items():
+        copied[key] = item
+    return copied
+
+
+def _rebuilt(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
+    next_tensor, next_other = iter(tensors), iter(others)
+    return _walk(value, lambda _: next(next_tensor), lambda _: next(next_other))
 
 
 def holds_tensor(value: Any) -> bool:
@@ -66,10 +104,15 @@ def holds_tensor(value: Any) -> bool:
     return bool(seen)
 
 
+def _items(value: Any, empty: bool = False) -> list[Any]:
+    if empty:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 def gather_objects(value: Any, world: World) -> list[Any]:
     """Every process's items, in rank order: lists are joined, anything else is one item."""
-    parts = world.gather_objects(value)
-    return [item for part in parts for item in (part if isinstance(part, list | tuple) else [part])]
+    return [item for part in world.gather_objects(_items(value)) for item in part]
 
 
 def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 from ..strategies import World
+from .draws import Draws
 from .order import GroupPlanner, Micro, ShardedBatches, sized
 from .random_state import RandomStream
 from .stream import Counted, StreamedBatches
@@ -35,16 +38,16 @@ class SeededSamples:
     """
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-        if getattr(dataset, "__getitems__", None):
-            self.__getitems__ = self._get_items
+        self.__dict__["dataset"] = dataset
+        if _reads_in_bulk(dataset):
+            self.__dict__["__getitems__"] = self._get_items
 
     def __getitem__(self, item: tuple[int, int, Any]) -> Any:
         self._seed(item)
         return self.dataset[item[2]]
 
     def _get_items(self, items: list[tuple[int, int, Any]]) -> Any:
-        self._seed(items[0])
+        self._seed(items[0])  # it reads them together, so they can only be seeded together
         return self.dataset.__getitems__([index for _, _, index in items])
 
     @staticmethod
@@ -62,6 +65,17 @@ class SeededSamples:
         if name.startswith("__") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A worker_init_fn that opens a file puts it on `get_worker_info().dataset`.
+        setattr(self.dataset, name, value)
+
+
+def _reads_in_bulk(dataset: Any) -> bool:
+    # A Subset only hands `__getitems__` on, and reads one by one where the dataset in it has none.
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
 
 
 class Loader:
@@ -105,17 +119,19 @@ class Loader:
         self.limit: int | None = None
         self._cursor = cursor
         self._stream = stream
-        self._resume: dict[str, Any] | None = None
-        self._order: dict[str, Any] | None = None
-        sharded = shard and not isinstance(getattr(source, "sampler", None), DistributedSampler)
-        rank, size = (world.rank, world.size) if sharded else (0, 1)
+        self._micro: Micro | None = None  # the last one of this epoch
+        self._resuming = False
+        self._started = False  # the view's persistent workers, in this process or in the one it goes on from
+        rank, size = (world.rank, world.size) if shard and not shards_itself(source) else (0, 1)
         planner = GroupPlanner(rank, size, (lambda: 1) if evaluation else accumulate)
         self._plan: ShardedBatches | StreamedBatches
         self._view: Any = source
         if isinstance(source, DataLoader):
             self._prepare_view(source, planner, evaluation)
         else:
-            self._plan = StreamedBatches(False, planner, None)
+            # A list draws nothing, so nothing has to be lent to it.
+            lent = not isinstance(source, list | tuple)
+            self._plan = StreamedBatches(None, planner, Draws(stream, source), lent, _stateful(source))
 
     def _prepare_view(self, source: DataLoader[Any], planner: GroupPlanner, evaluation: bool) -> None:
         if not getattr(source, "in_order", True):
@@ -126,34 +142,54 @@ class Loader:
         view = self._view = copy.copy(source)
         settings = view.__dict__  # DataLoader forbids to set these by name once it is built
         settings["_iterator"] = None
-        if isinstance(source.dataset, IterableDataset):
-            counted = source.batch_size is not None
-            if counted:
-                settings["collate_fn"] = Counted(source.collate_fn)
-            # Without workers a stream draws from the process's state, which may differ; workers get one seed from all.
-            agreed = self._stream if planner.size > 1 and source.num_workers == 0 else None
-            self._plan = StreamedBatches(counted, planner, agreed)
-            return
         workers = source.num_workers > 0
-        self._plan = ShardedBatches(source, planner, self._stream, evaluation, positions=workers)
-        settings["batch_sampler" if source.batch_sampler is not None else "sampler"] = self._plan
+        if isinstance(source.dataset, IterableDataset):
+            counted = source.batch_size
+            if counted is not None:
+                settings["collate_fn"] = Counted(source.collate_fn)
+            draws = Draws(self._stream, source, None if workers else source.dataset)
+            # A subclass's own __iter__ may draw the workers' seed late, or anything else.
+            lent = not workers or type(source).__iter__ is not DataLoader.__iter__
+            stateful = None if workers else _stateful(source.dataset)
+            self._plan = StreamedBatches(counted, planner, draws, lent, stateful)
+            return
+        plan = self._plan = ShardedBatches(source, planner, self._stream, evaluation, positions=workers)
+        settings["batch_sampler" if source.batch_sampler is not None else "sampler"] = plan
         if workers:
             settings["dataset"] = SeededSamples(source.dataset)
+        # Not around `iter(view)`: a subclass whose __iter__ is a generator starts the workers later, from within.
+        # Weak, as a cycle would keep persistent workers alive.
+        weak_view, weak_self, start = weakref.ref(view), weakref.ref(self), type(view)._get_iterator
+
+        def get_iterator() -> Any:
+            own_view, loader = weak_view(), weak_self()
+            assert own_view is not None
+            assert loader is not None
+            silently, loader._started = loader._started, source.persistent_workers
+            return plan.start(lambda: start(own_view), silently)
+
+        settings["_get_iterator"] = get_iterator
 
     # -- iteration -----------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this process's micro-batches of one epoch; each is announced to the cursor first."""
         pairs = self._begin()
-        cursor, move = self._cursor, self.move
+        cursor, stream, move = self._cursor, self._stream, self.move
         outer = cursor.micro  # of a loop around this one, such as training around a validation
-        for micro, batch in pairs:
-            cursor.micro = micro
-            self.samples = micro.consumed
-            self.batches += 1
-            yield batch if move is None else move(batch)
-        cursor.micro = outer
-        self.end_epoch()
+        micro: Micro | None = None
+        try:
+            for micro, batch in pairs:
+                cursor.micro = self._micro = micro
+                self.samples = micro.consumed
+                self.batches += 1
+                if micro.drawn is not None:
+                    stream.state = micro.drawn
+                yield batch if move is None else move(batch)
+            self.end_epoch()
+        finally:
+            if cursor.micro is micro:
+                cursor.micro = outer
 
     def groups(self) -> Iterator[Iterable[Any]]:
         """Yield groups of micro-batches; one group is one optimizer step."""
@@ -172,45 +208,43 @@ class Loader:
                 return
 
     def _begin(self) -> Iterator[tuple[Micro, Any]]:
-        """Draw the epoch's order and start the workers."""
-        batches, stream = self._plan, self._stream
-        resume, self._resume = self._resume, None
-        now = dict(stream.state)
-        if resume is not None:
-            self._load_order(resume["order"])
-        elif self._order is not None:
+        """Start the epoch's iterator; its order is drawn with the first batch."""
+        plan = self._plan
+        if not self._resuming and plan.order is not None:
             self.end_epoch()  # the one before was left early
+        self._resuming = False
         set_epoch(self.source, self.epoch)
-        self._order = self._order_state()
-        batches.skip = self.samples
-        batches.limit = None if self.limit is None else max(0, self.limit - self.batches)
-        with stream.drawing():
-            iterator = iter(self._view)
-            if isinstance(batches, ShardedBatches):
-                batches.prime()
-        if resume is not None:
-            stream.state = now  # what the epoch drew when it began is in there already
-        if isinstance(batches, StreamedBatches):
-            return batches.batches(iterator)
-        return self._match(iterator, batches)
+        plan.begin(self.epoch, self.samples, None if self.limit is None else max(0, self.limit - self.batches))
+        if isinstance(plan, StreamedBatches):
+            iterator = plan.start(lambda: iter(self._view), self._started)
+            self._started = getattr(self._view, "persistent_workers", False)
+            return plan.batches(iterator)
+        return self._match(iter(self._view), plan)
 
     def end_epoch(self) -> None:
         """Go on with the next epoch, even if this one was left early. Happens by itself when it is exhausted."""
-        if self._order is not None:
+        if self._plan.order is not None:
             self.epoch += 1
             self.samples = self.batches = 0
-            self._order = None
+            self._plan.order = self._micro = None
 
-    def _match(self, iterator: Iterator[Any], batches: ShardedBatches) -> Iterator[tuple[Micro, Any]]:
-        micros = batches.micros
+    def _match(self, iterator: Iterator[Any], plan: ShardedBatches) -> Iterator[tuple[Micro, Any]]:
+        micros: deque[Micro] | None = None
         for batch in iterator:
+            if micros is None:
+                micros = plan.micros  # this iteration's own, there since its first batch was drawn
             if not micros:
-                raise ValueError(
-                    f"{type(self.source).__name__} yields batches without drawing them from its batch_sampler, so it "
-                    "can be neither sharded nor resumed. Let its __iter__ call super().__iter__(), or pass it with "
-                    "use_distributed_sampler=False as a plain iterable: iter(loader)."
-                )
+                raise self._other_batches()
             yield micros.popleft(), batch
+        if micros:
+            raise self._other_batches()
+
+    def _other_batches(self) -> ValueError:
+        return ValueError(
+            f"{type(self.source).__name__} does not yield one batch for each that its batch_sampler gives, so it can "
+            "be neither sharded nor resumed. Let its __iter__ yield what super().__iter__() yields, one for one, or "
+            "pass an iterable of batches: prepare_data_loader(iter(loader))."
+        )
 
     def __len__(self) -> int:
         """Micro-batches that this process yields in a whole epoch.
@@ -226,15 +260,13 @@ class Loader:
     @property
     def length(self) -> int | None:
         """As ``len``, or None where the source has no length."""
-        batches = self._plan
-        if isinstance(batches, ShardedBatches):
-            count = sized(batches)
-        else:
-            total = sized(self.source)
-            count = None if total is None else -(-total // batches.planner.size)
-        if self.limit is None:
-            return count
-        return self.limit if count is None else min(count, self.limit)
+        plan = self._plan
+        if isinstance(plan, ShardedBatches):
+            return self.limit if sized(plan.sampler) is None else plan.total(self.limit)
+        count = sized(self.source)
+        if count is not None:
+            count = -(-count // plan.planner.size)
+        return count if self.limit is None else min(self.limit, self.limit if count is None else count)
 
     def __getattr__(self, name: str) -> Any:
         # `loader.dataset`, `loader.batch_size`, ...: the user's own.
@@ -244,40 +276,71 @@ class Loader:
 
     # -- position ------------------------------------------------------------------------------------------------
 
-    def _order_state(self) -> dict[str, Any]:
-        if isinstance(self._plan, ShardedBatches):
-            return self._plan.order_state()
-        return {"stream": dict(self._stream.state), "generators": []}
-
-    def _load_order(self, state: dict[str, Any]) -> None:
-        if isinstance(self._plan, ShardedBatches):
-            self._plan.load_order_state(state)
-        else:
-            self._stream.state = dict(state["stream"])
+    def agree(self, world: World) -> None:
+        """Take rank zero's private generators, so that every process draws one order."""
+        if world.size > 1 and self._plan.draws.private and self._plan.planner.size > 1:
+            self._plan.draws.load_private(world.broadcast(self._plan.draws.private_states()))
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the samples of it that were yielded (over all processes), and what its order was drawn from."""
+        """The epoch, the samples of it that were yielded (over all processes), and what its order was drawn from.
+
+        Raises:
+            ValueError: inside a group of micro-batches, whose gradients no state holds.
+        """
+        plan, micro = self._plan, self._micro
+        if micro is not None and not micro.last:
+            raise ValueError(
+                "the loader stands inside a group of micro-batches, whose gradients are in no checkpoint. Save when "
+                "accelerator.sync_gradients is true, after the optimizer's step."
+            )
+        drawn = None if micro is None else micro.drawn
         return {
             "epoch": self.epoch,
             "samples": self.samples,
             "batches": self.batches,
-            "order": self._order,
+            "order": plan.order,
+            "generators": plan.draws.private_states(),
+            "started": self._started,
+            "source": plan.state(drawn) if isinstance(plan, StreamedBatches) else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the samples that `state_dict` counted, in the same order, on any number of processes."""
-        self.epoch = state["epoch"]
-        self.samples = state["samples"]
-        self.batches = state["batches"]
-        self._resume = state if state["order"] is not None else None
+        plan = self._plan
+        plan.draws.load_private(state["generators"])
+        self.epoch, self.samples, self.batches = state["epoch"], state["samples"], state["batches"]
+        if isinstance(plan, StreamedBatches):
+            plan.load_state(state["source"])
+        elif plan.plain:  # the batches of this number of processes
+            self.batches = -(-self.samples // (plan.batch_size * plan.planner.size))
+        plan.order = state["order"]
+        self._micro = None
+        self._resuming = plan.order is not None
+        self._started = state["started"]
+
+
+def shards_itself(loader: Any) -> bool:
+    """Whether a loader's sampler gives each process a part of its own, as a ``DistributedSampler`` does."""
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    return any(
+        isinstance(s, DistributedSampler) or (hasattr(s, "num_replicas") and hasattr(s, "rank")) for s in samplers
+    )
+
+
+def _stateful(source: Any) -> Any:
+    return source if hasattr(source, "state_dict") and hasattr(source, "load_state_dict") else None
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the samplers of ``loader`` that have a ``set_epoch`` which epoch begins."""
-    for owner in (
+    """Tell the dataset and the samplers of ``loader`` that have a ``set_epoch`` which epoch begins."""
+    batches = getattr(loader, "batch_sampler", None)
+    owners = (
         getattr(loader, "dataset", None),
         getattr(loader, "sampler", None),
-        getattr(loader, "batch_sampler", None),
-    ):
+        batches,
+        getattr(batches, "sampler", None),
+    )
+    for owner in {id(owner): owner for owner in owners}.values():
         if callable(method := getattr(owner, "set_epoch", None)):
             method(epoch)

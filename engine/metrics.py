@@ -16,6 +16,7 @@ from torch import Tensor
 from ..strategies import World, nearest
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
+_SHOWN = ("on_step", "on_epoch", "reduction", "prog_bar", "logger")
 _FOLD = 64  # 0-d tensors kept before they are summed: stacking them at once costs less than adding each
 
 
@@ -42,7 +43,7 @@ class Entry:
     def __init__(
         self,
         name: str,
-        spec: tuple[Any, ...],
+        spec: tuple[Any, ...] | None,
         *,
         on_step: bool,
         on_epoch: bool,
@@ -77,8 +78,8 @@ class Entry:
         if self.reduction == "mean":
             folded = (values * weights).sum()
         else:
-            folded = getattr(values, {"sum": "sum", "min": "amin", "max": "amax"}[self.reduction])()
-        self.total = folded if self.total is None else _COMBINE[self.reduction](self.total, folded)
+            folded = _FOLDS[self.reduction](values)
+        self.total = folded if self.total is None else _COMBINE[self.reduction](self.total.to(folded.device), folded)
         self.total_weight += sum(w for _, w in kept)
 
     def epoch_pair(self) -> tuple[Any, float]:
@@ -90,14 +91,17 @@ class Entry:
         """(value, weight) of the latest step, in the form of `epoch_pair`."""
         if self.last is None or not self.last_weight:
             return 0.0, 0.0
-        value = self.last * self.last_weight if self.reduction == "mean" else self.last
-        return value, self.last_weight
+        if self.reduction != "mean":
+            return self.last, self.last_weight
+        # In float64, where weighing a float32 and dividing it again gives the same number.
+        return stack([self.last])[0] * self.last_weight, self.last_weight
 
     def label(self, form: str) -> str:
         """The name under which the ``"step"`` or ``"epoch"`` value is shown."""
         return f"{self.name}_{form}" if self.on_step and self.on_epoch else self.name
 
 
+_FOLDS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "mean": lambda a, b: a + b,
     "sum": lambda a, b: a + b,
@@ -140,7 +144,6 @@ class Metrics:
         self._in_step: dict[str, Entry] = {}
         self._in_epoch: dict[str, Entry] = {}
         self._entries = self._in_step
-        self._restored: dict[str, tuple[float, float]] = {}
 
     def between_batches(self, yes: bool) -> None:
         """Say whether the hooks that run now belong to the epoch rather than to a batch."""
@@ -171,11 +174,11 @@ class Metrics:
         if entry is None or entry.spec != spec:
             entry = self._register(name, value, spec)
         if isinstance(value, Tensor):
-            if value.requires_grad:
-                value = value.detach()
+            # A parameter, or a tensor the user counts in, changes later; what an operation has just made does not.
+            value = value.detach() if value.grad_fn is not None else value.detach().clone()
             if value.ndim:
                 value = _one_number(name, value)
-        elif entry.metric is not None:
+        elif entry.metric is not None and isinstance(value, type(entry.metric)):
             entry.metric = value
             value = getattr(value, "_forward_cache", None)
         elif value.__class__ is not float and value.__class__ is not int:
@@ -190,7 +193,8 @@ class Metrics:
                 entry.fold()
 
     def _register(self, name: str, value: Any, spec: tuple[Any, ...]) -> Entry:
-        if name in self._entries:
+        known = self._entries.get(name)
+        if known is not None and known.spec is not None:
             raise ValueError(
                 f"{name!r} was logged twice in one stage with different arguments; give one of them another name."
             )
@@ -220,8 +224,8 @@ class Metrics:
         )
         if hasattr(value, "compute") and hasattr(value, "reset"):
             entry.metric = value
-        if name in self._restored:
-            entry.total, entry.total_weight = self._restored.pop(name)
+        if known is not None:  # restored from a checkpoint
+            entry.total, entry.total_weight = known.total, known.total_weight
         self._entries[name] = entry
         return entry
 
@@ -270,7 +274,7 @@ class Metrics:
     @staticmethod
     def _reduced(entries: list[Entry], pairs: list[tuple[Any, float]], world: World) -> list[tuple[Entry, float]]:
         if world.size > 1:
-            _same_names([entry.name for entry in entries], world)
+            _same_names([f"{entry.name} ({entry.reduction})" for entry in entries], world)
         if not entries:
             return []
         packed = stack([value for value, _ in pairs] + [weight for _, weight in pairs])
@@ -285,33 +289,38 @@ class Metrics:
                 continue
             if entry.reduction == "mean":
                 value = sum(v for v, _ in known) / sum(w for _, w in known)
-            else:
-                value = {"sum": sum, "min": min, "max": max}[entry.reduction]([v for v, _ in known])  # type: ignore
+            else:  # in torch: Python's min and max drop a NaN or keep it, depending on its place
+                value = _FOLDS[entry.reduction](torch.tensor([v for v, _ in known], dtype=torch.float64)).item()
             results.append((entry, value))
         return results
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self, world: World) -> dict[str, tuple[float, float]]:
-        """The epoch's sums so far, over all processes. All processes must ask."""
+    def state_dict(self, world: World) -> dict[str, dict[str, Any]]:
+        """The epoch's sums so far, over all processes, and how each is shown. All processes must ask."""
         plain = [entry for entry in self._in_step.values() if entry.on_epoch and entry.metric is None]
         pairs = [entry.epoch_pair() for entry in plain]
-        every = world.gather_objects(
-            [(e.name, e.reduction, float(v), w) for e, (v, w) in zip(plain, pairs, strict=True)]
-        )
-        state: dict[str, tuple[float, float]] = {}
-        for name, reduction, value, weight in (item for part in every for item in part if item[3]):
-            if name in state:
-                known = state[name]
-                combined = _COMBINE[reduction](torch.tensor(known[0]).double(), torch.tensor(value).double())
-                state[name] = float(combined), known[1] + weight
-            else:
-                state[name] = value, weight
+        every = world.gather_objects([(e.name, float(v), w) for e, (v, w) in zip(plain, pairs, strict=True)])
+        state: dict[str, dict[str, Any]] = {
+            entry.name: {name: getattr(entry, name) for name in _SHOWN} | {"total": None, "weight": 0.0}
+            for entry in plain
+        }
+        for name, value, weight in (item for part in every for item in part if item[2] and item[0] in state):
+            one = state[name]
+            if one["total"] is not None:
+                totals = (torch.tensor(v, dtype=torch.float64) for v in (one["total"], value))
+                value = _COMBINE[one["reduction"]](*totals).item()
+            one["total"], one["weight"] = value, one["weight"] + weight
         return state
 
-    def load_state_dict(self, state: dict[str, tuple[float, float]], world: World) -> None:
-        """Go on from sums that `state_dict` returned."""
-        self._restored = dict(state) if world.is_main else {}
+    def load_state_dict(self, state: dict[str, dict[str, Any]], world: World) -> None:
+        """Go on from sums that `state_dict` returned. Rank zero takes them, the others begin with nothing."""
+        self._in_step.clear()
+        for name, one in state.items():
+            entry = Entry(name, None, **{key: one[key] for key in _SHOWN})
+            if world.is_main and one["total"] is not None:
+                entry.total, entry.total_weight = stack([one["total"]])[0], one["weight"]
+            self._in_step[name] = entry
 
 
 def _one_number(name: str, value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -36,13 +36,12 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
     return apply_to_collection(batch, _Movable, to)
 
 
-class _MovableType(type):
-    def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) or (callable(getattr(value, "to", None)) and not isinstance(value, type))
-
-
-class _Movable(metaclass=_MovableType):
+@runtime_checkable
+class _Movable(Protocol):
     """Whatever has a ``.to``."""
+
+    def to(self, device: Any) -> Any:
+        """Return it on ``device``."""
 
 
 def mover(device: torch.device, precision: Precision) -> Callable[[Any], Any] | None:

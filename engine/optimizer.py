@@ -19,6 +19,8 @@ class PreparedOptimizer(Optimizer):
 
     def __init__(self, optimizer: Optimizer, accelerator: Accelerator) -> None:
         self.optimizer = optimizer
+        self.taken = 0  # steps in this process
+        self.skipped = 0
         self._accelerator = accelerator
 
     @property
@@ -43,9 +45,15 @@ class PreparedOptimizer(Optimizer):
             return None
         if accelerator.unfinished:
             accelerator.finish_gradients()
-        if accelerator.scaler is None:
-            return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
-        return accelerator.scaled_step(self.optimizer, closure)
+        skipped = False
+        if accelerator.loss_scale is not None:
+            result, skipped = accelerator.loss_scale.step(self.optimizer, closure)
+        else:
+            result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        accelerator.optimizer_step_was_skipped = skipped
+        self.taken += not skipped
+        self.skipped += skipped
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """At the end of a group: drop the gradients."""
@@ -64,6 +72,12 @@ class PreparedOptimizer(Optimizer):
         """Add to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
+    def __getattr__(self, name: str) -> Any:
+        # Hooks, and what an optimizer of one's own adds.
+        if name == "optimizer" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
@@ -77,12 +91,21 @@ class PreparedScheduler:
     def __init__(self, scheduler: Any, accelerator: Accelerator) -> None:
         self.scheduler = scheduler
         self._accelerator = accelerator
+        self._seen = (0, 0)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance, unless inside a group or the step was skipped."""
+        """Advance, unless inside a group, or if all of the optimizer's steps since the last call were skipped."""
         accelerator = self._accelerator
-        if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
-            self.scheduler.step(*args, **kwargs)
+        if not accelerator.sync_gradients:
+            return
+        if accelerator.loss_scale is not None:
+            own = getattr(self.scheduler, "optimizer", None)
+            known = [o for o in accelerator.optimizers if own is o or own is o.optimizer]
+            now = sum(o.taken for o in known), sum(o.skipped for o in known)
+            if now[0] == self._seen[0] and now[1] > self._seen[1]:
+                return
+            self._seen = now
+        self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped scheduler's state."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -20,9 +17,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from .random_state import RandomStream, random_state
+from .draws import Draws
+from .random_state import RandomStream, State, seed_from
 
-# These draw from the default generators when an epoch begins and never again, so nothing has to be swapped later.
+# These draw when an epoch begins and never again, so nothing has to be lent to them later.
 _DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -36,6 +34,7 @@ class Micro:
         last: whether it ends its group, so that gradients are reduced and the optimizer steps.
         group_samples: samples of its whole group, over all processes.
         consumed: samples of the epoch that are behind us once it is trained on, over all processes.
+        drawn: where the order's stream stands once it is reached; None where the epoch's order was drawn at once.
     """
 
     samples: int
@@ -43,6 +42,7 @@ class Micro:
     last: bool
     group_samples: int
     consumed: int
+    drawn: State | None = None
 
 
 def share(count: int, rank: int, size: int) -> slice:
@@ -94,6 +94,10 @@ class ShardedBatches:
         merge_tail: evaluation only: where the last global batch has fewer samples than there are processes, add them
             to the one before, so that every process takes part in every batch.
         positions: yield ``(epoch seed, position, index)`` triples, for workers that seed each sample.
+
+    Attributes:
+        order: what the epoch's order was drawn from; where it is set before the epoch begins, that epoch comes again.
+        micros: the facts of the batches that were yielded and not yet taken by the loop.
     """
 
     def __init__(
@@ -107,84 +111,98 @@ class ShardedBatches:
         self.batch_size = int(getattr(batches, "batch_size", None) or 1) if self.plain else 1
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self.planner = planner
-        self.stream = stream
-        self.merge_tail = merge_tail
+        self.merge_tail = merge_tail and self.batched
         self.positions = positions
-        self.limit: int | None = None
-        self.skip = 0
+        self.draws = Draws(stream, loader, batches, self.sampler, getattr(self.sampler, "sampler", None))
+        self.draws_at_once = type(self.sampler) in _DRAW_ONCE
+        self.order: dict[str, Any] | None = None
         self.micros: deque[Micro] = deque()
-        self._primed: Iterator[Any] | None = None
-        inner = getattr(self.sampler, "sampler", self.sampler)
-        self._draws_once = type(self.sampler) in _DRAW_ONCE and type(inner) in _DRAW_ONCE
-        self._generators = _generators(loader, batches, self.sampler, inner)
+        self._undo: dict[str, Any] | None = None
+        self._rest: RandomStream | None = None
+        self.begin(0, 0, None)
 
-    # -- order ---------------------------------------------------------------------------------------------------
+    def begin(self, epoch: int, skip: int, limit: int | None) -> None:
+        """Say what the next iteration is: its epoch, the samples to pass over, and the most batches to yield."""
+        self.epoch, self.skip, self.limit = epoch, skip, limit
 
-    def order_state(self) -> dict[str, Any]:
-        """Everything the sampler will draw from in the epoch that is about to begin."""
-        return {
-            "stream": dict(self.stream.state),
-            "generators": [_get_generator_state(g) for g in self._generators],
-        }
+    def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
+        """Start the loader's iterator; the seed that it draws for its workers comes from the stream.
 
-    def load_order_state(self, state: dict[str, Any]) -> None:
-        """Go back to an `order_state`, so that the same epoch comes again."""
-        self.stream.state = dict(state["stream"])
-        if len(state["generators"]) != len(self._generators):
-            raise ValueError(
-                f"the checkpoint's sampler drew from {len(state['generators'])} generators of its own, this one has "
-                f"{len(self._generators)}: pass the same kind of sampler, or resume with weights only."
-            )
-        for generator, saved in zip(self._generators, state["generators"], strict=True):
-            _set_generator_state(generator, saved)
-
-    def prime(self) -> None:
-        """Draw the epoch's order now, while the caller lends the stream."""
-        if self._primed is None:
-            batches = self._batches()
-            first = list(itertools.islice(batches, 1))
-            self._primed = itertools.chain(first, batches)
+        Args:
+            get_iterator: starts it.
+            silently: as if it had drawn no seed, as in a run that goes on and had drawn it already.
+        """
+        self._undo = self.draws.state() if silently or self.order is not None else None
+        with self.draws.stream.drawing():
+            return get_iterator()
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: nothing may be drawn before the loader has drawn its workers' seed, as in a plain loop.
-        self.prime()
-        batches, self._primed = self._primed, None
-        yield from batches or ()
+        yield from self._open()
 
-    def __len__(self) -> int:
-        """Batches this process yields in an epoch, from its beginning.
+    def total(self, limit: int | None) -> int:
+        """Batches this process yields in a whole epoch, no more than ``limit``.
 
         Raises:
             TypeError: if the user's sampler has no length.
         """
-        total = len(self.sampler)  # type: ignore[arg-type]
+        samples = len(self.sampler)  # type: ignore[arg-type]
         size = self.planner.size
-        if not self.plain:
-            count = total // size if self.drop_last else -(-total // size)
-        else:
-            count, rest = divmod(total, self.batch_size * size)
-            merged = self.merge_tail and count and rest < size
-            count += bool(rest) and not self.drop_last and not merged
-        return count if self.limit is None else min(count, self.limit)
+        width = self.batch_size * size
+        count, rest = divmod(samples, width)
+        count += bool(rest) and not self.drop_last
+        if limit is not None and limit < count:
+            return limit
+        merged = self.plain and self.merge_tail and count > 1 and 0 < rest < size and not self.drop_last
+        return count - merged
 
-    def _pull(self) -> Iterator[Any]:
+    def __len__(self) -> int:
+        return self.total(self.limit)
+
+    # -- order ---------------------------------------------------------------------------------------------------
+
+    def _open(self) -> Iterator[Any]:
+        """Draw the epoch's order now, or draw it once more."""
+        draws = self.draws
+        with draws.stream.drawing():
+            if self._undo is not None:
+                draws.load(self._undo)
+                self._undo = None
+            now = draws.state()
+            again = self.order is not None
+            if self.order is None:
+                self.order = now
+            else:
+                draws.load(self.order)
+            batches = self._batches(seed_from(self.order["stream"], self.epoch))
+            first = list(itertools.islice(batches, 1))
+            if again:  # what it draws here is in there already
+                draws.stream.go_to(now["stream"])
+                if self.draws_at_once:
+                    draws.load_private(now["generators"])
+        return itertools.chain(first, batches)
+
+    def _pull(self, block: int) -> Iterator[Any]:
         """The user's sampler, item by item, drawing from the stream and not from the process's own state."""
+        self._rest = None
+        if type(self.sampler) is RandomSampler and self.sampler.generator is not None:
+            # It draws once more at its end, which workers reach at another time than the loop does.
+            return iter(list(self.sampler))
         source = iter(self.sampler)
-        with self.stream.drawing():
-            first = list(itertools.islice(source, 1))
-            rest = RandomStream(random_state())
+        if self.draws_at_once:
+            return source
         # A sampler that draws as it goes has a stream of its own from here, or the workers' reading ahead and the
         # validation loaders between would change what it draws.
-        return itertools.chain(first, source if self._draws_once else _drawn_from(rest, source))
+        self._rest = RandomStream(self.draws.stream.now())
+        return _drawn_from(self._rest, source, block)
 
     def _global_batches(self) -> Iterator[tuple[list[Any], list[int] | None]]:
         """Global batches as flat indices; with the sizes of the user's own batches where those must be kept."""
-        items = self._pull()
         size = self.planner.size
+        width = self.batch_size * size
+        items = self._pull(width)
         if self.plain:
-            width = self.batch_size * size
-            for _ in itertools.islice(items, self.skip):
-                pass
+            next(itertools.islice(items, self.skip, self.skip), None)
             while chunk := list(itertools.islice(items, width)):
                 if len(chunk) == width or not self.drop_last:
                     yield chunk, None
@@ -194,94 +212,64 @@ class ShardedBatches:
             skipped += len(item) if self.batched else 1
         while batches := list(itertools.islice(items, size)):
             if not self.batched:
-                yield batches, [1] * size if len(batches) == size else None
+                yield batches, None
             elif len(batches) == size:
                 yield list(itertools.chain.from_iterable(batches)), [len(batch) for batch in batches]
             elif not self.drop_last:
                 yield list(itertools.chain.from_iterable(batches)), None
 
-    def _limited(self) -> Iterator[tuple[list[Any], list[int] | None]]:
-        batches = _merge_tail(self._global_batches(), self.planner.size) if self.merge_tail else self._global_batches()
-        return itertools.islice(batches, self.limit)
-
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self, epoch_seed: int) -> Iterator[Any]:
         rank, size = self.planner.rank, self.planner.size
         consumed = self.skip
-        epoch_seed = self.stream.seed()
-        self.micros.clear()
-        batches = self._limited()
+        micros = self.micros = deque()
+        batches: Iterator[Any] = itertools.islice(self._global_batches(), self.limit)
+        if self.merge_tail:
+            batches = _merge_tail(batches, size)
         while group := list(itertools.islice(batches, self.planner.accumulate())):
-            parts = []
-            for indices, widths in group:
-                if widths is None:
-                    parts.append(share(len(indices), rank, size))
-                else:
-                    start = sum(widths[:rank])
-                    parts.append(slice(start, start + widths[rank]))
+            parts = [_part(indices, widths, rank, size) for indices, widths in group]
             sizes = [(p.stop - p.start, len(i)) for p, (i, _) in zip(parts, group, strict=True)]
-            micros = self.planner.plan(sizes, consumed)
-            for part, (indices, _), micro in zip(parts, group, micros, strict=True):
+            drawn = None if self._rest is None else self._rest.state
+            plan = self.planner.plan(sizes, consumed)
+            for part, (indices, _), micro in zip(parts, group, plan, strict=True):
                 # An empty share takes part with one sample of weight zero, so that the collectives match.
                 own = indices[part] or indices[:1]
                 if self.positions:
                     first = consumed + part.start
                     own = [(epoch_seed, first + offset, index) for offset, index in enumerate(own)]
-                self.micros.append(micro)
+                micro.drawn = drawn
+                micros.append(micro)
                 consumed = micro.consumed
                 yield own if self.batched else own[0]
 
 
-def _drawn_from(stream: RandomStream, source: Iterator[Any]) -> Iterator[Any]:
+def _drawn_from(stream: RandomStream, source: Iterator[Any], block: int) -> Iterator[Any]:
     while True:
-        with stream.drawing():
-            item = list(itertools.islice(source, 1))
-        if not item:
+        with stream.drawing():  # dear, hence in blocks
+            items = list(itertools.islice(source, block))
+        if not items:
             return
-        yield item[0]
+        yield from items
+
+
+def _part(indices: list[Any], widths: list[int] | None, rank: int, size: int) -> slice:
+    if widths is None:
+        return share(len(indices), rank, size)
+    start = sum(widths[:rank])
+    return slice(start, start + widths[rank])
 
 
 def _merge_tail(batches: Iterator[Any], size: int) -> Iterator[Any]:
+    """Add a last batch of fewer than ``size`` samples to the one before it."""
     held = next(batches, None)
-    for batch in batches:
-        if len(batch[0]) < size and held is not None:
-            yield [*held[0], *batch[0]], None
+    for indices, widths in batches:
+        assert held is not None
+        if widths is None and len(indices) < size:
+            yield [*held[0], *indices], None
             return
         yield held
-        held = batch
+        held = indices, widths
     if held is not None:
         yield held
-
-
-def _generators(*owners: Any) -> list[Any]:
-    """The private generators of the user's loader and samplers, each once, in a fixed order."""
-    found: list[Any] = []
-    for owner in owners:
-        for _, value in sorted(getattr(owner, "__dict__", {}).items()):
-            kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-            if isinstance(value, kinds) and not any(value is known for known in found):
-                found.append(value)
-    return found
-
-
-def _get_generator_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state()
-    return generator.bit_generator.state
-
-
-def _set_generator_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
 
 
 def sized(value: Any) -> int | None:

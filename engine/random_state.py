@@ -17,21 +17,25 @@ State = dict[str, Any]
 
 def random_state() -> State:
     """The state of every generator a step may draw from: Python's, NumPy's, torch's, and each CUDA device's."""
-    state: State = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
+    state = _host_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
 
-def set_random_state(state: State) -> None:
-    """Put back what `random_state` returned."""
+def _host_state() -> State:
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def _set_host_state(state: State) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
+
+
+def set_random_state(state: State) -> None:
+    """Put back what `random_state` returned."""
+    _set_host_state(state)
     if "cuda" in state and torch.cuda.is_available():
         count = min(len(state["cuda"]), torch.cuda.device_count())
         for device in range(count):
@@ -55,38 +59,48 @@ class RandomStream:
     process's own state, so dropout or logging can not change the order; taken from rank zero, so every process draws
     the same.
 
+    Devices' generators are left alone: swapping them would wait for the device.
+
     Args:
         state: what `random_state` returned.
     """
 
     def __init__(self, state: State) -> None:
         self.state: State = {name: state[name] for name in ("python", "numpy", "torch")}
-        self._depth = 0
+        self._lent = False
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Inside, the process's generators are this stream's. May be entered again from within."""
-        self._depth += 1
-        if self._depth > 1:
-            try:
-                yield
-            finally:
-                self._depth -= 1
+        if self._lent:
+            yield
             return
-        before = random_state()
-        set_random_state(self.state)
+        before = _host_state()
+        _set_host_state(self.state)
+        self._lent = True
         try:
             yield
         finally:
-            self._depth -= 1
-            now = random_state()
-            self.state = {name: now[name] for name in self.state}
-            set_random_state(before)
+            self._lent = False
+            self.state = _host_state()
+            _set_host_state(before)
 
-    def seed(self) -> int:
-        """A 63-bit number that follows from the state without drawing from it."""
-        digest = hashlib.sha256(self.state["torch"].numpy().tobytes()).digest()
-        return int.from_bytes(digest[:8], "little") >> 1
+    def now(self) -> State:
+        """Where it is, inside `drawing` or out."""
+        return _host_state() if self._lent else dict(self.state)
+
+    def go_to(self, state: State) -> None:
+        """Go on from a state that `now` returned, inside `drawing` or out."""
+        if self._lent:
+            _set_host_state(state)
+        else:
+            self.state = dict(state)
+
+
+def seed_from(state: State, epoch: int) -> int:
+    """A 63-bit number that follows from a stream's state and the epoch, without drawing from it."""
+    digest = hashlib.sha256(state["torch"].numpy().tobytes() + str(epoch).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:

@@ -74,6 +74,8 @@ def _write(
 
 
 def _shared_state(accelerator: Accelerator) -> dict[str, Any]:
+    if accelerator.loss_scale is not None:
+        accelerator.loss_scale.settle()
     return {
         "optimizers": [optimizer.state_dict() for optimizer in accelerator.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in accelerator.schedulers],

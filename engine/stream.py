@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..strategies import warn
+from .draws import Draws
 from .order import GroupPlanner, Micro
 from .random_state import RandomStream
 
@@ -28,56 +30,106 @@ class StreamedBatches:
     The last, short round is dealt as it is, and a process without a batch of its own takes part with weight zero.
 
     Args:
-        counted: whether the source yields ``(samples, batch)``; else each batch weighs the same.
+        counted: the samples of a full batch, where the source yields ``(samples, batch)``; None where it yields
+            batches, which then weigh the same.
         planner: groups and weights.
-        stream: where given, what the source draws from, so that every process reads the same; else the process's own.
+        draws: what the source may draw from.
+        lent: whether this process reads the source itself, so that the stream has to be lent to it: then what it
+            draws is the same on every process, and the same again after a resume.
+        stateful: an object with ``state_dict`` and ``load_state_dict`` that knows where the source is, or None.
+
+    Attributes:
+        order: what the epoch was drawn from; where it is set before the epoch begins, that epoch comes again.
     """
 
-    def __init__(self, counted: bool, planner: GroupPlanner, stream: RandomStream | None) -> None:
+    def __init__(self, counted: int | None, planner: GroupPlanner, draws: Draws, lent: bool, stateful: Any) -> None:
         self.counted = counted
         self.planner = planner
-        self.stream = stream
-        self.limit: int | None = None
-        self.skip = 0
+        self.draws = draws
+        self.lent = lent
+        self.stateful = stateful
+        self.order: dict[str, Any] | None = None
+        self._stands: dict[str, Any] | None = None
+        self._reader: RandomStream | None = None
+        self._ended = False
+        self.begin(0, 0, None)
 
-    def batches(self, source: Iterable[Any]) -> Iterator[tuple[Micro, Any]]:
+    def begin(self, epoch: int, skip: int, limit: int | None) -> None:
+        """Say what the next iteration is: the samples to pass over, and the most batches to yield."""
+        self.skip, self.limit = skip, limit
+
+    def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
+        """Start the source's iterator, which may draw a seed for its workers; see `ShardedBatches.start`."""
+        draws = self.draws
+        now = draws.state()
+        if self.order is None:
+            self.order, again = now, silently
+        else:
+            draws.load(self.order)
+            again = True
+        if self._stands is not None:
+            self.stateful.load_state_dict(self._stands["source"])
+        with draws.stream.drawing():
+            iterator = get_iterator()
+        # Read ahead of the run's stream, which follows the batches that are really taken.
+        self._reader = RandomStream(draws.stream.state)
+        if again:
+            draws.stream.go_to(now["stream"])
+        if self._stands is not None and self._stands["stream"] is not None:
+            self._reader.go_to(self._stands["stream"])
+            draws.load_private(now["generators"])
+        return iterator
+
+    def batches(self, source: Iterator[Any]) -> Iterator[tuple[Micro, Any]]:
         """Yield this process's micro-batches with their facts."""
         rank, size = self.planner.rank, self.planner.size
-        items = self._items(source)
-        consumed = self._fast_forward(items)
-        left = self.limit
+        stands, self._stands = self._stands, None
+        consumed = self.skip if stands is not None else self._fast_forward(source)
+        left = 0 if stands is not None and stands["ended"] else self.limit
         while left is None or left > 0:
             width = self.planner.accumulate() if left is None else min(left, self.planner.accumulate())
-            group = list(itertools.islice(items, width * size))
+            group = self._read(source, width * size)
+            self._ended = len(group) < width * size or group[-1][0] < (self.counted or 1)
             if not group:
                 return
+            drawn = self._reader.state if self.lent and self._reader is not None else None
             rounds = [group[start : start + size] for start in range(0, len(group), size)]
             sizes = [(r[rank][0] if rank < len(r) else 0, sum(count for count, _ in r)) for r in rounds]
             for micro, dealt in zip(self.planner.plan(sizes, consumed), rounds, strict=True):
                 consumed = micro.consumed
+                micro.drawn = drawn
                 yield micro, dealt[min(rank, len(dealt) - 1)][1]
             left = None if left is None else left - len(rounds)
 
-    def _items(self, source: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        iterator = iter(source)
-        if self.stream is None:
-            yield from iterator if self.counted else ((1, batch) for batch in iterator)
-            return
-        own = RandomStream(self.stream.state)
-        while True:
-            with own.drawing():
-                item = list(itertools.islice(iterator, 1))
-            if not item:
-                return
-            yield item[0] if self.counted else (1, item[0])
+    def state(self, drawn: Any) -> dict[str, Any] | None:
+        """Where the source stands, if it can say: between two groups nothing has been read ahead of the loop."""
+        if self.stateful is None:
+            return None
+        stream = None if self.order is None else drawn or self.draws.stream.now()
+        # A source whose end was met may say already that it begins anew.
+        ended = self.order is not None and self._ended
+        return {"source": self.stateful.state_dict(), "stream": stream, "ended": ended}
 
-    def _fast_forward(self, items: Iterator[tuple[int, Any]]) -> int:
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Let the next iteration begin where `state` was taken; None leaves it to reading and passing over."""
+        self._stands = state if self.stateful is not None else None
+
+    def _lend(self) -> AbstractContextManager[None]:
+        return self._reader.drawing() if self.lent and self._reader is not None else nullcontext()
+
+    def _read(self, source: Iterator[Any], count: int) -> list[tuple[int, Any]]:
+        with self._lend():
+            items = list(itertools.islice(source, count))
+        return items if self.counted else [(1, item) for item in items]
+
+    def _fast_forward(self, source: Iterator[Any]) -> int:
         passed = 0
         if self.skip:
             warn(
                 f"the stream has no state of its own, so {self.skip} samples are read again and passed over to resume "
-                "where the run stopped. A dataset with state_dict/load_state_dict resumes at once."
+                "where the run stopped. A dataset with state_dict/load_state_dict resumes at once (without workers)."
             )
-        while passed < self.skip and (item := next(items, None)) is not None:
-            passed += item[0]
+        with self._lend():
+            while passed < self.skip and (item := next(source, None)) is not None:
+                passed += item[0] if self.counted else 1
         return passed

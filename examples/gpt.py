@@ -190,8 +190,8 @@ def main() -> None:
     speed *= trainer.global_step / (time.perf_counter() - started)
     bits = trainer.callback_metrics["val_bits"]
     prompts = [torch.tensor(list(prompt)) for prompt in (b"def read(self, ", b"class Parser:\n    ")]
-    samples = trainer.predict(task, DataLoader(prompts, batch_size=1))
-    trainer.print(*(f"\n{text}\n{'-' * 80}" for batch in samples for text in batch))
+    for texts in trainer.predict(task, DataLoader(prompts, batch_size=1)):
+        trainer.print(*texts, "-" * 80, sep="\n")
     trainer.print(f"Validation  {bits:.3f} bits per byte")
     trainer.print(f"Speed       {speed:,.0f} tokens per second, validation included")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,19 +44,20 @@ class DDP(Strategy):
         """See `Strategy.attach`. On one process there is nothing to average, and nothing is wrapped."""
         super().attach(world, precision)
         self.delays_sync = world.size > 1
-        self._ballot = Ballot(world.device)
-        self._carrier: Tensor | None = None
+        self._ballot: Ballot | None = None
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
         """See `Strategy.wrap`. With ``step``, what the processes must agree on rides in the gradient reduction."""
         if self.world.size == 1 or not (step or any(p.requires_grad for p in module.parameters())):
             return super().wrap(module)
         self.place(module)
-        ballot = self._ballot if step else None
-        router = Router(module, self.precision.context(self.world.device), ballot).to(self.world.device)
-        self._carrier = router.carrier
-        devices = [self.world.device] if self.world.device.type == "cuda" else None
-        return _Replica(router, device_ids=devices, **self.options)
+        device = self.world.device
+        ballot = None
+        if step:
+            double = all(p.dtype == torch.float64 for p in module.parameters())
+            ballot = self._ballot = Ballot(device, torch.float64 if double else torch.float32)
+        router = Router(module, self.precision.context(device), ballot)
+        return _Replica(router, device_ids=[device] if device.type == "cuda" else None, **self.options)
 
     def set_gradient_sync(self, module: nn.Module, on: bool) -> None:
         """See `Strategy.set_gradient_sync`; this is the switch behind torch's own ``no_sync``."""
@@ -66,20 +68,21 @@ class DDP(Strategy):
         return module.no_sync() if isinstance(module, DistributedDataParallel) else super().no_sync(module)
 
     def start_agreement(self, votes: Tensor) -> None:
-        """See `Strategy.start_agreement`. With a carrier, the coming backward is the exchange."""
-        if self._carrier is None:
+        """See `Strategy.start_agreement`. With a ballot, the coming backward is the exchange."""
+        if self._ballot is None:
             super().start_agreement(votes)
         else:
-            self._ballot.value = votes
+            self._ballot.value = votes.to(self._ballot.carrier.dtype)
 
     def agreement(self) -> Tensor:
         """See `Strategy.agreement`."""
-        if self._carrier is None:
+        ballot = self._ballot
+        if ballot is None:
             return super().agreement()
-        summed = self._carrier.grad
+        summed = ballot.carrier.grad
         assert summed is not None, "the step's loss did not carry the ballot"
-        self._carrier.grad = None
-        self._ballot.value = self._ballot.value.new_zeros(self._ballot.value.shape)
+        ballot.carrier.grad = None
+        ballot.clear()
         return summed * self.world.size  # DDP averages
 
 

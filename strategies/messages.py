@@ -21,7 +21,12 @@ class _StandardError(logging.StreamHandler[TextIO]):
     def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stderr
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Standard error is closed or full: there is nowhere left to say so, and training goes on."""
 
+
+if getattr(rank_zero_only, "rank", None) is None:
+    rank_zero_only.rank = 0  # type: ignore[attr-defined]  # until a World knows better
 logger = logging.getLogger("treadle")
 if not logger.handlers:
     # As for any library that speaks to a person at a terminal; `logging.getLogger("treadle").setLevel(...)` quiets it.

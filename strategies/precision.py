@@ -61,7 +61,7 @@ class Precision:
     def context(self, device: torch.device) -> AbstractContextManager[Any] | None:
         """A reusable context to run the model in on ``device``, or None where there is nothing to set."""
         if self.compute is not None:
-            return torch.autocast(device.type, dtype=self.compute)
+            return _Autocast(device.type, self.compute)
         return None if self.storage is None else _DefaultDtype(self.storage)
 
     def cast(self, batch: Any) -> Any:
@@ -69,6 +69,24 @@ class Precision:
         if self.storage is None:
             return batch
         return apply_to_collection(batch, torch.Tensor, lambda t: t.to(self.storage) if t.is_floating_point() else t)
+
+
+class _Autocast:
+    """``torch.autocast`` that may be entered again from within: torch's own then stays on for good (2.13)."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self.autocast = torch.autocast(device, dtype=dtype)
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+        if self.depth == 1:
+            self.autocast.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.autocast.__exit__(*error)
 
 
 class _DefaultDtype:

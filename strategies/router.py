@@ -13,12 +13,25 @@ BALLOT_SIZE = 4
 
 
 class Ballot:
-    """What one process alone knows and all must decide on: four numbers that are summed over the processes."""
+    """What one process alone knows and all must decide on: four numbers that are summed over the processes.
 
-    __slots__ = ("value",)
+    Args:
+        device: where the model is.
+        dtype: float64 for a model of that type, so that its gradients and this one share a bucket; else float32,
+            the smallest in which a count of tokens is exact.
 
-    def __init__(self, device: torch.device) -> None:
-        self.value = torch.zeros(BALLOT_SIZE, device=device)
+    Attributes:
+        value: the votes of the coming backward.
+        carrier: the parameter whose gradient they are.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.value = torch.zeros(BALLOT_SIZE, device=device, dtype=dtype)
+        self.carrier = nn.Parameter(torch.zeros_like(self.value))
+
+    def clear(self) -> None:
+        """No votes."""
+        self.value = torch.zeros_like(self.carrier)
 
 
 class _Carry(torch.autograd.Function):
@@ -53,27 +66,28 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.context = context
-        self.ballot = ballot
-        self.carrier = nn.Parameter(torch.zeros_like(ballot.value)) if ballot is not None else None
+        # Underscored, so that the user's own attributes of such names stay within reach.
+        self._context = context
+        self._ballot = ballot
+        self._carrier = ballot.carrier if ballot is not None else None
         # A list, as setting an attribute of a module costs a microsecond.
-        self.route: list[Callable[..., Any]] = []
+        self._route: list[Callable[..., Any]] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the routed method, or the module itself."""
-        call = self.route[-1] if self.route else self.module
-        if self.context is None:
+        call = self._route[-1] if self._route else self.module
+        if self._context is None:
             output = call(*args, **kwargs)
         else:
-            with self.context:
+            with self._context:
                 output = call(*args, **kwargs)
-        return output if self.carrier is None or not self.route else self._carry(output)
+        return output if self._carrier is None or not self._route else self._carry(output)
 
     def _carry(self, output: Any) -> Any:
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             return output  # the loop names what is wrong with it
-        loss = _Carry.apply(loss, self.carrier, self.ballot)
+        loss = _Carry.apply(loss, self._carrier, self._ballot)
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
     def __getattr__(self, name: str) -> Any:
@@ -82,3 +96,17 @@ class Router(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+def routed(wrapped: nn.Module, router: Router, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``call``, run through ``wrapped``'s forward, which ends in ``router``."""
+    route = router._route
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        route.append(call)
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            route.pop()
+
+    return run

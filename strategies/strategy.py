@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .precision import Precision
-from .router import Router
+from .router import Router, routed
 from .world import World
 
 
@@ -70,17 +70,7 @@ class Strategy:
         """Return method ``name`` of the user's module, run the way ``forward`` of the wrapped one runs."""
         bound = getattr(self.unwrap(wrapped), name)
         router = self._router(wrapped)
-        if router is None:
-            return bound
-
-        def routed(*args: Any, **kwargs: Any) -> Any:
-            router.route.append(bound)
-            try:
-                return wrapped(*args, **kwargs)
-            finally:
-                router.route.pop()
-
-        return routed
+        return bound if router is None else routed(wrapped, router, bound)
 
     def local_method(self, module: nn.Module, name: str) -> Callable[..., Any]:
         """Return method ``name`` of the user's module in the run's precision, without any exchange: for evaluation."""

@@ -63,8 +63,9 @@ class LaunchEnvironment:
         # A pod per process (PyTorchJob) sets no LOCAL_RANK: each process is alone on its node.
         local_size = _number(env, "LOCAL_WORLD_SIZE", low=1, high=size) if "LOCAL_WORLD_SIZE" in env else 1
         local_rank = _number(env, "LOCAL_RANK", low=0) if "LOCAL_RANK" in env else 0
-        if "LOCAL_WORLD_SIZE" in env and local_rank >= local_size:
-            raise ValueError(f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE={local_size}.")
+        if local_rank >= local_size:
+            said = f"={local_size}" if "LOCAL_WORLD_SIZE" in env else ", which is not set, so it counts as 1"
+            raise ValueError(f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE{said}.")
         node = _number(env, "GROUP_RANK", low=0) if "GROUP_RANK" in env else rank // local_size
         supervisor = _number(env, "TREADLE_SUPERVISOR", low=1) if "TREADLE_SUPERVISOR" in env else None
         return cls(
@@ -327,7 +328,9 @@ def _wanted_devices(kind: str, devices: Devices) -> list[int] | None:
             raise ValueError(f"devices={devices}: {rule}.")
         chosen = list(range(devices))
     else:
-        chosen = [int(index) for index in devices]
+        chosen = [*devices]  # type: ignore[list-item]
+    if any(isinstance(index, bool) or not isinstance(index, int) or index < 0 for index in chosen):
+        raise ValueError(f"devices={devices!r}: {rule}.")
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(f"devices={devices!r} names no device or one twice: {rule}.")
     if available is not None and max(chosen) >= available:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..callbacks import Callback, EarlyStopping, ModelCheckpoint, ModelSummary, TQDMProgressBar
 from ..loggers import Logger, TensorBoardLogger
+from .flags import check_switch
 from .logbook import SilentLogger
 
 
@@ -31,16 +32,15 @@ def choose_callbacks(
         TypeError: for something that is no callback.
         ValueError: if a callback was given that a flag forbids.
     """
-    callbacks = [given] if isinstance(given, Callback) else list(given or ())
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise TypeError(f"callbacks must be treadle.Callback objects, not {type(callback).__name__}.")
+    callbacks = as_callbacks("callbacks", given)
     defaults: tuple[tuple[str, bool | None, type[Callback]], ...] = (
         ("enable_model_summary", model_summary, ModelSummary),
         ("enable_progress_bar", progress_bar, TQDMProgressBar),
         ("enable_checkpointing", checkpointing, ModelCheckpoint),
     )
     for flag, wanted, kind in defaults:
+        if wanted is not None:
+            check_switch(flag, wanted)
         there = any(isinstance(callback, kind) for callback in callbacks)
         if there and wanted is False:
             raise ValueError(f"{flag}=False contradicts the {kind.__name__} in callbacks; drop one of them.")
@@ -48,6 +48,26 @@ def choose_callbacks(
             callbacks.append(kind())
     if keep_nothing:
         callbacks = [c for c in callbacks if not isinstance(c, ModelCheckpoint | EarlyStopping)]
+    return callbacks
+
+
+def as_callbacks(what: str, given: Any) -> list[Callback]:
+    """One callback, several or none, as a list.
+
+    Raises:
+        TypeError: for something that is no callback.
+        ValueError: for one that is there twice.
+    """
+    callbacks = [given] if isinstance(given, Callback) else given or []
+    if not isinstance(callbacks, Iterable) or isinstance(callbacks, type | str):
+        raise TypeError(f"{what} must be a treadle.Callback or several of them, not {given!r}.")
+    callbacks = list(callbacks)
+    for number, callback in enumerate(callbacks):
+        if not isinstance(callback, Callback):
+            hint = ": put () behind it" if isinstance(callback, type) else ""
+            raise TypeError(f"{what} must be treadle.Callback objects, not {callback!r}{hint}.")
+        if any(callback is known for known in callbacks[:number]):
+            raise ValueError(f"{what} has the same {type(callback).__name__} object twice; every hook would run twice.")
     return callbacks
 
 

@@ -82,8 +82,10 @@ def evaluate(
         metrics.between_batches(True)
         _fire(hooks, f"on_{name}_epoch_end")
         found = trainer.logbook.update_epoch(metrics)
-        trainer.logbook.write_epoch(trainer.progress.step, trainer.progress.epoch)
-        _fire(hooks, f"on_{name}_end")
+        if not trainer.sanity_checking:
+            trainer.logbook.write_epoch(trainer.progress.step, trainer.progress.epoch)
+        with trainer.logging_to(None):  # the values are out: another one would be lost, and self.log says so
+            _fire(hooks, f"on_{name}_end")
     for entry in metrics.entries:
         if entry.metric is not None:
             entry.metric.reset()
@@ -126,6 +128,17 @@ def _one_loader(
     if trainer.accelerator.world.all(index < 0):
         raise ValueError(f"the {stage} loader yielded no batch. {summary.explain_empty(loader, trainer.world_size)}")
     return kept
+
+
+def check_step(task: TaskModule, stage: str) -> None:
+    """Raise a ValueError if the task does not say how ``stage`` works on a batch."""
+    name = f"{STAGES[stage]}_step"
+    if getattr(type(task), name) is not getattr(TaskModule, name):
+        return
+    if stage == "predict" and type(task).forward is not nn.Module.forward:
+        return
+    needs = "a predict_step or a forward" if stage == "predict" else f"a {name}"
+    raise ValueError(f"{stage} needs {needs}, and {type(task).__name__} has none.")
 
 
 def step_arguments(step: Callable[..., Any], loaders: int) -> int:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..engine import isolated_random_state
+from ..strategies import warn
 from . import restore, summary
 from .evaluation import evaluate
 from .hooks import Hooks
 from .loop import FitLoop
-from .optimizers import SchedulerConfig, parse_optimizers
+from .optimizers import SchedulerConfig, check_ownership, parse_optimizers
 from .sources import Sources
 from .task import TaskModule
 
@@ -28,6 +29,9 @@ def run_fit(trainer: Trainer, task: TaskModule, hooks: Hooks, sources: Sources) 
             "automatic_optimization=False is not supported yet: drive the optimizers in a loop of your own with "
             "treadle.Accelerator."
         )
+    if trainer.ckpt_path is None:
+        trainer.progress.restart_epoch()
+        trainer.metrics.reset()
     optimizers, schedulers = _configure(task)
     trainer.lr_scheduler_configs = schedulers
     model = accelerator.prepare_model(task, step="training_step")
@@ -41,13 +45,14 @@ def run_fit(trainer: Trainer, task: TaskModule, hooks: Hooks, sources: Sources) 
         hook()
     trainer.logbook.describe(task, trainer.datamodule)
     loader = sources.train
-    sources.evaluation("val")
+    loader.epoch = trainer.progress.epoch
+    _check_validation(trainer, task, sources)
     restore.register(trainer)
     random_state = restore.restore_run(trainer, trainer.ckpt_path)
     summary.announce_fit(trainer, loader)
     if trainer.ckpt_path is None and trainer.num_sanity_val_steps and trainer.has_validation:
         _sanity_check(trainer, hooks)
-    task.train()
+    _warn_of_evaluation_mode(task)
     with trainer.logging_to(trainer.metrics):
         FitLoop(trainer, task, model, hooks, loader, schedulers, partial(validate, trainer)).run(random_state)
     for hook in hooks.on_fit_end:
@@ -63,12 +68,34 @@ def _configure(task: TaskModule) -> tuple[list[torch.optim.Optimizer], list[Sche
             f"{name} needs a configure_optimizers that returns an optimizer, or None to train without one."
         )
     optimizers, schedulers = parse_optimizers(task.configure_optimizers())
+    check_ownership(task, optimizers, schedulers)
     if len(optimizers) > 1:
         raise ValueError(
             f"{name}.configure_optimizers returned {len(optimizers)} optimizers; automatic optimization steps one. Put "
             "their parameters into groups of one optimizer."
         )
     return optimizers, schedulers
+
+
+def _check_validation(trainer: Trainer, task: TaskModule, sources: Sources) -> None:
+    """Say so if half of what validation needs is there."""
+    loaders = sources.evaluation("val")
+    has_step = type(task).validation_step is not TaskModule.validation_step
+    if loaders and not has_step:
+        warn(f"there is a validation loader, but {type(task).__name__} has no validation_step: nothing is validated.")
+    if has_step and not loaders and trainer.limit_val_batches:
+        warn(f"{type(task).__name__} has a validation_step, but there is no validation loader: nothing is validated.")
+
+
+def _warn_of_evaluation_mode(task: TaskModule) -> None:
+    """Modes are left as the user set them, so that a frozen part stays in evaluation mode; but say so."""
+    names = [name or type(task).__name__ for name, part in task.named_modules() if not part.training]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        warn(
+            f"{', '.join(names[:3])}{more} will be trained in evaluation mode (no dropout, fixed batch norm), as you "
+            "left it. If that is not wanted, call train() on it before fit."
+        )
 
 
 def _sanity_check(trainer: Trainer, hooks: Hooks) -> None:
@@ -87,6 +114,8 @@ def _sanity_check(trainer: Trainer, hooks: Hooks) -> None:
     finally:
         trainer.sanity_checking = False
     stream.state = order
+    for loader in trainer.sources.evaluation("val"):  # type: ignore[union-attr]
+        loader.epoch = 0
     trainer.logbook.clear()
 
 
@@ -108,5 +137,3 @@ def validate(trainer: Trainer, steps: int = -1) -> None:
     evaluate(trainer, trainer.task, trainer.hooks, loaders, "validate", within_fit=True)
     for loader, limit in zip(loaders, full, strict=True):
         loader.limit = limit
-        if steps >= 0:
-            loader.epoch = 0

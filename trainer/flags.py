@@ -22,7 +22,7 @@ def check_limit(name: str, value: Limit) -> int | float:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r}: {rule}.")
-    if value < 0 or (isinstance(value, float) and value > 1.0):
+    if not value >= 0 or (isinstance(value, float) and value > 1.0):
         raise ValueError(f"{name}={value!r}: {rule}.")
     return value
 
@@ -49,8 +49,10 @@ def seconds(name: str, value: str | timedelta | dict[str, int] | None) -> float 
     """A duration as seconds: ``"DD:HH:MM:SS"``, a timedelta, or its arguments as a dict.
 
     Raises:
-        ValueError: for a string of another form.
+        ValueError: for a string of another form, or no time at all.
+        TypeError: for anything else.
     """
+    rule = "must be 'DD:HH:MM:SS', a timedelta or a dict of its arguments"
     if value is None:
         return None
     if isinstance(value, str):
@@ -60,10 +62,47 @@ def seconds(name: str, value: str | timedelta | dict[str, int] | None) -> float 
         days, hours, minutes, secs = map(int, parts)
         value = timedelta(days=days, hours=hours, minutes=minutes, seconds=secs)
     elif isinstance(value, dict):
-        value = timedelta(**value)
+        try:
+            value = timedelta(**value)
+        except TypeError as error:
+            raise TypeError(f"{name}={value!r} {rule} (days, hours, minutes, seconds, ...): {error}.") from None
     if not isinstance(value, timedelta):
-        raise TypeError(f"{name}={value!r} must be 'DD:HH:MM:SS', a timedelta or a dict of its arguments.")
+        raise TypeError(f"{name}={value!r} {rule}.")
+    if value <= timedelta(0):
+        raise ValueError(f"{name}={value!r} must be more than no time.")
     return value.total_seconds()
+
+
+def check_switch(name: str, value: Any) -> bool:
+    """True or False: any other value, the string ``"False"`` say, would be taken for one of them.
+
+    Raises:
+        TypeError: names the flag and the value.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be True or False, not a {type(value).__name__}.")
+    return value
+
+
+def check_bounds(what: str, low: int, high: int) -> None:
+    """``min_<what>`` may not be more than ``max_<what>``, where -1 is no limit.
+
+    Raises:
+        ValueError: names both.
+    """
+    if 0 <= high < low:
+        raise ValueError(f"min_{what}={low} is more than max_{what}={high}: raise one or lower the other.")
+
+
+def check_directory(name: str, value: Any) -> str:
+    """A path; the working directory for None.
+
+    Raises:
+        TypeError: names the flag and the value.
+    """
+    if value is not None and not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name}={value!r} must be a path, not a {type(value).__name__}.")
+    return os.fspath(os.getcwd() if value is None else value)
 
 
 def check_count(name: str, value: Any, low: int) -> int:
@@ -75,6 +114,11 @@ def check_count(name: str, value: Any, low: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {low}.")
     return value
+
+
+def check_batches(name: str, value: int | bool) -> int:
+    """A whole number of batches; True is one, False none."""
+    return int(value) if isinstance(value, bool) else check_count(name, value, 0)
 
 
 def check_interval(name: str, value: int | float | None) -> int | float:
@@ -107,6 +151,8 @@ def set_determinism(deterministic: bool | str | None, benchmark: bool | None) ->
     """
     if deterministic not in (None, True, False, "warn"):
         raise ValueError(f"deterministic={deterministic!r} must be True, False or 'warn'.")
+    if benchmark is not None:
+        check_switch("benchmark", benchmark)
     if deterministic is not None:
         torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
         if deterministic:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 Hook = Callable[..., Any]
+_KINDS = ("validation", "test", "predict")
+_TRANSFER = ("on_before_batch_transfer", "on_after_batch_transfer")
 
 
 class Hooks:
@@ -23,6 +26,8 @@ class Hooks:
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule, callbacks: Iterable[Callback]) -> None:
+        for owner, known in ((task, _OF_TASK), *((callback, _OF_CALLBACK) for callback in callbacks)):
+            _refuse_lost_hooks(owner, known)
         chosen = sorted(callbacks, key=lambda callback: callback.after_task)  # stable: equal numbers stay as given
         for name in HOOKS:
             before = [self._bind(c, name, trainer, task) for c in chosen if not c.after_task and _overrides(c, name)]
@@ -39,6 +44,41 @@ class Hooks:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> tuple[Hook, ...]: ...
+
+
+# Hooks of Lightning, now or before its version 2, that have no counterpart here: to define one and see nothing happen
+# would be worse than an error. With each, what to write instead.
+_EVALUATION_MODE = "evaluation mode is set and taken back part by part; use on_validation_start and its kin"
+_LOST = {
+    "optimizer_step": "use on_before_optimizer_step, or treadle.Accelerator for a loop of your own",
+    "optimizer_zero_grad": "use on_before_zero_grad",
+    "backward": "use on_before_backward and on_after_backward, or treadle.Accelerator for a loop of your own",
+    "configure_sharded_model": "use configure_model",
+    "on_validation_model_zero_grad": "use on_before_zero_grad",
+    **{f"on_{kind}_model_{mode}": _EVALUATION_MODE for kind in _KINDS for mode in ("eval", "train")},
+    **{f"{kind}_epoch_end": f"use on_{kind}_epoch_end" for kind in ("validation", "test", "predict")},
+    "training_epoch_end": "use on_train_epoch_end",
+    **{f"{kind}_step_end": "do it at the end of the step itself" for kind in ("training", *_KINDS)},
+    "on_epoch_start": "use on_train_epoch_start",
+    "on_epoch_end": "use on_train_epoch_end",
+    "on_batch_start": "use on_train_batch_start",
+    "on_batch_end": "use on_train_batch_end",
+    "on_pretrain_routine_start": "use on_fit_start",
+    "on_pretrain_routine_end": "use on_fit_start",
+    "on_keyboard_interrupt": "use on_exception",
+}
+_OF_TASK = {name for name in vars(TaskHooks) if name.startswith("on_")} | set(_TRANSFER)
+_OF_CALLBACK = set(HOOKS)
+
+
+def _refuse_lost_hooks(owner: object, known: set[str]) -> None:
+    """Raise a ValueError for a method that looks like a hook and that nobody will call."""
+    kind = type(owner)
+    for name in dir(kind):
+        if name in _LOST:
+            raise ValueError(f"{kind.__name__}.{name} is a hook that is never called here: {_LOST[name]}.")
+        if name.startswith("on_") and name not in known and (close := get_close_matches(name, known, 1, 0.9)):
+            raise ValueError(f"{kind.__name__}.{name} is no hook. Did you mean {close[0]!r}?")
 
 
 def _overrides(callback: Callback, name: str) -> bool:

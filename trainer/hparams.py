@@ -51,9 +51,9 @@ class HyperparametersMixin:
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         if len(args) == 1 and not isinstance(args[0], str):
-            values = dict(vars(args[0])) if isinstance(args[0], Namespace) else dict(args[0])
             if not isinstance(args[0], Namespace | Mapping):
-                raise TypeError(f"save_hyperparameters takes names, a mapping or a Namespace, not {args[0]!r}")
+                raise TypeError(f"save_hyperparameters takes names, a mapping or a Namespace, not {args[0]!r}.")
+            values = dict(vars(args[0])) if isinstance(args[0], Namespace) else dict(args[0])
         else:
             caller = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
             values = _init_arguments(self, caller)

@@ -78,6 +78,21 @@ class Logbook:
                 self._epoch_row[name] = value
         return found
 
+    def keep_step_values(self, metrics: Metrics) -> None:
+        """Agree on the epoch's last step values, for those who read them later. All processes must call it."""
+        for entry, value in metrics.step_values(self.world):
+            self.callback_values[entry.label("step")] = torch.tensor(value)
+            if entry.prog_bar:
+                self.bar_values[entry.label("step")] = value
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The agreed values: a scheduler, or a callback that monitors, may need one before it is logged again."""
+        return dict(self.callback_values)
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Take back what `state_dict` returned."""
+        self.callback_values.update(state_dict)
+
     def write_epoch(self, step: int, epoch: int) -> None:
         """Hand the epoch's values, as last updated, to the loggers."""
         self.write_row(self._epoch_row, step, epoch)
@@ -98,8 +113,6 @@ class Logbook:
                 continue
             try:
                 getattr(logger, method)(*args, **kwargs)
-            except (TypeError, ValueError):
-                raise  # the user's call was wrong
             except Exception as error:
                 self._failed.add(id(logger))
                 warn(f"{type(logger).__name__}.{method} failed and gets nothing more: {type(error).__name__}: {error}")

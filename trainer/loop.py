@@ -38,12 +38,13 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..callbacks.monitor import monitored_value
-from ..engine import Loader, set_random_state
+from ..engine import Loader, isolated_random_state, set_random_state
 from ..strategies import announce
 from . import summary
 from .hooks import Hooks
@@ -97,6 +98,7 @@ class FitLoop:
         self.default_scheduler_step = type(task).lr_scheduler_step is TaskModule.lr_scheduler_step
         self.deadline: float | None = None
         self.total = loader.length
+        self.seen_step = self.progress.step
         self.started = 0.0
         self.skip_rest = False  # a hook asked to end the epoch
         self.validation_every = self._validation_interval()
@@ -120,8 +122,9 @@ class FitLoop:
         while not self._finished():
             self._epoch()
         progress.seconds = time.monotonic() - self.started
-        for hook in self.hooks.on_train_end:
-            hook()
+        with trainer.logging_to(None):  # the last values are out
+            for hook in self.hooks.on_train_end:
+                hook()
 
     def _finished(self) -> bool:
         trainer, progress = self.trainer, self.progress
@@ -138,8 +141,10 @@ class FitLoop:
         trainer, progress, metrics, hooks = self.trainer, self.progress, self.metrics, self.hooks
         self.skip_rest = False
         metrics.between_batches(True)
-        for hook in hooks.on_train_epoch_start:
-            hook()
+        # Of an epoch that is resumed the hooks have drawn their random numbers once already.
+        with isolated_random_state() if progress.batch else nullcontext():
+            for hook in hooks.on_train_epoch_start:
+                hook()
         metrics.between_batches(False)
         for group in self.loader.groups():
             self._step(group)
@@ -158,8 +163,10 @@ class FitLoop:
         for hook in hooks.on_train_epoch_end:
             hook()
         trainer.logbook.write_epoch(progress.step, progress.epoch)
-        metrics.reset()
-        if progress.closing:
+        metrics.between_batches(False)
+        if progress.closing:  # else a limit ended the run within the epoch, and a checkpoint may go on with it
+            trainer.logbook.keep_step_values(metrics)
+            metrics.reset()
             progress.next_epoch()
 
     def _why_empty(self) -> str:
@@ -195,8 +202,8 @@ class FitLoop:
                     loss = output
                 else:
                     loss, weight = self._loss_in(output)
-                if not loss.requires_grad:
-                    raise _no_gradient(loss)
+                if loss.ndim or not loss.requires_grad:
+                    _check_loss(loss)
                 for hook in hooks.on_before_backward:
                     hook(loss)
                 self.agreement.watch(loss)
@@ -271,7 +278,10 @@ class FitLoop:
         trainer, progress = self.trainer, self.progress
         if self.skip_rest:
             return True
-        if trainer.log_every_n_steps and progress.step % trainer.log_every_n_steps == 0:
+        if self.deadline is not None:
+            progress.seconds = time.monotonic() - self.started  # for checkpoints made from here
+        stepped, self.seen_step = progress.step != self.seen_step, progress.step
+        if stepped and trainer.log_every_n_steps and progress.step % trainer.log_every_n_steps == 0:
             trainer.logbook.write_step(self.metrics, progress.step, progress.epoch)
         stop = self.agreement.stop if not self.agreement.alone else self._wants_to_stop()
         if progress.batch == self.total:
@@ -351,7 +361,10 @@ class FitLoop:
         if isinstance(output, Mapping):
             loss = output.get("loss")
             if isinstance(loss, Tensor):
-                return loss, output.get("weight")
+                weight = output.get("weight")
+                if weight is not None:
+                    _check_weight(weight)
+                return loss, weight
             raise ValueError(
                 f"training_step returned a dict whose 'loss' is {loss!r}; its keys are {', '.join(map(str, output))}. "
                 "Put the loss, a tensor with a gradient, under 'loss'."
@@ -366,8 +379,24 @@ class FitLoop:
         )
 
 
-def _no_gradient(loss: Tensor) -> ValueError:
-    return ValueError(
+def _check_weight(weight: Any) -> None:
+    number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < float("inf")
+    if not number and not (isinstance(weight, Tensor) and weight.numel() == 1):
+        what = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+        raise ValueError(
+            f"training_step returned the weight {what}; it must be one number of at least 0: what the loss is a mean "
+            "over, such as the batch's number of tokens."
+        )
+
+
+def _check_loss(loss: Tensor) -> None:
+    if loss.numel() != 1:
+        raise ValueError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}; it must be one number: return its mean()."
+        )
+    if loss.requires_grad:
+        return
+    raise ValueError(
         f"training_step returned a loss without a gradient (shape {tuple(loss.shape)}, requires_grad=False). Compute "
         "it from the model's output, without detach(), item() or torch.no_grad(), and leave some parameter trainable."
     )

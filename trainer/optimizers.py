@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -43,7 +44,7 @@ class SchedulerConfig:
         if not (hasattr(self.scheduler, "step") and hasattr(self.scheduler, "state_dict")):
             raise TypeError(f"a scheduler needs step() and state_dict(); got {self.scheduler!r}.")
         choose("interval", self.interval, ("epoch", "step"))
-        if not isinstance(self.frequency, int) or self.frequency < 1:
+        if isinstance(self.frequency, bool) or not isinstance(self.frequency, int) or self.frequency < 1:
             raise ValueError(f"frequency={self.frequency!r} must be a whole number of at least 1.")
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
         if self.reduce_on_plateau and self.monitor is None:
@@ -68,12 +69,38 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
     if not isinstance(returned, Sequence):
         raise TypeError(f"configure_optimizers returned a {type(returned).__name__}; it may return {_FORMS}.")
     parts = list(returned)
+    if not parts:
+        raise ValueError(f"configure_optimizers returned an empty {type(returned).__name__}; it may return {_FORMS}.")
     if len(parts) == 2 and isinstance(parts[0], list | tuple) and isinstance(parts[1], list | tuple):
+        if not parts[0]:
+            raise ValueError("configure_optimizers returned two lists, and the first, of optimizers, is empty.")
         return [_optimizer(o) for o in parts[0]], [_scheduler(s, None) for s in parts[1]]
     if parts and all(isinstance(part, Mapping) for part in parts):
         pairs = [_from_dict(part) for part in parts]
         return [o for os, _ in pairs for o in os], [s for _, ss in pairs for s in ss]
     return [_optimizer(part) for part in parts], []
+
+
+def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
+    """The optimizers must train the module, and the schedulers must drive these optimizers.
+
+    Raises:
+        ValueError: if one has nothing to do with the run, so that it would do nothing without a word.
+    """
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"configure_optimizers returned a {type(optimizer).__name__} that holds none of "
+                f"{type(module).__name__}'s parameters, so nothing would be trained. Build it from self.parameters()."
+            )
+    for config in schedulers:
+        driven = getattr(config.scheduler, "optimizer", None)
+        if isinstance(driven, Optimizer) and not any(driven is optimizer for optimizer in optimizers):
+            raise ValueError(
+                f"configure_optimizers returned a {type(config.scheduler).__name__} that drives another optimizer than "
+                "the one it returned. Build it from that one."
+            )
 
 
 def _optimizer(value: Any) -> Optimizer:

@@ -37,6 +37,10 @@ class Progress:
     def next_epoch(self) -> None:
         """The epoch is behind us."""
         self.epoch += 1
+        self.restart_epoch()
+
+    def restart_epoch(self) -> None:
+        """Count the epoch's micro-batches from the beginning."""
         self.batch = self.validated = 0
         self.closed = self.closing = False
 

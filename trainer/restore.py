@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..callbacks import Callback
 from ..engine import isolated_random_state, random_state
 from ..strategies import warn
 
@@ -51,11 +53,12 @@ def resolve_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> Path |
             hint = " (save_last=True makes one)" if ckpt_path == "last" and callback is not None else ""
             raise ValueError(f"ckpt_path={ckpt_path!r}, but {why}{hint}. Give a path.")
         return Path(found)
+    if not isinstance(ckpt_path, str | os.PathLike):
+        raise TypeError(f"ckpt_path={ckpt_path!r} must be a checkpoint's directory, 'last' or 'best'.")
     path = Path(ckpt_path)
     if not path.is_dir():
-        raise ValueError(
-            f"ckpt_path={str(ckpt_path)!r} does not exist. Give a checkpoint's directory, 'last' or 'best'."
-        )
+        what = "is a file, and a checkpoint of ours is a directory" if path.exists() else "does not exist"
+        raise ValueError(f"ckpt_path={str(ckpt_path)!r} {what}. Give a checkpoint's directory, 'last' or 'best'.")
     return path
 
 
@@ -80,6 +83,12 @@ def save(trainer: Trainer, task: TaskModule, path: Path, weights_only: bool) -> 
         "samples": progress.samples,
         "task": f"{type(task).__module__}.{type(task).__qualname__}",
     }
+    if trainer.stage is None and not trainer.accelerator.registered and not weights_only:
+        warn(
+            f"{path}: the last stage was no fit, so there are weights to save but no optimizer, position or random "
+            "state: no run can go on from this checkpoint. Save before, or say weights_only=True."
+        )
+        weights_only = True
     parts = {"hparams": dict(task.hparams)} if task.hparams else {}
     trainer.accelerator.save_state(path, info=info, parts=parts, weights_only=weights_only)
 
@@ -87,9 +96,15 @@ def save(trainer: Trainer, task: TaskModule, path: Path, weights_only: bool) -> 
 def register(trainer: Trainer) -> None:
     """Make the Trainer's own parts a part of every checkpoint."""
     world, metrics = trainer.accelerator.world, trainer.metrics
+    own_states(trainer.callbacks)  # two of one name should be known now, not at the first save
     trainer.accelerator.register_for_checkpointing(
         progress=trainer.progress,
-        metrics=Bundle(lambda: metrics.state_dict(world), lambda state: metrics.load_state_dict(state, world)),
+        logged=trainer.logbook,
+        metrics=Bundle(
+            # At an epoch's end a checkpoint begins the next one, which has logged nothing yet.
+            lambda: {} if trainer.progress.closing else metrics.state_dict(world),
+            lambda state: metrics.load_state_dict(state, world),
+        ),
         callbacks=Bundle(lambda: callback_states(trainer), lambda state: load_callback_states(trainer, state)),
     )
     if trainer.datamodule is not None:
@@ -105,20 +120,26 @@ def restore_run(trainer: Trainer, path: Path | None) -> Any:
         return random_state()
 
 
-def callback_states(trainer: Trainer) -> dict[str, Any]:
-    """The callbacks' states by name, and what the ``on_save_checkpoint`` hooks add.
+def own_states(callbacks: list[Callback]) -> dict[str, Any]:
+    """The callbacks' states by name.
 
     Raises:
-        ValueError: if two callbacks would be saved under one name, or a hook takes a reserved one.
+        ValueError: if two callbacks would be saved under one name.
     """
     states: dict[str, Any] = {}
-    for callback in trainer.callbacks:
+    for callback in callbacks:
         if state := callback.state_dict():
             if callback.state_key in states:
                 raise ValueError(
                     f"two callbacks would be saved under the name {callback.state_key!r}: give one another state_key."
                 )
             states[callback.state_key] = state
+    return states
+
+
+def callback_states(trainer: Trainer) -> dict[str, Any]:
+    """The callbacks' states by name, and what the ``on_save_checkpoint`` hooks add."""
+    states = own_states(trainer.callbacks)
     reserved = {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
     added: dict[str, Any] = dict(reserved)
     assert trainer.hooks is not None

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..engine import Accelerator, Loader
 from . import flags
@@ -66,7 +67,8 @@ class Sources:
         """The prepared loaders of ``"val"``, ``"test"`` or ``"predict"``; empty where there are none."""
         if kind not in self._evaluation:
             source = self._find(kind)
-            several = [] if source is None else _collection(source) or [source]
+            none = source is None or (isinstance(source, list | tuple) and not source)
+            several = [] if none else _collection(source) or [source]
             self._evaluation[kind] = [self._prepare(kind, each, number) for number, each in enumerate(several)]
         return self._evaluation[kind]
 
@@ -82,6 +84,7 @@ class Sources:
         return None
 
     def _prepare(self, kind: str, source: Any, number: int) -> Loader:
+        _refuse_what_yields_no_batches(kind, source)
         loader = self._accelerator.prepare_data_loader(
             source, shard=self._shard, evaluation=kind != "train", move=self._mover(number)
         )
@@ -90,22 +93,54 @@ class Sources:
 
     def _mover(self, number: int) -> Callable[[Any], Any] | None:
         """The user's own way to the device, or None for the accelerator's."""
-        for owner in (self.datamodule, self.task):
-            if owner is not None and any(
-                getattr(type(owner), name) is not getattr(TransferHooks, name) for name in _TRANSFER
-            ):
-                return partial(self._transfer, owner, number)
-        return None
+        owners = [owner for owner in (self.datamodule, self.task) if owner is not None]
+        # Each hook for itself: a data module may augment while the task moves.
+        chosen = [next((o for o in owners if _overrides(o, name)), None) for name in _TRANSFER]
+        if all(owner is None for owner in chosen):
+            return None
+        before, move, after = (
+            getattr(self.task if owner is None else owner, name) for owner, name in zip(chosen, _TRANSFER, strict=True)
+        )
+        return partial(self._transfer, before, move, after, number)
 
-    def _transfer(self, owner: TransferHooks, number: int, batch: Any) -> Any:
-        batch = owner.on_before_batch_transfer(batch, number)
-        batch = owner.transfer_batch_to_device(batch, self._accelerator.device, number)
-        return owner.on_after_batch_transfer(self._accelerator.precision.cast(batch), number)
+    def _transfer(self, before: Any, move: Any, after: Any, number: int, batch: Any) -> Any:
+        batch = move(before(batch, number), self._accelerator.device, number)
+        return after(self._accelerator.precision.cast(batch), number)
+
+
+def check_kinds(stage: str, task: Any, datamodule: Any) -> None:
+    """Raise a TypeError if what runs, or its data module, is something else."""
+    if not isinstance(task, TaskModule):
+        hint = ": put () behind it" if isinstance(task, type) else ""
+        raise TypeError(f"{stage} takes a treadle.TaskModule, not {task if hint else type(task).__name__!r}{hint}.")
+    if "_metrics" not in vars(task):
+        raise TypeError(f"{type(task).__name__}.__init__ must call super().__init__() before anything else.")
+    if datamodule is not None and not isinstance(datamodule, DataModule):
+        raise TypeError(f"datamodule must be a treadle.DataModule, not {type(datamodule).__name__!r}.")
+
+
+def _overrides(owner: TransferHooks, name: str) -> bool:
+    return getattr(type(owner), name) is not getattr(TransferHooks, name)
+
+
+def _refuse_what_yields_no_batches(kind: str, source: Any) -> None:
+    """Things that can be iterated over and are no loaders: each would train on something else than batches."""
+    if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
+        raise TypeError(
+            f"the {kind} loader is a {type(source).__name__}, which yields single samples: put it into a DataLoader "
+            "(with batch_size=None if its items are batches)."
+        )
+    if isinstance(source, str | bytes | torch.Tensor):
+        raise TypeError(
+            f"the {kind} loader is a {type(source).__name__}; pass a DataLoader, or another iterable of batches."
+        )
 
 
 def _collection(source: Any) -> list[Any]:
     """The loaders in a list, tuple or dict of loaders; empty for anything else, such as a list of batches."""
     values = list(source.values()) if isinstance(source, Mapping) else source
+    if isinstance(source, Mapping):
+        return values
     if isinstance(values, list | tuple) and values and all(isinstance(each, DataLoader | Loader) for each in values):
         return list(values)
     return []

@@ -163,7 +163,10 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, nn.Module):
         """
         metrics = self._metrics
         if metrics is None:
-            warn(f"self.log({name!r}) outside of a Trainer's run does nothing.")
+            warn(
+                f"self.log({name!r}) does nothing here: log in a step, or in a hook of a running stage from its "
+                "on_*_start to its on_*_epoch_end."
+            )
             return
         metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx)
 

@@ -18,15 +18,15 @@ from ..strategies import Strategy, choose, nearest
 from ..strategies.world import Devices
 from . import flags, restore, summary
 from .datamodule import DataModule
-from .defaults import choose_callbacks, choose_loggers
-from .evaluation import evaluate, predictions_in_order
+from .defaults import as_callbacks, choose_callbacks, choose_loggers
+from .evaluation import check_step, evaluate, predictions_in_order
 from .fitting import run_fit
 from .hooks import Hooks
 from .logbook import Logbook
 from .names import TrainerNames
 from .optimizers import SchedulerConfig
 from .progress import Progress
-from .sources import KINDS, Sources
+from .sources import KINDS, Sources, check_kinds
 from .task import TaskModule
 
 _KIND_OF_STAGE = {"validate": "val", "test": "test", "predict": "predict"}
@@ -129,7 +129,7 @@ class Trainer(TrainerNames):
             name = next(iter(unknown))
             valid = Trainer.__init__.__kwdefaults__ or ()
             raise TypeError(f"Trainer() has no argument {name!r}.{nearest(name, valid)}")
-        fast = flags.check_count("fast_dev_run", int(fast_dev_run), 0)
+        fast = flags.check_batches("fast_dev_run", fast_dev_run)
         if max_epochs is None:
             max_epochs = 1000 if max_steps == -1 and max_time is None else -1
         self.fast_dev_run = fast_dev_run
@@ -137,6 +137,9 @@ class Trainer(TrainerNames):
         self.max_steps = fast or flags.check_count("max_steps", max_steps, -1)
         self.min_epochs = flags.check_count("min_epochs", min_epochs or 0, 0)
         self.min_steps = flags.check_count("min_steps", min_steps or 0, 0)
+        if not fast:
+            flags.check_bounds("epochs", self.min_epochs, self.max_epochs)
+            flags.check_bounds("steps", self.min_steps, self.max_steps)
         self.max_seconds = flags.seconds("max_time", max_time)
         self.limit_train_batches = fast or flags.check_limit("limit_train_batches", limit_train_batches)
         self.limit_val_batches = fast or flags.check_limit("limit_val_batches", limit_val_batches)
@@ -153,10 +156,10 @@ class Trainer(TrainerNames):
         self.gradient_clip_val = flags.check_positive("gradient_clip_val", gradient_clip_val)
         algorithm = gradient_clip_algorithm or "norm"
         self.gradient_clip_algorithm = choose("gradient_clip_algorithm", algorithm, ("norm", "value"))
-        self.inference_mode = inference_mode
-        self.use_distributed_sampler = use_distributed_sampler
-        self.detect_anomaly = detect_anomaly
-        self.default_root_dir = str(Path.cwd() if default_root_dir is None else default_root_dir)
+        self.inference_mode = flags.check_switch("inference_mode", inference_mode)
+        self.use_distributed_sampler = flags.check_switch("use_distributed_sampler", use_distributed_sampler)
+        self.detect_anomaly = flags.check_switch("detect_anomaly", detect_anomaly)
+        self.default_root_dir = flags.check_directory("default_root_dir", default_root_dir)
         self.on_nonfinite = choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
         flags.set_determinism(deterministic, benchmark)
         self.accelerator = Accelerator(
@@ -280,6 +283,7 @@ class Trainer(TrainerNames):
         loaders = sources.evaluation(kind)
         if not loaders:
             raise ValueError(f"{stage} needs a loader: pass one or a datamodule, or give the task a {kind}_dataloader.")
+        check_step(task, stage)
         self.accelerator.prepare_model(task, evaluation_mode=True)
         if self.ckpt_path is not None:
             self.accelerator.load_state(self.ckpt_path, state=False)
@@ -320,33 +324,30 @@ class Trainer(TrainerNames):
         if task is None:
             task, ckpt_path = restore.fitted(self, stage, ckpt_path)
             datamodule = datamodule or (None if any(v is not None for v in given.values()) else self.datamodule)
-        if not isinstance(task, TaskModule):
-            raise TypeError(f"{stage} takes a treadle.TaskModule, not {type(task).__name__}.")
+        check_kinds(stage, task, datamodule)
         if datamodule is not None and any(loader is not None for loader in given.values()):
             raise ValueError("pass loaders or a datamodule, not both.")
         self.ckpt_path = restore.resolve_checkpoint(self, ckpt_path)
         self.stage, self.task, self.datamodule, self.hooks = stage, task, datamodule, None
         self.should_stop = False
-        status = "failed"
+        failure: BaseException | None = None
         try:
             hooks, sources = self._setup(stage, task, given)
             with torch.autograd.set_detect_anomaly(True) if self.detect_anomaly else nullcontext():
-                result = work(task, hooks, sources)
-            status = "success"
-            return result
+                return work(task, hooks, sources)
         except BaseException as error:
+            failure = error
             self._tell_of(error)
             raise
         finally:
-            self._teardown(stage, task, status)
+            self._teardown(stage, task, failure)
 
     def _setup(self, stage: str, task: TaskModule, given: dict[str, Any]) -> tuple[Hooks, Sources]:
         task.trainer = self
         if self.datamodule is not None:
             self.datamodule.trainer = self
         self.accelerator.free_memory()
-        own = task.configure_callbacks()
-        added = [own] if isinstance(own, Callback) else list(own or ())
+        added = as_callbacks("what configure_callbacks returns", task.configure_callbacks())
         self.callbacks = [c for c in self.callbacks if type(c) not in {type(a) for a in added}] + added
         self.hooks = hooks = Hooks(self, task, self.callbacks)
         limits = {kind: getattr(self, f"limit_{kind}_batches") for kind in KINDS}
@@ -364,7 +365,7 @@ class Trainer(TrainerNames):
         task.configure_model()
         return hooks, sources
 
-    def _teardown(self, stage: str, task: TaskModule, status: str) -> None:
+    def _teardown(self, stage: str, task: TaskModule, failure: BaseException | None) -> None:
         """Give everyone the chance to clean up; the first cause, if there is one, stays the error."""
         errors: list[Exception] = []
         owners = () if self.datamodule is None else (self.datamodule.teardown,)
@@ -373,10 +374,12 @@ class Trainer(TrainerNames):
                 clean_up(stage)
             except Exception as error:
                 errors.append(error)
-        self.logbook.call("finalize", status)
+                if failure is not None:
+                    failure.add_note(f"in the teardown after it, {clean_up!r} raised {type(error).__name__}: {error}")
+        self.logbook.call("finalize", "success" if failure is None else "failed")
         task.__dict__["_metrics"] = None
         self.stage = None
-        if errors and status == "success":
+        if errors and failure is None:
             raise errors[0]
 
     def _tell_of(self, error: BaseException) -> None:
@@ -408,8 +411,8 @@ class Trainer(TrainerNames):
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
     @contextmanager
-    def logging_to(self, metrics: Metrics) -> Iterator[None]:
-        """Inside, the task's ``log`` goes to ``metrics``."""
+    def logging_to(self, metrics: Metrics | None) -> Iterator[None]:
+        """Inside, the task's ``log`` goes to ``metrics``; with None it warns that there is no place for it."""
         assert self.task is not None
         attributes = self.task.__dict__  # a module's own assignment would cost, and is not wanted
         before, attributes["_metrics"] = attributes["_metrics"], metrics

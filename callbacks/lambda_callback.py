@@ -1,0 +1,28 @@
+"""A callback made of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..strategies import nearest
+from .callback import HOOKS, Callback
+
+
+class LambdaCallback(Callback):
+    """A callback made of functions: ``LambdaCallback(on_train_end=lambda trainer, pl_module: print("done"))``.
+
+    Args:
+        hooks: a function for each hook's name, with the arguments of `Callback`'s method of that name, less ``self``.
+
+    Raises:
+        TypeError: for a hook that doesn't exist, with the nearest one, or for something that can't be called.
+    """
+
+    def __init__(self, **hooks: Callable[..., Any]) -> None:
+        for name, function in hooks.items():
+            if name not in HOOKS:
+                raise TypeError(f"LambdaCallback: there is no hook {name!r}.{nearest(name, HOOKS)}")
+            if not callable(function):
+                raise TypeError(f"LambdaCallback: {name}={function!r} is no function.")
+            setattr(self, name, function)

@@ -1,0 +1,55 @@
+"""The loss scale that keeps small float16 gradients from vanishing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class LossScale:
+    """torch's ``GradScaler``, for any number of optimizers that share a backward.
+
+    torch's ``update`` changes the scale and forgets which gradients were unscaled, so it may only run once all
+    optimizers of a group have stepped. Nobody knows which one is the last, hence it runs before the next loss.
+
+    Args:
+        scaler: the scaler.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler = scaler
+        self._due = False
+        self._unscaled: set[int] = set()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the scale."""
+        self.settle()
+        return self.scaler.scale(loss)
+
+    def settle(self) -> None:
+        """Adapt the scale to the steps that were taken, if that is still to do."""
+        if self._due:
+            self._due = False
+            self._unscaled.clear()
+            self.scaler.update()
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Divide the scale out of the optimizers' gradients, once."""
+        for optimizer in optimizers:
+            if id(optimizer) not in self._unscaled:
+                self.scaler.unscale_(optimizer)
+                self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
+        """Step unless a gradient overflowed; returns what the optimizer did, and whether it was skipped."""
+        self.unscale((optimizer,))
+        # The only place where torch keeps which optimizer's gradients overflowed; `update` reads it too.
+        found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        skipped = any(flag.item() for flag in found)
+        self._due = True
+        arguments = () if closure is None else (closure,)
+        return self.scaler.step(optimizer, *arguments), skipped

@@ -1,0 +1,450 @@
+"""`ModelCheckpoint`: when it saves, what it keeps, how it names it, and that a run goes on from it."""
+
+import math
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from callback_runs import Tiny, fit, loader, trainer
+from processes import run
+from torch.utils.data import DataLoader, IterableDataset
+from treadle.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from treadle.engine import checkpoint
+
+NAN = float("nan")
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+class Steps(Callback):
+    """Notes the weights after each optimizer step."""
+
+    def __init__(self):
+        self.weights = {0: None}
+
+    def on_step_end(self, trainer, pl_module):
+        self.weights[trainer.global_step] = pl_module.net.weight.detach().clone()
+
+
+# -- when ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags", "steps"),
+    [
+        ({}, {}, [5, 10]),
+        ({"every_n_epochs": 2}, {"max_epochs": 5}, [10, 20]),
+        ({"every_n_epochs": 0}, {}, []),
+        ({"every_n_train_steps": 3}, {}, [3, 6, 9]),
+        ({"every_n_train_steps": 5}, {}, [5, 10]),
+        ({"every_n_train_steps": 2}, {"accumulate_grad_batches": 2}, [2, 4, 6]),
+        ({"train_time_interval": timedelta(microseconds=1)}, {}, list(range(1, 11))),
+        ({"train_time_interval": timedelta(hours=1)}, {}, []),
+        ({}, {"max_epochs": -1, "max_steps": 7}, [5, 7]),
+        ({}, {"val_check_interval": 2}, [2, 4, 7, 9]),
+        ({}, {"val_check_interval": 2, "accumulate_grad_batches": 2}, [1, 2, 4, 5]),
+        ({"save_on_train_epoch_end": True}, {"val_check_interval": 2}, [5, 10]),
+        ({"save_on_train_epoch_end": False}, {}, [5, 10]),
+        ({}, {"check_val_every_n_epoch": 2, "max_epochs": 4}, [10, 20]),
+        ({}, {"check_val_every_n_epoch": 2, "max_epochs": 3, "limit_val_batches": 0}, [5, 10, 15]),
+        ({"save_top_k": 0}, {}, []),
+    ],
+)
+def test_when(tmp_path, arguments, flags, steps):
+    kept = ModelCheckpoint(tmp_path / "c", filename="{step}", **{"save_top_k": -1, **arguments})
+    fit(tmp_path, kept, **flags)
+    assert (names(tmp_path / "c") if kept.save_top_k else []) == sorted(f"step={s}.ckpt" for s in steps)
+
+
+def test_a_time_interval_asks_seldom_and_saves_when_it_is_over(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c", train_time_interval=timedelta(seconds=0.4), save_top_k=-1)
+    fit(tmp_path, kept, task=Tiny(pause=0.02), samples=100, max_epochs=1, validate=False)
+    assert 2 <= len(names(tmp_path / "c")) <= 3
+
+
+def test_the_weights_are_those_of_the_step(tmp_path):
+    steps = Steps()
+    kept = ModelCheckpoint(tmp_path / "c", filename="{step}", save_top_k=-1, every_n_train_steps=2, save_last=True)
+    fit(tmp_path, steps, kept, accumulate_grad_batches=2)
+    for step in (2, 4, 6):
+        task = Tiny.load_from_checkpoint(tmp_path / "c" / f"step={step}.ckpt")
+        assert torch.equal(task.net.weight, steps.weights[step])
+        assert checkpoint.read_manifest(tmp_path / "c" / f"step={step}.ckpt").step == step
+    assert torch.equal(Tiny.load_from_checkpoint(kept.last_model_path).net.weight, steps.weights[6])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.ones(10, 1, 2))
+
+
+def test_a_loader_without_a_length(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c", monitor="val_loss", every_n_train_steps=5, save_top_k=-1, save_last=True)
+    made = trainer(tmp_path, kept)
+    made.fit(Tiny([3.0, 2.0]), DataLoader(Stream(), batch_size=2), loader(4))
+    assert names(tmp_path / "c") == ["epoch=0-step=5.ckpt", "epoch=1-step=10.ckpt", "last.ckpt"]
+    assert kept.best_model_score.item() == 2.0
+
+
+# -- which ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "top", "values", "kept_epochs", "best", "worst"),
+    [
+        ("min", 1, [3.0, 1.0, 2.0, 1.0], [1], 1, 1),
+        ("max", 1, [3.0, 1.0, 4.0, 2.0], [2], 2, 2),
+        ("min", 2, [3.0, 1.0, 2.0, NAN], [1, 2], 1, 2),
+        ("max", 2, [NAN, 1.0, 2.0, 3.0], [2, 3], 3, 2),
+        ("min", 2, [NAN, NAN, NAN, 9.0], [1, 3], 3, 1),
+        ("min", 1, [NAN, math.inf, NAN, NAN], [1], 1, 1),
+        ("min", -1, [3.0, NAN, 2.0, 4.0], [0, 1, 2, 3], 2, 1),
+        ("min", 9, [3.0, 1.0, 2.0, 4.0], [0, 1, 2, 3], 1, None),
+    ],
+)
+def test_the_best_are_kept(tmp_path, mode, top, values, kept_epochs, best, worst):
+    seen = []
+    kept = ModelCheckpoint(tmp_path / "c", filename="{epoch}", monitor="val_loss", mode=mode, save_top_k=top)
+    check = LambdaCallback(on_train_epoch_start=lambda *_: seen.append(os.path.exists(kept.best_model_path or "none")))
+    fit(tmp_path, kept, check, values=values, max_epochs=4)
+    assert names(tmp_path / "c") == [f"epoch={e}.ckpt" for e in kept_epochs]
+    assert sorted(kept.best_k_models) == [str(tmp_path / "c" / f"epoch={e}.ckpt") for e in kept_epochs]
+    assert kept.best_model_path == str(tmp_path / "c" / f"epoch={best}.ckpt")
+    assert kept.kth_best_model_path == ("" if worst is None else str(tmp_path / "c" / f"epoch={worst}.ckpt"))
+    assert kept.best_model_score.item() == values[best]
+    assert kept.best_model_score.ndim == kept.current_score.ndim == 0
+    assert {v.ndim for v in kept.best_k_models.values()} == {0}
+    assert seen == [False, True, True, True]
+
+
+def test_without_a_monitor_the_newest_is_best(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c")
+    made = fit(tmp_path, kept)
+    assert names(tmp_path / "c") == ["epoch=1-step=10.ckpt"]
+    assert kept.best_model_path == str(tmp_path / "c" / "epoch=1-step=10.ckpt")
+    assert (kept.best_model_score, kept.best_k_models) == (None, {})
+    assert made.checkpoint_callback is kept
+
+
+def test_the_default_directory_and_two_at_once(tmp_path):
+    best = ModelCheckpoint(monitor="val_loss", filename="best-{epoch}")
+    often = ModelCheckpoint(every_n_train_steps=4, save_top_k=-1, filename="{step}", save_weights_only=True)
+    fit(tmp_path, best, often, values=[1.0, 2.0])
+    assert names(tmp_path / "checkpoints") == ["best-epoch=0.ckpt", "step=4.ckpt", "step=8.ckpt"]
+    assert best.best_model_path == str(tmp_path / "checkpoints" / "best-epoch=0.ckpt")
+    assert names(often.best_model_path) == ["manifest.json", "model.safetensors"]
+    with pytest.raises(ValueError, match="weights only"):
+        fit(tmp_path, ckpt_path=often.best_model_path)
+
+
+def test_a_validation_value_is_never_taken_for_later_weights(tmp_path):
+    """Saves by steps between two validations wait for the next; ``last`` does not."""
+    saved = []
+    kept = ModelCheckpoint(tmp_path / "c", "{step}", "val_loss", save_top_k=-1, every_n_train_steps=2, save_last=True)
+    note = LambdaCallback(on_train_batch_start=lambda *_: saved.append(names(tmp_path / "c")))
+    fit(tmp_path, kept, note, values=[3.0, 2.0], check_val_every_n_epoch=2, max_epochs=4)
+    assert [path[-12:] for path in kept.best_k_models] == ["step=10.ckpt", "step=20.ckpt"]
+    assert [score.item() for score in kept.best_k_models.values()] == [3.0, 2.0]
+    assert saved[3] == ["last.ckpt"]
+
+
+def test_a_step_value_is_that_of_the_step(tmp_path):
+    """Not the one the loggers got some steps ago."""
+    losses = {}
+    note = LambdaCallback(
+        on_train_batch_end=lambda t, m, outputs, *_: losses.update({t.global_step: outputs["loss"].item()})
+    )
+    kept = ModelCheckpoint(tmp_path / "c", "{step}", "train_loss", save_top_k=-1, every_n_train_steps=3)
+    fit(tmp_path, note, kept, log_every_n_steps=4, values=[1.0])
+    assert [s.item() for s in kept.best_k_models.values()] == pytest.approx([losses[s] for s in (3, 6, 9)])
+
+
+class EpochLoss(Tiny):
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).pow(2).mean()
+        self.log("mean_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("at_end", float(self.current_epoch))
+
+
+@pytest.mark.parametrize("monitor", ["mean_loss", "at_end"])
+@pytest.mark.parametrize("trigger", [{}, {"every_n_train_steps": 2}])
+def test_an_epochs_training_value(tmp_path, monitor, trigger):
+    kept = ModelCheckpoint(tmp_path / "c", "{step}", monitor, save_top_k=-1, **trigger)
+    fit(tmp_path, kept, task=EpochLoss([1.0]))
+    assert [path[-12:].lstrip("/") for path in kept.best_k_models] == ["step=5.ckpt", "step=10.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "also"),
+    [({}, ""), ({"validate": False}, "no validation"), ({"limit_val_batches": 0}, "no validation")],
+)
+def test_a_value_that_was_never_logged(tmp_path, flags, also):
+    with pytest.raises(ValueError, match=r"ModelCheckpoint's monitor 'train_los' was never logged.*'train_loss'") as e:
+        fit(tmp_path, ModelCheckpoint(tmp_path / "c", monitor="train_los"), values=[1.0], **flags)
+    assert also in str(e.value)
+    with pytest.raises(ValueError, match="never logged"):
+        fit(tmp_path, ModelCheckpoint(tmp_path / "c", monitor="other", every_n_train_steps=2), values=[1.0], **flags)
+
+
+def test_a_run_that_ends_before_its_first_validation_says_so(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c", monitor="val_loss", save_last=True)
+    with pytest.warns(UserWarning, match="saved no best checkpoint"):
+        fit(tmp_path, kept, values=[1.0], max_steps=3)
+    assert names(tmp_path / "c") == ["last.ckpt"]
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "insert", "name"),
+    [
+        (None, True, "epoch=2-step=7"),
+        ("{epoch}", True, "epoch=2"),
+        ("{epoch:03d}", True, "epoch=002"),
+        ("{epoch}-{val_loss:.2f}", True, "epoch=2-val_loss=0.12"),
+        ("e{epoch}-v{val_loss:.2f}", False, "e2-v0.12"),
+        ("epoch={epoch}-acc={val/acc:.1f}", False, "epoch=2-acc=0.5"),
+        ("{val/acc:.1f}", True, "val_acc=0.5"),
+        ("{top-5 acc}", True, "top-5 acc=1"),
+        ("sub/{step}", True, "sub/step=7"),
+        ("plain", True, "plain"),
+    ],
+)
+def test_names(template, insert, name):
+    values = {"epoch": 2, "step": 7, "val_loss": torch.tensor(0.123456), "val/acc": 0.5, "top-5 acc": 1}
+    made = ModelCheckpoint(filename=template, auto_insert_metric_name=insert)
+    assert made.format_checkpoint_name(values) == f"{name}.ckpt"
+    assert made.format_checkpoint_name(values, ver=3) == f"{name}-v3.ckpt"
+    assert ModelCheckpoint("/d", template, auto_insert_metric_name=insert).format_checkpoint_name(values) == (
+        f"/d/{name}.ckpt"
+    )
+
+
+def test_names_that_do_not_fit():
+    with pytest.warns(UserWarning, match=r"names 'val_los', which is not logged. Did you mean 'val_loss'"):
+        assert ModelCheckpoint(filename="{val_los:d}").format_checkpoint_name({"val_loss": 1.0}) == "val_los=0.ckpt"
+    with pytest.raises(ValueError, match="can't be filled in"):
+        ModelCheckpoint(filename="{val_loss:d}").format_checkpoint_name({"val_loss": 1.0})
+
+
+def test_versions(tmp_path):
+    """Another run's checkpoint stays; one's own is saved anew under its name."""
+    for _ in range(3):
+        kept = ModelCheckpoint(tmp_path / "c", filename="best", save_last=True)
+        made = fit(tmp_path, kept, max_epochs=3)
+    assert names(tmp_path / "c") == [f"{n}{v}.ckpt" for n in ("best", "last") for v in ("-v1", "-v2", "")]
+    assert kept.best_model_path.endswith("best-v2.ckpt")
+    made.max_epochs = 4
+    made.fit(Tiny(), loader(), loader(4))
+    assert len(names(tmp_path / "c")) == 6
+    over = ModelCheckpoint(tmp_path / "c", filename="best", enable_version_counter=False)
+    fit(tmp_path, over)
+    assert over.best_model_path.endswith("best.ckpt")
+    assert len(names(tmp_path / "c")) == 6
+
+
+def test_a_name_for_last_with_values(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c", save_last="link", save_top_k=0)
+    kept.CHECKPOINT_NAME_LAST = "{epoch}-last"
+    fit(tmp_path, kept, max_epochs=3)
+    assert names(tmp_path / "c") == ["epoch=2-last.ckpt"]
+
+
+# -- going on ------------------------------------------------------------------------------------------------------
+
+
+def test_paths_go_straight_in(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c", monitor="val_loss", save_last=True)
+    made = fit(tmp_path, kept, values=[1.0, 2.0])
+    assert type(kept.best_model_path) is type(kept.last_model_path) is str
+    Tiny.load_from_checkpoint(kept.best_model_path)
+    seen = []
+    made.callbacks.append(LambdaCallback(on_train_start=lambda t, _: seen.append(t.global_step)))
+    for path in ("best", "last", kept.best_model_path):
+        made.fit(Tiny([1.0, 2.0]), loader(), loader(4), ckpt_path=path)
+    assert seen == [5, 10, 5]
+    assert made.validate(dataloaders=loader(4), ckpt_path="best", verbose=False)[0].keys() == {"val_loss"}
+
+
+VALUES = [5.0, 4.0, 6.0, 3.0, 3.5, 2.0]
+
+
+class Goes(Tiny):
+    """The value of a validation depends on the step alone, so a resumed run sees what the other one saw."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", VALUES[self.trainer.current_epoch])
+
+
+@pytest.mark.parametrize("stop", [5, 7, 10, 17])
+@pytest.mark.parametrize("trigger", [{}, {"every_n_train_steps": 4}])
+def test_resumed_it_keeps_what_it_would_have_kept(tmp_path, stop, trigger):
+    def callbacks(root):
+        arguments = {"monitor": "val_loss", "save_top_k": 2, "save_last": True, **trigger}
+        return ModelCheckpoint(root / "c", "{step}", **arguments), ModelCheckpoint(
+            root / "all", "{step}", every_n_train_steps=1, save_top_k=-1
+        )
+
+    whole, _ = callbacks(tmp_path / "whole")
+    fit(tmp_path, whole, task=Goes(), max_epochs=6)
+    one, every = callbacks(tmp_path / "parts")
+    fit(tmp_path, one, every, task=Goes(), max_epochs=6)  # killed later than the checkpoint it goes on from
+    again, every = callbacks(tmp_path / "parts")
+    fit(tmp_path, again, every, task=Goes(), max_epochs=6, ckpt_path=tmp_path / "parts" / "all" / f"step={stop}.ckpt")
+
+    def facts(kept):
+        scores = {Path(path).name: score.item() for path, score in kept.best_k_models.items()}
+        return Path(kept.best_model_path).name, kept.best_model_score.item(), scores, Path(kept.last_model_path).name
+
+    assert facts(again) == facts(whole)
+    assert not [name for name in names(tmp_path / "parts" / "all") if "-v" in name]
+    assert not [name for name in names(tmp_path / "parts" / "c") if "-v" in name]
+
+
+class Halved(Tiny):
+    """Halves its learning rate after each epoch."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("trigger", "flags"),
+    [({}, {}), ({"every_n_train_steps": 5}, {}), ({}, {"val_check_interval": 2}), ({}, {"check_val_every_n_epoch": 2})],
+)
+def test_going_on_gives_the_same_weights(tmp_path, trigger, flags):
+    whole = Halved()
+    kept = ModelCheckpoint(tmp_path / "c", save_top_k=-1, **trigger)
+    rates = fit(tmp_path, kept, task=whole, max_epochs=4, **flags).optimizers[0].param_groups[0]["lr"]
+    paths = [tmp_path / "c" / name for name in names(tmp_path / "c")]
+    assert len(paths) >= 2
+    for path in paths[:3]:
+        again = Halved()
+        made = fit(tmp_path, task=again, max_epochs=4, ckpt_path=path, **flags)
+        assert torch.equal(again.net.weight, whole.net.weight)
+        assert made.optimizers[0].param_groups[0]["lr"] == rates
+
+
+def test_what_is_resumed_from_is_not_removed(tmp_path, monkeypatch):
+    first = ModelCheckpoint(tmp_path / "c")
+    fit(tmp_path, first, max_epochs=1)
+    monkeypatch.chdir(tmp_path)
+    again = ModelCheckpoint("c")
+    fit(tmp_path, again, max_epochs=4, ckpt_path="c/epoch=0-step=5.ckpt")
+    assert names(tmp_path / "c") == ["epoch=0-step=5.ckpt", "epoch=3-step=20.ckpt"]
+
+
+def test_what_lies_elsewhere_is_not_removed(tmp_path):
+    first = ModelCheckpoint(tmp_path / "one", save_last=True)
+    fit(tmp_path, first, max_epochs=2)
+    before = names(tmp_path / "one")
+    moved = ModelCheckpoint(tmp_path / "two", save_last=True)
+    fit(tmp_path, moved, max_epochs=3, ckpt_path=first.last_model_path)
+    assert names(tmp_path / "one") == before
+    assert names(tmp_path / "two") == ["epoch=2-step=15.ckpt", "last.ckpt"]
+    with pytest.raises(ValueError, match="leads out of dirpath"):
+        ModelCheckpoint(tmp_path, filename="../x")
+
+
+def test_a_kept_one_that_somebody_removed_is_forgotten(tmp_path):
+    first = ModelCheckpoint(tmp_path / "c", "{epoch}", "val_loss", save_top_k=2, save_last=True)
+    fit(tmp_path, first, values=[1.0, 2.0])
+    checkpoint.remove(tmp_path / "c" / "epoch=0.ckpt")
+    again = ModelCheckpoint(tmp_path / "c", "{epoch}", "val_loss", save_top_k=2, save_last=True)
+    fit(tmp_path, again, values=[3.0, 4.0], max_epochs=4, ckpt_path=first.last_model_path)
+    assert again.best_model_path.endswith("epoch=1.ckpt")
+    assert names(tmp_path / "c") == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
+
+
+# -- what can go wrong ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"every_n_train_steps": 2, "every_n_epochs": 1}, "exclude each other"),
+        ({"every_n_train_steps": -1}, "at least 0"),
+        ({"every_n_epochs": 1.5}, "whole number"),
+        ({"train_time_interval": 5}, "timedelta"),
+        ({"save_top_k": -2}, "at least -1"),
+        ({"save_top_k": 3}, "needs a monitor"),
+        ({"mode": "mim"}, "Did you mean 'min'"),
+        ({"save_last": "lnk"}, "Did you mean 'link'"),
+        ({"save_on_exception": True}, "between optimizer steps"),
+        ({"dirpath": "s3://bucket/x"}, "local"),
+    ],
+)
+def test_arguments_that_can_not_be_honoured(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        ModelCheckpoint(**arguments)
+
+
+def test_a_directory_that_can_not_be_written_to_is_found_before_the_first_step(tmp_path):
+    (tmp_path / "file").write_text("")
+    steps = Steps()
+    with pytest.raises(OSError, match="can't save checkpoints"):
+        fit(tmp_path, steps, ModelCheckpoint(tmp_path / "file" / "c"))
+    assert list(steps.weights) == [0]
+
+
+def test_a_save_that_fails_changes_nothing_that_is_known(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c", "{epoch}", "val_loss")
+
+    def block(trainer, pl_module):
+        if trainer.current_epoch == 1:
+            (tmp_path / "c" / "epoch=1.ckpt").mkdir()
+            (tmp_path / "c" / "epoch=1.ckpt" / "notes").write_text("somebody else's")
+            kept.enable_version_counter = False
+
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        fit(tmp_path, LambdaCallback(on_train_epoch_start=block), kept, values=[2.0, 1.0])
+    assert kept.best_model_path == str(tmp_path / "c" / "epoch=0.ckpt")
+    assert kept.best_model_score.item() == 2.0
+
+
+# -- several processes ---------------------------------------------------------------------------------------------
+
+
+class Unequal(Tiny):
+    """Every rank logs another value in training."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("own", float(self.global_rank + self.global_step))
+        return super().training_step(batch, batch_idx)
+
+
+def two(root):
+    root = Path(root)
+    best = ModelCheckpoint(root / "best", "{epoch}-{val_loss:.1f}", "val_loss", save_last=True)
+    steps = ModelCheckpoint(root / "steps", "{step}-{own:.1f}", "own", every_n_train_steps=2, save_top_k=2)
+    clock = ModelCheckpoint(root / "clock" / str(os.getpid()), train_time_interval=timedelta(microseconds=1))
+    made = trainer(root, best, steps, clock, max_epochs=3)
+    made.fit(Unequal([3.0, 1.0, 2.0]), loader(20), loader(4))
+    again = ModelCheckpoint(root / "best", "{epoch}-{val_loss:.1f}", "val_loss", save_last=True)
+    trainer(root, again, max_epochs=4).fit(Unequal([0.5]), loader(20), loader(4), ckpt_path=best.last_model_path)
+    return {
+        "best": (best.best_model_path, best.best_model_score.item(), again.best_model_path),
+        "steps": {path: score.item() for path, score in steps.best_k_models.items()},
+        "clock": clock.best_model_path,
+    }
+
+
+def test_two_processes(tmp_path):
+    first, second = run(two, 2, str(tmp_path))
+    assert first == second
+    best = [str(tmp_path / "best" / f"epoch={name}.ckpt") for name in ("1-val_loss=1.0", "3-val_loss=0.5")]
+    assert first["best"] == (best[0], 1.0, best[1])
+    assert list(first["steps"].values()) == [1.5, 3.5]
+    assert [os.path.basename(path) for path in first["steps"]] == names(tmp_path / "steps")
+    assert names(tmp_path / "steps") == ["step=2-own=1.5.ckpt", "step=4-own=3.5.ckpt"]
+    # The ranks asked for two directories; rank zero's is taken.
+    assert [str(path) for path in (tmp_path / "clock").glob("*/*")] == [first["clock"]]

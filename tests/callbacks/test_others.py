@@ -1,0 +1,302 @@
+"""The smaller callbacks, and the base class."""
+
+import re
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from callback_runs import Tiny, fit, loader, trainer
+from processes import run
+from torch import nn
+from treadle.callbacks import (
+    HOOKS,
+    Callback,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    Timer,
+    summarize,
+)
+from treadle.loggers import Logger
+from treadle.trainer import loop
+
+
+class Rows(Logger):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.rows = []
+
+    @property
+    def experiment(self):
+        return self
+
+    @property
+    def name(self):
+        return "rows"
+
+    @property
+    def version(self):
+        return 0
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params, metrics=None):
+        pass
+
+    def of(self, name):
+        return [(step, row[name]) for step, row in self.rows if name in row]
+
+
+# -- LearningRateMonitor -------------------------------------------------------------------------------------------
+
+
+class Scheduled(Tiny):
+    """Halves its rate at each epoch, and at each step where told so."""
+
+    def __init__(self, interval=None, name=None, groups=1, optimizer="SGD"):
+        super().__init__([1.0])
+        self.how = interval, name, groups, optimizer
+
+    def configure_optimizers(self):
+        interval, name, groups, kind = self.how
+        parameters = list(self.parameters())
+        parts = [{"params": parameters[:1], "lr": 0.5}, {"params": parameters[1:], "name": "bias"}]
+        extra = {"momentum": 0.9} if kind == "SGD" else {}
+        given = parts if groups == 2 else parameters
+        optimizer = getattr(torch.optim, kind)(given, lr=1.0, weight_decay=0.25, **extra)
+        if interval is None:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": interval, "name": name},
+        }
+
+
+@pytest.mark.parametrize(
+    ("interval", "scheduler", "rows"),
+    [
+        (None, None, [(s, 1.0) for s in (2, 4, 6, 8, 10)]),
+        (None, "epoch", [(0, 1.0), (5, 0.5)]),
+        (None, "step", [(s, 0.5 ** (s - 1)) for s in (2, 4, 6, 8, 10)]),
+        ("step", "epoch", [(2, 1.0), (4, 1.0), (6, 0.5), (8, 0.5), (10, 0.5)]),
+        ("epoch", "step", [(0, 1.0), (5, 0.5**5)]),
+        ("epoch", None, [(0, 1.0), (5, 1.0)]),
+    ],
+)
+def test_the_rate_a_step_is_taken_with(tmp_path, interval, scheduler, rows):
+    logger, monitor = Rows(), LearningRateMonitor(interval)
+    made = fit(tmp_path, monitor, task=Scheduled(scheduler), logger=logger, log_every_n_steps=2)
+    assert logger.of("lr-SGD") == rows
+    assert monitor.lrs == {"lr-SGD": [rate for _, rate in rows]}
+    assert made.callback_metrics["lr-SGD"].item() == rows[-1][1]
+
+
+def test_groups_names_momentum_and_weight_decay(tmp_path):
+    logger, monitor = Rows(), LearningRateMonitor("epoch", log_momentum=True, log_weight_decay=True)
+    fit(tmp_path, monitor, task=Scheduled("epoch", "rate", groups=2), logger=logger, max_epochs=1)
+    row = {name: value for name, value in logger.rows[0][1].items() if name != "epoch"}
+    assert row == {
+        "rate/pg1": 0.5,
+        "rate/pg1-momentum": 0.9,
+        "rate/pg1-weight_decay": 0.25,
+        "rate/bias": 1.0,
+        "rate/bias-momentum": 0.9,
+        "rate/bias-weight_decay": 0.25,
+    }
+    assert list(monitor.lrs) == ["rate/pg1", "rate/bias"]
+    logger = Rows()
+    monitor = LearningRateMonitor("epoch", log_momentum=True)
+    fit(tmp_path, monitor, task=Scheduled(optimizer="Adam"), logger=logger, max_epochs=1)
+    assert logger.of("lr-Adam-momentum") == [(0, 0.9)]
+
+
+def test_two_schedulers_of_one_optimizer(tmp_path):
+    class Two(Tiny):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            kinds = torch.optim.lr_scheduler
+            first = {"scheduler": kinds.StepLR(optimizer, 1, 0.5), "interval": "step"}
+            return [optimizer], [first, {"scheduler": kinds.StepLR(optimizer, 1, 0.1), "name": "both"}]
+
+    logger = Rows()
+    fit(tmp_path, LearningRateMonitor(), task=Two(), logger=logger, log_every_n_steps=5)
+    assert [step for step, _ in logger.of("both")] == [0, 5, 5, 10]
+
+
+def test_rates_without_a_logger(tmp_path):
+    with pytest.raises(ValueError, match="no logger"):
+        fit(tmp_path, LearningRateMonitor())
+    with pytest.raises(ValueError, match="Did you mean 'epoch'"):
+        LearningRateMonitor("epochs")
+
+
+# -- ModelSummary --------------------------------------------------------------------------------------------------
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.body = nn.Sequential(nn.Linear(10, 100), nn.Dropout())
+        self.head = nn.Linear(100, 1)
+        self.head.requires_grad_(False).eval()
+        self.lazy = nn.LazyLinear(2)
+
+
+def test_the_table():
+    text = summarize(Parts())
+    rows = [re.split(r"  +", line) for line in text.splitlines()]
+    assert rows[0] == ["name", "type", "parameters", "mode"]
+    assert rows[2:-2] == [
+        ["body", "Sequential", "1,100", "train"],
+        ["head", "Linear", "101", "eval, frozen"],
+        ["lazy", "LazyLinear", "lazy", "train"],
+        ["(own)", "Parts", "3", "train"],
+    ]
+    assert text.splitlines()[-1] == (
+        "1,204 + lazy parameters: 1,103 + lazy trainable, 101 frozen; 0.0 MiB; 5 modules in train mode, 1 in eval mode"
+    )
+    assert "body.0" in summarize(Parts(), 2)
+    assert "body.0" in summarize(Parts(), -1)
+
+
+def test_the_table_is_printed_when_fit_begins(tmp_path, capsys):
+    fit(tmp_path, ModelSummary(max_depth=-1), max_steps=1)
+    assert "3 trainable, 0 frozen" in capsys.readouterr().err
+    fit(tmp_path, ModelSummary(max_depth=0), max_steps=1)
+    assert "in train mode" not in capsys.readouterr().err
+    for depth in (-2, "all"):
+        with pytest.raises(ValueError, match="max_depth"):
+            ModelSummary(depth)
+
+
+# -- Timer ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("duration", ["00:00:01:30", timedelta(seconds=90), {"minutes": 1, "seconds": 30}])
+def test_durations(duration):
+    assert Timer(duration).time_remaining() == 90
+
+
+def test_a_timer_stops_the_run(tmp_path):
+    timer = Timer(timedelta(seconds=0.2))
+    made = fit(tmp_path, timer, task=Tiny(pause=0.02), samples=1000, validate=False)
+    assert 2 <= made.global_step <= 15
+    assert timer.time_remaining() == 0
+    timer = Timer(timedelta(seconds=0.01), interval="epoch", verbose=False)
+    assert fit(tmp_path, timer, task=Tiny(pause=0.01), validate=False, max_epochs=9).global_step == 5
+
+
+def test_a_timer_counts_over_resumed_runs(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c")
+    first = Timer()
+    fit(tmp_path, first, kept, task=Tiny(pause=0.02), validate=False, max_epochs=1)
+    assert first.time_remaining() is None
+    again = Timer()
+    fit(tmp_path, again, validate=False, ckpt_path=kept.best_model_path)
+    assert again.time_elapsed() > 0.1
+    before = again.time_elapsed()
+    time.sleep(0.02)
+    assert again.time_elapsed() == before
+    for wrong in ("1:30", 90, {"minuts": 1}):
+        with pytest.raises(ValueError, match="duration"):
+            Timer(wrong)
+
+
+class Late(Timer):
+    """Its clock runs ahead on rank 1."""
+
+    def time_elapsed(self):
+        return super().time_elapsed() + (100 if self.ahead else 0)
+
+
+def two_clocks(root):
+    timer = Late(timedelta(seconds=50))
+    made = trainer(root, timer)
+    timer.ahead = made.global_rank == 1
+    made.fit(Tiny(), loader(20))
+    return made.global_step
+
+
+def test_two_processes_stop_after_the_same_step(tmp_path):
+    first, second = run(two_clocks, 2, str(tmp_path))
+    assert first == second <= 2
+
+
+# -- LambdaCallback, and the base ----------------------------------------------------------------------------------
+
+
+def test_functions_as_a_callback(tmp_path):
+    seen = []
+    made = LambdaCallback(
+        setup=lambda trainer, task, stage: seen.append(stage), on_step_end=lambda t, _: seen.append(t.global_step)
+    )
+    fit(tmp_path, made, max_epochs=1)
+    assert seen == ["fit", 1, 2, 3, 4, 5]
+    with pytest.raises(TypeError, match=r"no hook 'on_train_epoch_ends'. Did you mean 'on_train_epoch_end'"):
+        LambdaCallback(on_train_epoch_ends=print)
+    with pytest.raises(TypeError, match="no function"):
+        LambdaCallback(on_fit_end=3)
+
+
+class Named(Callback):
+    """Says when it is called."""
+
+    def __init__(self, name, seen, after=0):
+        self.name, self.seen, self.after_task = name, seen, after
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.seen.append(self.name)
+
+
+def test_order(tmp_path):
+    seen = []
+
+    class Says(Tiny):
+        def on_train_epoch_end(self):
+            seen.append("task")
+
+    callbacks = [Named("late", seen, 2), Named("a", seen), Named("soon", seen, 1), Named("b", seen)]
+    fit(tmp_path, *callbacks, task=Says(), max_epochs=1)
+    assert seen == ["a", "b", "task", "soon", "late"]
+
+
+class Stateful(Callback):
+    def __init__(self, name=None):
+        self.name, self.count = name, 0
+
+    @property
+    def state_key(self):
+        return self.name or super().state_key
+
+    def on_step_end(self, trainer, pl_module):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.count = state_dict["count"]
+
+
+def test_states_by_name(tmp_path):
+    path = tmp_path / "x.ckpt"
+    made = fit(tmp_path, Stateful("one"), Stateful(), max_epochs=1)
+    made.save_checkpoint(path)
+    one, other = Stateful("one"), Stateful()
+    fit(tmp_path, other, one, ckpt_path=path)
+    assert (one.count, other.count) == (10, 10)
+    with pytest.raises(ValueError, match=r"two callbacks.*'Stateful'"):
+        fit(tmp_path, Stateful(), Stateful(), ModelCheckpoint(tmp_path / "c"))
+
+
+def test_the_list_of_hooks():
+    named = {name for name in vars(Callback) if name.startswith("on_")} | {"setup", "teardown"}
+    assert set(HOOKS) == named
+    assert all(getattr(Callback, name).__doc__ for name in HOOKS)
+    assert all(name in loop.__doc__ for name in HOOKS)

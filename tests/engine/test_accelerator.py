@@ -1,0 +1,548 @@
+"""The Accelerator against loops written by hand, in one process and in two."""
+
+import copy
+import io
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader
+from treadle.strategies import DDP
+
+import treadle
+
+SAMPLES = 10
+
+
+def data():
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(3, dtype=torch.float64, generator=generator), torch.tensor(i % 4 + 1.0)) for i in range(SAMPLES)
+    ]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(3, 1).double()
+        self.context = "the user's own"
+
+    def forward(self, x):
+        return self.layer(x).squeeze(-1)
+
+    def training_step(self, batch):
+        return (self(batch[0]) ** 2).mean()
+
+
+class Unused(Net):
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Linear(3, 1).double()
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def by_hand(k, width, weighted, clip, seed=7):
+    """The reference: each step on the mean over its whole group, clipped once."""
+    model = Net()
+    torch.manual_seed(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    batches = list(DataLoader(data(), batch_size=width, shuffle=True))
+    trace = []
+    for start in range(0, len(batches), k):
+        x, tokens = (torch.cat(parts) for parts in zip(*batches[start : start + k], strict=True))
+        per_sample = model(x) ** 2
+        loss = (per_sample * tokens).sum() / tokens.sum() if weighted else per_sample.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip).item()
+        optimizer.step()
+        scheduler.step()
+        trace.append((norm, optimizer.param_groups[0]["lr"], weights(model)))
+    return trace
+
+
+def by_accelerator(k, width, weighted, clip, seed=7, **options):
+    model = Net()
+    torch.manual_seed(seed)
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=k, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    loader = DataLoader(data(), batch_size=width // accelerator.num_processes, shuffle=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    trace = []
+    for x, tokens in loader:
+        with accelerator.accumulate(model):
+            per_sample = model(x) ** 2
+            if weighted:
+                loss = (per_sample * tokens).sum() / tokens.sum()
+                accelerator.backward(loss, weight=tokens.sum() if weighted == "tensor" else tokens.sum().item())
+            else:
+                accelerator.backward(per_sample.mean())
+            norm = accelerator.clip_grad_norm_(model.parameters(), clip)
+            assert (norm is None) != accelerator.sync_gradients
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            trace.append((norm.item(), optimizer.param_groups[0]["lr"], weights(accelerator.unwrap_model(model))))
+    return trace
+
+
+GRID = [
+    (k, width, weighted, clip)
+    for k in (1, 3)
+    for width in (2, 4, 6)
+    for weighted in (False, "tensor", "number")
+    for clip in (0.05, 1e9)
+]
+
+
+def all_traces():
+    return [by_accelerator(*point) for point in GRID]
+
+
+@pytest.mark.guarantee
+def test_gradients_clipping_and_schedules(two_ranks):
+    wanted = [by_hand(*point) for point in GRID]
+    for found in (all_traces(), *(found["traces"] for found in two_ranks)):
+        for one, other in zip(found, wanted, strict=True):
+            assert len(one) == len(other)
+            for (norm, lr, values), (norm_by_hand, lr_by_hand, values_by_hand) in zip(one, other, strict=True):
+                assert norm == pytest.approx(norm_by_hand, rel=1e-11)
+                assert lr == lr_by_hand
+                assert values == pytest.approx(values_by_hand, rel=1e-11, abs=1e-12)
+
+
+def token_gradient():
+    accelerator = treadle.Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    tokens, value = ((8, 4.0), (2, 1.0))[accelerator.process_index]
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.full((1, 1), value)).mean(), weight=tokens)
+    accelerator.finish_gradients()
+    return accelerator.unwrap_model(model).weight.grad.item()
+
+
+def test_a_group_that_weighs_nothing_has_no_gradient():
+    accelerator = treadle.Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    accelerator.backward(model(torch.ones(1, 1)).mean(), weight=0.0)
+    accelerator.finish_gradients()
+    assert model.weight.grad.item() == 0.0
+
+
+def test_weights_in_some_micro_batches_only():
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2)
+    with accelerator.accumulate(model), pytest.raises(ValueError, match="reported a weight, this one does not"):
+        accelerator.backward(model(torch.ones(1, 1)).mean())
+
+
+def test_two_models_that_share_a_parameter():
+    accelerator = treadle.Accelerator(cpu=True)
+    first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    second.weight = first.weight
+    first, second = accelerator.prepare(first, second)
+    x = torch.ones(1, 1)
+    accelerator.backward((first(x) + second(x)).mean(), weight=4.0)
+    accelerator.finish_gradients()
+    assert first.weight.grad.item() == 2.0
+
+
+# -- float16 ---------------------------------------------------------------------------------------------------------
+
+
+def overflowing(optimizers):
+    """Which steps were taken, with an overflow in the second of four; the second optimizer's parameter never does."""
+    accelerator = treadle.Accelerator(cpu=True, mixed_precision="fp16")
+    model = nn.ParameterList([nn.Parameter(torch.ones(())) for _ in range(optimizers)])
+    prepared = [accelerator.prepare(torch.optim.SGD([p], lr=0.5)) for p in model]
+    schedules = [accelerator.prepare(torch.optim.lr_scheduler.StepLR(o.optimizer, 1, 0.1)) for o in prepared]
+    trace = []
+    for step in range(4):
+        overflow = torch.tensor(float("inf") if step == 1 else 1.0)
+        with accelerator.accumulate(model):
+            accelerator.backward(sum(p * (overflow if not i else 1.0) for i, p in enumerate(model)))
+            scale = accelerator.scaler.get_scale()
+            for p in model:
+                accelerator.clip_grad_norm_([p], 0.25)
+            if step != 1:
+                assert [round(p.grad.item(), 6) for p in model] == [0.25] * optimizers
+            skipped = []
+            for optimizer, schedule in zip(prepared, schedules, strict=True):
+                optimizer.step()
+                skipped.append(accelerator.optimizer_step_was_skipped)
+                schedule.step()
+                optimizer.zero_grad()
+        trace.append((scale, skipped, [o.param_groups[0]["lr"] for o in prepared], [p.item() for p in model]))
+    return trace
+
+
+@pytest.mark.guarantee
+def test_a_skipped_step_advances_nothing():
+    (trace,) = ([*zip(*overflowing(1), strict=True)],)
+    assert trace[0] == (65536.0, 65536.0, 32768.0, 32768.0)
+    assert trace[1] == ([False], [True], [False], [False])
+    assert [lr for (lr,) in trace[2]] == pytest.approx([0.05, 0.05, 0.005, 0.0005])
+    assert [p for (p,) in trace[3]] == pytest.approx([1 - 0.125, 1 - 0.125, 0.8625, 0.86125], abs=1e-6)
+
+
+def test_two_optimizers_share_a_scale():
+    trace = [*zip(*overflowing(2), strict=True)]
+    assert trace[0] == (65536.0, 65536.0, 32768.0, 32768.0)
+    assert trace[1] == ([False, False], [True, False], [False, False], [False, False])
+    assert [p for p, _ in trace[3]] == pytest.approx([0.875, 0.875, 0.8625, 0.86125], abs=1e-6)
+    assert [p for _, p in trace[3]] == pytest.approx([0.875, 0.8625, 0.86125, 0.861125], abs=1e-6)
+
+
+def test_a_schedule_by_epoch_outlives_a_skipped_last_step():
+    accelerator = treadle.Accelerator(cpu=True, mixed_precision="fp16")
+    parameter = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    optimizer, schedule = accelerator.prepare(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1))
+    for factor in (1.0, float("inf")):
+        accelerator.backward(parameter * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    accelerator.backward(parameter * float("inf"))
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_two_precisions_in_one_process():
+    half, full = (treadle.Accelerator(cpu=True, mixed_precision=p) for p in ("bf16", "no"))
+    layer = nn.Linear(2, 2)
+    one, other = half.prepare(copy.deepcopy(layer)), full.prepare(copy.deepcopy(layer))
+    x = torch.randn(1, 2)
+    assert (one(x).dtype, other(x).dtype) == (torch.bfloat16, torch.float32)
+    assert (half.mixed_precision, full.mixed_precision) == ("bf16", "no")
+    assert one.weight.dtype == torch.float32
+
+    class Twice(nn.Module):
+        def forward(self, x, model=None):
+            return x @ x if model is None else model(x)
+
+    twice = half.prepare(Twice())
+    assert twice(x.T @ x, twice).dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+# -- exchange --------------------------------------------------------------------------------------------------------
+
+
+def exchanges():
+    accelerator = treadle.Accelerator(cpu=True)
+    rank, found = accelerator.process_index, {}
+    rows = torch.arange(3 - rank) + 10 * rank
+    found["gather"] = accelerator.gather(rows).tolist()
+    for dtype in (torch.bool, torch.bfloat16, torch.float16, torch.uint8):
+        assert accelerator.gather(rows.to(dtype)).dtype == dtype
+    found["scalar"] = accelerator.gather(torch.tensor(float(rank))).tolist()
+    mixed = {"ids": rows, "words": ["a", "b"][: rank + 1], "pair": (rows.view(-1, 1).float(), rank), "loss": 0.5}
+    found["mixed"] = accelerator.gather_for_metrics(mixed)
+    found["words"] = accelerator.gather_for_metrics([f"{rank}a", f"{rank}b"])
+    found["object"] = accelerator.gather_for_metrics({"rank": rank})
+    found["forced"] = accelerator.gather_for_metrics([rows], use_gather_object=True)
+    for bad in (torch.zeros(2, 2 + rank), [rows] * (1 + rank), torch.zeros(2, dtype=(torch.int, torch.long)[rank])):
+        with pytest.raises(ValueError, match=r"rank 0: .*; rank 1: "):
+            accelerator.gather(bad)
+    with pytest.raises(TypeError, match="not str"):
+        accelerator.gather("text")
+    for reduction in ("sum", "mean", "max", "min", "none"):
+        tensor = torch.tensor([rank + 1.0])
+        found[reduction] = accelerator.reduce({"x": tensor}, reduction, scale=10.0)["x"].item()
+        assert tensor.item() == rank + 1.0
+    assert accelerator.reduce(torch.tensor(rank), "mean").item() == 0.5
+    with pytest.raises(ValueError, match="Did you mean 'mean'"):
+        accelerator.reduce(rows, "maen")
+    found["padded"] = accelerator.pad_across_processes(rows, pad_index=-1).tolist()
+    found["padded first"] = accelerator.pad_across_processes(rows, pad_index=-1, pad_first=True).tolist()
+    found["padded columns"] = accelerator.pad_across_processes(torch.zeros(1, 2 + rank), dim=1).shape
+    triggers = [accelerator.check_trigger()]
+    if rank:
+        accelerator.set_trigger()
+    found["triggers"] = [*triggers, accelerator.check_trigger(), accelerator.check_trigger()]
+    try:
+        with accelerator.main_process_first():
+            if rank == 0:
+                raise KeyError("on rank zero")
+    except KeyError:
+        found["raised"] = True
+    with redirect_stdout(io.StringIO()) as printed:
+        accelerator.print("spoken on", rank)
+    found["printed"] = printed.getvalue()
+    found["main"] = accelerator.on_main_process(lambda: "here")()
+    for n in (1, 2, 5, 9):
+        loader = accelerator.prepare_data_loader(DataLoader(range(n), batch_size=2), evaluation=True)
+        ids, tokens, losses, words = [], [], [], []
+        for batch in loader:
+            ids += accelerator.gather_for_metrics(batch).tolist()
+            tokens += accelerator.gather_for_metrics(batch.repeat_interleave(batch)).tolist()
+            losses += accelerator.gather_for_metrics(batch.sum()).tolist()
+            words += accelerator.gather_for_metrics([str(int(i)) for i in batch])
+        assert ids == list(range(n))
+        assert tokens == [i for i in range(n) for _ in range(i)]
+        assert sum(losses) == sum(range(n))
+        assert words == [str(i) for i in range(n)]
+    return found
+
+
+def test_exchange(two_ranks):
+    first, second = (found["exchanges"] for found in two_ranks)
+    assert (first["printed"], second["printed"]) == ("spoken on 0\n", "")
+    mixed = first["mixed"]
+    assert mixed["ids"].tolist() == first["gather"] == [0, 1, 2, 10, 11]
+    assert mixed["words"] == ["a", "a", "b"]
+    assert mixed["pair"][0].tolist() == [[0], [1], [2], [10], [11]]
+    assert (mixed["pair"][1], mixed["loss"]) == ([0, 1], [0.5, 0.5])
+    assert first["scalar"] == [0, 1]
+    assert first["words"] == ["0a", "0b", "1a", "1b"]
+    assert first["object"] == [{"rank": 0}, {"rank": 1}]
+    assert [t.tolist() for t in first["forced"]] == [[0, 1, 2], [10, 11]]
+    assert [first[r] for r in ("sum", "mean", "max", "min")] == [30, 15, 20, 10]
+    assert second["padded"] == [10, 11, -1]
+    assert second["padded first"] == [-1, 10, 11]
+    assert first["padded columns"] == (1, 3)
+    assert first["triggers"] == second["triggers"] == [False, True, False]
+    assert ("raised" in first, "raised" in second) == (True, False)
+    assert (first["main"], second["main"]) == ("here", None)
+
+
+# -- agreement -------------------------------------------------------------------------------------------------------
+
+
+class Collectives:
+    """Counts what the process group is asked for, DDP's own reductions included."""
+
+    def __enter__(self):
+        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        self.profile.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.profile.__exit__(*error)
+        self.count = sum(e.count for e in self.profile.key_averages() if e.key in ("gloo:all_reduce", "gloo:allreduce"))
+        self.keys = [e.key for e in self.profile.key_averages() if "gloo" in e.key]
+
+
+def steps_with_votes(kind):
+    accelerator = treadle.Accelerator(
+        cpu=True, strategy=DDP(find_unused_parameters=kind == "unused", static_graph=kind == "static")
+    )
+    rank, net = accelerator.process_index, Unused() if kind == "unused" else Net()
+    reference = nn.parallel.DistributedDataParallel(copy.deepcopy(net), find_unused_parameters=kind == "unused")
+    model = accelerator.prepare_model(net, step="training_step")
+    optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    step = accelerator.method(model, "training_step")
+    accelerator.agree_on_steps(finite=True, at_once=False)
+    inputs = torch.stack([x for x, _ in data()])[rank::2]
+    seen, counts = [], []
+    for number in range(5):
+        with Collectives() as ours:
+            with accelerator.accumulate(model):
+                loss = step((inputs,))
+                if number == 3 and rank:
+                    loss = loss * float("nan")
+                accelerator.agreement.watch(loss)
+                accelerator.agreement.stop_vote = bool(rank) and number == 2
+                accelerator.backward(loss)
+        agreement = accelerator.agree()
+        seen.append((agreement.stop, agreement.finite))
+        if number == 3:
+            seen.append(accelerator.not_finite_on())
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        with Collectives() as theirs:
+            (reference(inputs) ** 2).mean().backward()
+        plain.step()
+        plain.zero_grad()
+        counts.append((ours.count, theirs.count))
+        assert weights(net) == weights(reference.module)  # to the last bit
+    return seen, counts, model.context
+
+
+def weights_with_a_ballot():
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = nn.Linear(1, 1, bias=False)
+    net.training_step = lambda batch: {"loss": net(batch).mean(), "weight": 2}
+    model = accelerator.prepare_model(net, step="training_step")
+    accelerator.agree_on_steps(finite=True, at_once=False)
+    found = []
+    for _ in range(2):
+        for value in (1.0, 2.0):
+            with accelerator.accumulate(model):
+                output = accelerator.method(model, "training_step")(
+                    torch.full((1, 1), value + accelerator.process_index)
+                )
+                accelerator.backward(output["loss"], weight=output["weight"] * value * (accelerator.process_index + 1))
+        assert accelerator.agree().finite
+        found.append(net.weight.grad.item())
+        net.weight.grad = None
+    return found
+
+
+def private_generators():
+    accelerator = treadle.Accelerator(cpu=True)
+    generator = torch.Generator().manual_seed(accelerator.process_index)
+    loader = accelerator.prepare(DataLoader(range(8), shuffle=True, generator=generator))
+    return [batch.item() for batch in loader]
+
+
+def several():
+    return {
+        "tokens": token_gradient(),
+        "ballot": weights_with_a_ballot(),
+        "votes": [steps_with_votes(kind) for kind in ("plain", "unused", "static")],
+        "exchanges": exchanges(),
+        "order": private_generators(),
+        "traces": all_traces(),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """What two processes found: one start for all of it."""
+    return run(several, 2)
+
+
+@pytest.mark.guarantee
+def test_unequal_token_counts(two_ranks):
+    assert [found["tokens"] for found in two_ranks] == pytest.approx([3.4, 3.4])  # (8 x 4 + 2 x 1) / 10; peers: 3.0
+
+
+@pytest.mark.guarantee
+def test_votes_ride_in_the_gradient_reduction(two_ranks):
+    first, second = (found["votes"] for found in two_ranks)
+    assert first == second
+    for seen, counts, context in first:
+        assert seen == [(False, True), (False, True), (True, True), (False, False), [1], (False, True)]
+        assert counts[-1][1] > 0
+        assert counts[-1][0] == counts[-1][1]
+        assert context == "the user's own"
+
+
+def test_reported_weights_ride_along(two_ranks):
+    # Weights 2, 4 on rank 0 and 4, 8 on rank 1, for the gradients 1, 2 and 2, 3.
+    wanted = (2 * 1 + 4 * 2 + 4 * 2 + 8 * 3) / 18
+    assert [found["ballot"] for found in two_ranks] == [pytest.approx([wanted, wanted])] * 2
+
+
+def test_ranks_with_different_generators_share_one_order(two_ranks):
+    assert sorted(i for found in two_ranks for i in found["order"]) == list(range(8))
+
+
+# -- preparing -------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match="Did you mean 'gradient_accumulation_steps'"):
+        treadle.Accelerator(gradient_accumulation_step=2)
+    with pytest.raises(ValueError, match="at least 1"):
+        treadle.Accelerator(cpu=True, gradient_accumulation_steps=0)
+    with pytest.raises(ValueError, match="Did you mean 'bf16'"):
+        treadle.Accelerator(cpu=True, mixed_precision="bf61")
+    with pytest.raises(ValueError, match="Did you mean 'ddp'"):
+        treadle.Accelerator(cpu=True, strategy="dpp")
+    accelerator = treadle.Accelerator(cpu=True)
+    with pytest.raises(TypeError, match="not dict"):
+        accelerator.prepare({})
+    with pytest.raises(TypeError, match="state_dict"):
+        accelerator.register_for_checkpointing(3)
+
+
+def test_preparing_twice_and_reaching_through():
+    accelerator = treadle.Accelerator(cpu=True, mixed_precision="bf16")
+    net = Net()
+    model = accelerator.prepare(net)
+    optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
+    assert accelerator.prepare(model) is model
+    assert accelerator.prepare(net) is model
+    assert accelerator.prepare(optimizer) is optimizer
+    assert accelerator.unwrap_model(model) is net
+    assert model.context == "the user's own"
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = model.nothing
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    optimizer.step()
+    assert calls == [1]
+    assert accelerator.free_memory(model, optimizer) == [None, None]
+    assert not accelerator.models
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+def trained(folder, start, stop, precision="no"):
+    """Train from step `start`, restored from its checkpoint, up to `stop`, where one is saved; noise is in the loss."""
+    torch.manual_seed(7 if not start else 99)
+    accelerator = treadle.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+    net = Net()
+    torch.manual_seed(accelerator.process_index + (7 if not start else 99))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        net,
+        optimizer,
+        torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+        DataLoader(data(), batch_size=1, shuffle=True),
+    )
+    mine = nn.Linear(1, 1)
+    accelerator.register_for_checkpointing(mine=mine)
+    if start:
+        nn.init.zeros_(mine.weight)
+        info = accelerator.load_state(Path(folder) / str(start))
+        assert (info["step"], info["world_size"]) == (start, accelerator.num_processes)
+        assert mine.weight.item() == 3.0
+    nn.init.constant_(mine.weight, 3.0)
+    step, trace = start, []
+    while True:
+        for x, _ in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward((model(x) ** 2 * (1 + torch.rand(()))).mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                step += 1
+                trace.append((weights(net), optimizer.param_groups[0]["lr"]))
+            else:
+                with pytest.raises((ValueError, RuntimeError), match="inside a group"):
+                    accelerator.save_state(Path(folder) / "inside")
+                continue
+            if step == stop:
+                accelerator.save_state(Path(folder) / str(step), info={"step": step})
+                return trace
+
+
+def save_and_load(folder):
+    whole = trained(folder, 0, 8)
+    parts = [trained(folder, 0, 3), trained(folder, 3, 5), trained(folder, 5, 8)]
+    return whole, sum(parts, [])  # noqa: RUF017
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("world", [1, 2])
+def test_save_and_load(world, tmp_path):
+    for whole, parts in run(save_and_load, world, str(tmp_path)):
+        assert whole == parts
+
+
+def test_nothing_is_left_of_the_process_group():
+    assert not dist.is_initialized()

@@ -1,0 +1,756 @@
+"""Which samples a process gets, in which order, and that a resume goes on with exactly the ones that are left.
+
+The ranks of a world are so many `Loader`s in one process, as a loader asks its world for two numbers only.
+"""
+
+import itertools
+import random
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset
+from treadle.engine.codec import decode, encode
+from treadle.engine.loader import Cursor, Loader
+from treadle.engine.random_state import RandomStream, random_state
+
+
+@dataclass
+class Seat:
+    rank: int
+    size: int
+
+
+def seed(value):
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+
+
+def flat(lists):
+    return [item for part in lists for item in part]
+
+
+def plain_list(loader):
+    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
+
+
+class Ranks:
+    """One `Loader` per rank, over loaders that the same code built, as in a script that every rank runs."""
+
+    def __init__(self, make, size, accumulate=1, evaluation=False, state=None, run_seed=7, limit=None):
+        seed(run_seed)
+        self.loaders, self.cursors, self.streams = [], [], []
+        for rank in range(size):
+            cursor, stream = Cursor(), RandomStream(random_state())
+            loader = Loader(
+                make(),
+                world=Seat(rank, size),
+                cursor=cursor,
+                stream=stream,
+                accumulate=lambda: accumulate,
+                evaluation=evaluation,
+            )
+            loader.limit = limit
+            if state is not None:
+                loader.load_state_dict(decode(*encode(state["loader"])))
+                stream.state = decode(*encode(state["stream"]))
+            self.loaders.append(loader)
+            self.cursors.append(cursor)
+            self.streams.append(stream)
+
+    def state(self):
+        return {"loader": self.loaders[0].state_dict(), "stream": self.streams[0].state}
+
+    def epoch(self, stop=None, noise=False):
+        """Global batches as (own ids of each rank, facts of each rank), at most `stop` of them."""
+        for pieces in itertools.islice(zip(*map(iter, self.loaders), strict=True), stop):
+            facts = [cursor.micro for cursor in self.cursors]
+            if noise:  # a dropout, a user's random.random()
+                torch.rand(3), random.random(), np.random.rand()
+            yield (
+                [[int(i) for i in np.atleast_1d(p)] if m.samples else [] for p, m in zip(pieces, facts, strict=True)],
+                facts,
+            )
+
+    def ids(self, stop=None, noise=False):
+        return [flat(parts) for parts, _ in self.epoch(stop, noise)]
+
+
+class Lazy(Sampler):
+    """Draws each index when it is asked for, from one generator after the other."""
+
+    def __init__(self, n, kind):
+        self.n, self.kind, self.epochs = n, kind, []
+        self.generator = np.random.default_rng(3) if kind == "own" else None
+        if kind == "own-torch":
+            self.generator = torch.Generator().manual_seed(3)
+        if kind == "own-python":
+            self.generator = random.Random(3)
+
+    def draw(self, high):
+        if self.kind == "own":
+            return int(self.generator.integers(high))
+        if self.kind == "own-torch":
+            return int(torch.randint(high, (), generator=self.generator))
+        if self.kind == "own-python":
+            return self.generator.randrange(high)
+        if self.kind == "torch":
+            return int(torch.randint(high, ()))
+        return random.randrange(high) if self.kind == "python" else np.random.randint(high)
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __iter__(self):
+        left = list(range(self.n))
+        while left:
+            yield left.pop(self.draw(len(left)))
+
+    def __len__(self):
+        return self.n
+
+
+LAZY = ["torch", "python", "numpy", "own", "own-torch", "own-python"]
+
+
+class Uneven(Sampler):
+    """A batch sampler with batches of 1, 2, 3, 1, 2, 3, ... in an order drawn from torch."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        order = iter(torch.randperm(self.n).tolist())
+        for size in itertools.cycle((1, 2, 3)):
+            batch = list(itertools.islice(order, size))
+            if not batch:
+                return
+            yield batch
+
+
+def configurations():
+    generator = random.Random(11)
+    for size, batch in itertools.product((1, 2, 3), (1, 2, 3)):
+        for n in range(2 * size * batch + 2):
+            yield size, batch, n, generator.random() < 0.5, generator.random() < 0.5, generator.choice((1, 2, 3))
+
+
+# -- order and sharding ----------------------------------------------------------------------------------------------
+
+
+def test_every_sample_once_in_the_order_of_one_process():
+    for size, batch, n, drop_last, shuffle, k in configurations():
+        shuffle &= n > 0  # torch refuses to shuffle nothing
+
+        def make(width=batch, n=n, drop_last=drop_last, shuffle=shuffle):
+            return DataLoader(range(n), batch_size=width, shuffle=shuffle, drop_last=drop_last)
+
+        seed(7)
+        wanted = make(batch * size)
+        ranks = Ranks(make, size, k)
+        seed(7)
+        for _ in range(3):
+            epoch = list(ranks.epoch())
+            found = [flat(parts) for parts, _ in epoch]
+            assert found == plain_list(wanted), (size, batch, n, drop_last, shuffle)
+            assert len(found) == len(ranks.loaders[0])
+            if not drop_last:
+                assert sorted(flat(found)) == list(range(n))
+            for parts, _ in epoch:
+                lengths = [len(part) for part in parts]
+                assert max(lengths) - min(lengths) <= 1
+                assert lengths == sorted(lengths, reverse=True)
+
+
+def test_weights_give_the_mean_over_the_group():
+    for size, batch, n, drop_last, _, k in configurations():
+        ranks = Ranks(lambda b=batch, n=n, d=drop_last: DataLoader(range(n), batch_size=b, drop_last=d), size, k)
+        group, seen = [], 0
+        for parts, facts in ranks.epoch():
+            group.append((parts, facts))
+            assert len({fact.last for fact in facts}) == 1
+            seen += sum(len(part) for part in parts)
+            assert {fact.consumed for fact in facts} == {seen}
+            assert [fact.samples for fact in facts] == [len(part) for part in parts]
+            if not facts[0].last:
+                continue
+            assert len(group) <= k
+            every = [i for parts, _ in group for part in parts for i in part]
+            # What DDP does: each rank adds up its weighed mean losses, the sums are averaged.
+            gradient = sum(
+                fact.scale * (sum(part) / len(part)) if part else fact.scale
+                for parts, facts in group
+                for part, fact in zip(parts, facts, strict=True)
+            )
+            assert gradient / size == pytest.approx(sum(every) / len(every), abs=1e-12)
+            assert {fact.group_samples for _, facts in group for fact in facts} == {len(every)}
+            group = []
+        assert not group  # the epoch's last micro-batch ends its group
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["shuffle", "replacement", "many", *LAZY])
+def test_the_plain_loops_order(kind, workers):
+    """Over three epochs, with a validation between them, whatever else is drawn from the process's generators."""
+
+    def make():
+        options = {"batch_size": 2, "num_workers": workers}
+        if kind == "shuffle":
+            return DataLoader(range(9), shuffle=True, **options)
+        if kind == "replacement":
+            return DataLoader(
+                range(9), sampler=torch.utils.data.RandomSampler(range(9), replacement=True, num_samples=40), **options
+            )
+        if kind == "many":
+            generator = torch.Generator().manual_seed(4)
+            sampler = torch.utils.data.RandomSampler(range(9), num_samples=20, generator=generator)
+            return DataLoader(range(9), sampler=sampler, generator=generator, **options)
+        return DataLoader(range(9), sampler=Lazy(9, kind), **options)
+
+    seed(7)
+    loader, validation = make(), DataLoader(range(5), shuffle=True, batch_size=2)
+    wanted = [(plain_list(loader), plain_list(validation)) for _ in range(2 if workers else 3)]
+    ranks = Ranks(make, 1)
+    other = Loader(validation, world=Seat(0, 1), cursor=Cursor(), stream=ranks.streams[0], accumulate=lambda: 1)
+    for train, val in wanted:
+        before = random_state()["torch"]
+        assert torch.equal(before, random_state()["torch"])
+        assert ranks.ids() == train
+        assert torch.equal(before, random_state()["torch"])  # nothing of the process's own was drawn
+        torch.rand(5), random.random(), np.random.rand()
+        assert plain_list(other) == val
+    assert len({str(train) for train, _ in wanted}) == len(wanted)
+
+
+def test_a_validation_inside_an_epoch_and_dropout_change_nothing():
+    for kind in ("torch", "python", "own"):
+        quiet, noisy = (Ranks(lambda k=kind: DataLoader(range(12), sampler=Lazy(12, k), batch_size=2), 2) for _ in "ab")
+        validation = DataLoader(range(4), shuffle=True)
+        other = Loader(validation, world=Seat(0, 1), cursor=Cursor(), stream=noisy.streams[0], accumulate=lambda: 1)
+        wanted = [quiet.ids() for _ in range(3)]
+        for epoch in wanted:
+            found = []
+            for parts, _ in noisy.epoch(noise=True):
+                found.append(flat(parts))
+                if len(found) < 3:  # what it draws after the epoch's last batch does count, as in a plain loop
+                    list(other)
+            assert found == epoch
+
+
+def test_an_epoch_left_early_is_over():
+    """The next one draws anew, and not the rest of what this one would have drawn."""
+    for kind in LAZY:
+        ranks = Ranks(lambda k=kind: DataLoader(range(40), sampler=Lazy(40, k), batch_size=4), 1)
+        sampler = ranks.loaders[0].source.sampler
+        first, second = ranks.ids(2), ranks.ids(2)
+        assert sampler.epochs == [0, 1]
+        assert first != second
+        assert ranks.ids() not in (first, second)
+        assert ranks.loaders[0].epoch == 3
+
+
+def test_a_lazy_sampler_draws_other_numbers_in_each_epoch():
+    class Numbers(Lazy):
+        def __iter__(self):
+            for _ in range(self.n):
+                yield self.draw(10**6)
+
+    class Echo(Dataset):
+        def __getitem__(self, index):
+            return index
+
+    for kind in ("torch", "python", "numpy"):
+        for limit in (None, 5):
+            ranks = Ranks(lambda k=kind: DataLoader(Echo(), sampler=Numbers(30, k), batch_size=2), 1, limit=limit)
+            drawn = [i for _ in range(3) for batch in ranks.ids() for i in batch]
+            assert len(set(drawn)) > 0.99 * len(drawn)
+
+
+def test_batch_sampler_of_ones_own():
+    for size, n in itertools.product((1, 2, 3), (1, 5, 6, 7, 20)):
+        seed(7)
+        plain = DataLoader(range(n), batch_sampler=Uneven(n))
+        ranks = Ranks(lambda n=n: DataLoader(range(n), batch_sampler=Uneven(n)), size, 2)
+        for _ in range(2):
+            batches = plain_list(plain)
+            epoch = list(ranks.epoch())
+            rounds = [batches[i : i + size] for i in range(0, len(batches), size)]
+            assert [flat(parts) for parts, _ in epoch] == [flat(r) for r in rounds]
+            for (parts, _), r in zip(epoch, rounds, strict=True):
+                if len(r) == size:
+                    assert parts == r  # the user's own batches, untouched
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_without_batches(size):
+    for n in range(8):
+        for evaluation in (False, True):
+            ranks = Ranks(lambda n=n: DataLoader(range(n), batch_size=None), size, evaluation=evaluation)
+            found = ranks.ids()
+            assert sorted(flat(found)) == list(range(n))
+            assert len(found) == len(ranks.loaders[0])
+
+
+# -- evaluation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee
+def test_evaluation_is_exact_and_no_rank_idles():
+    for size, batch, n, _, _, k in configurations():
+        for limit in (None, 1, 2):
+            ranks = Ranks(lambda b=batch, n=n: DataLoader(range(n), batch_size=b), size, k, True, limit=limit)
+            epoch = list(ranks.epoch())
+            found = [i for parts, _ in epoch for part in parts for i in part]
+            assert found == list(range(min(n, (limit or n) * size * batch)))
+            assert len(epoch) == len(ranks.loaders[0]), (size, batch, n, limit)
+            for parts, facts in epoch:
+                assert all(fact.last for fact in facts)
+                assert all(parts) or n < size or (limit and len(found) < size)
+
+
+def test_evaluation_keeps_small_batches_of_a_batch_sampler():
+    batches = [[0], [], [1], [2], [3], [4], [5, 6], [7]]
+    for size in (2, 3):
+        ranks = Ranks(lambda: DataLoader(range(8), batch_sampler=batches), size, evaluation=True)
+        assert flat(ranks.ids()) == list(range(8))
+
+
+# -- resume ----------------------------------------------------------------------------------------------------------
+
+
+def sources():
+    yield "shuffle", lambda: DataLoader(range(23), shuffle=True, batch_size=2)
+    yield "drop_last", lambda: DataLoader(range(23), shuffle=True, batch_size=2, drop_last=True)
+    yield "uneven", lambda: DataLoader(range(23), batch_sampler=Uneven(23))
+    yield "unbatched", lambda: DataLoader(range(11), shuffle=True, batch_size=None)
+    yield (
+        "generator",
+        lambda: DataLoader(range(23), shuffle=True, batch_size=2, generator=torch.Generator().manual_seed(5)),
+    )
+    for kind in LAZY:
+        yield kind, lambda k=kind: DataLoader(range(23), sampler=Lazy(23, k), batch_size=2)
+
+
+def follow(ranks, epochs):
+    """All batches of `epochs` epochs, with the state after each step, through the codec."""
+    found = []
+    for epoch in range(epochs):
+        found += [(epoch, flat(parts), ranks.state() if facts[0].last else None) for parts, facts in ranks.epoch()]
+        found.append((epoch, None, ranks.state()))
+    return found
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(("name", "make"), [pytest.param(*pair, id=pair[0]) for pair in sources()])
+def test_resume_at_every_step(name, make):
+    for size, k in ((1, 1), (2, 3)):
+        whole = follow(Ranks(make, size, k), 2)
+        for number, (epoch, _, state) in enumerate(whole):
+            if state is None:
+                continue
+            document, tensors = encode(state)
+            resumed = Ranks(make, size, k, state=decode(document, tensors), run_seed=99)
+            left = epoch + (whole[number][1] is None)
+            rest = [batch for _ in range(left, 2) for batch in resumed.ids(noise=True)]
+            assert rest == [batch for _, batch, _ in whole[number + 1 :] if batch is not None], (size, number)
+            assert resumed.loaders[0].epoch == 2
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(("name", "make"), [pytest.param(*pair, id=pair[0]) for pair in sources()])
+def test_resume_in_another_world(name, make):
+    for before, after in ((2, 1), (1, 2), (3, 2)):
+        steps = [state for _, batch, state in follow(Ranks(make, before), 1) if batch is not None]
+        whole = flat(batch for _, batch, _ in follow(Ranks(make, 1), 1) if batch)
+        if name == "drop_last":
+            whole = plain_list(Ranks(lambda: DataLoader(range(23), shuffle=True, batch_size=1), 1).loaders[0])
+            whole = flat(whole)
+        for state in steps:
+            seen = state["loader"]["samples"]
+            rest = flat(Ranks(make, after, state=state, run_seed=1).ids())
+            if name == "drop_last":
+                assert rest == whole[seen : seen + len(rest)]
+                assert len(whole) - seen - len(rest) < 2 * after
+            else:
+                assert rest == whole[seen:]
+
+
+def test_a_state_between_loading_and_the_first_batch_is_the_same():
+    make = dict(sources())["shuffle"]
+    ranks = Ranks(make, 2)
+    left = ranks.ids(3)
+    state = ranks.state()
+    again = Ranks(make, 2, state=state, run_seed=1)
+    rest = Ranks(make, 2, state=again.state(), run_seed=2).ids()
+    assert sorted(flat(left + rest)) == list(range(23))
+
+
+def test_going_back_in_a_live_run():
+    make = dict(sources())["torch"]
+    ranks = Ranks(make, 1)
+    start, first = ranks.state(), ranks.ids()
+    ranks.ids(4)
+    for loader, stream in zip(ranks.loaders, ranks.streams, strict=True):
+        loader.load_state_dict(start["loader"])
+        stream.state = start["stream"]
+    assert ranks.ids() == first
+    assert ranks.loaders[0].epoch == 1
+
+
+def test_one_generator_for_training_and_validation():
+    """As in PyTorch's notes on reproducibility."""
+
+    def run(stop=None, state=None):
+        seed(7)
+        stream = RandomStream(random_state())
+        generator = torch.Generator().manual_seed(1)
+        train, val = (
+            Loader(
+                DataLoader(range(10), batch_size=2, shuffle=True, generator=generator),
+                world=Seat(0, 1),
+                cursor=Cursor(),
+                stream=stream,
+                accumulate=lambda: 1,
+            )
+            for _ in range(2)
+        )
+        if state:
+            train.load_state_dict(state[0])
+            val.load_state_dict(state[1])
+            stream.state = state[2]
+        found = []
+        while train.epoch < 3:
+            for batch in train:
+                found.append(batch.tolist())
+                if train.batches == 1:
+                    found += plain_list(val)
+                if len(found) == stop:
+                    return found, (train.state_dict(), val.state_dict(), stream.state)
+        return found
+
+    whole = run()
+    for stop in (6, 9, 10, 17):  # a training batch, five of validation, four of training; and again
+        begun, state = run(stop)
+        assert begun + run(state=state) == whole
+
+
+def test_no_state_inside_a_group():
+    ranks = Ranks(lambda: DataLoader(range(8)), 1, 4)
+    batches = iter(ranks.loaders[0])
+    for number in range(1, 9):
+        next(batches)
+        if number % 4:
+            with pytest.raises(ValueError, match="inside a group"):
+                ranks.state()
+        else:
+            assert ranks.state()["loader"]["samples"] == number
+
+
+def test_the_length_stays_after_a_resume():
+    ranks = Ranks(lambda: DataLoader(range(20)), 2, limit=7)
+    assert len(ranks.loaders[0]) == 7
+    ranks.ids(3)
+    again = Ranks(lambda: DataLoader(range(20)), 2, state=ranks.state(), limit=7)
+    assert len(again.ids()) == 4
+    assert len(again.loaders[0]) == 7
+
+
+# -- workers ---------------------------------------------------------------------------------------------------------
+
+
+class Augmented(Dataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __getitem__(self, index):
+        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+
+    def __len__(self):
+        return self.n
+
+
+def augmented(size, workers, persistent=False, state=None, stop=None, subset=False, generator=False, epochs=2):
+    def make():
+        data = Subset(Augmented(20), list(range(10))) if subset else Augmented(10)
+        return DataLoader(
+            data,
+            batch_size=2,
+            shuffle=True,
+            num_workers=workers,
+            persistent_workers=persistent,
+            generator=torch.Generator().manual_seed(3) if generator else None,
+        )
+
+    ranks = Ranks(make, size, state=state, run_seed=7 if state is None else 99)
+    found = []
+    while ranks.loaders[0].epoch < epochs:
+        for pieces in zip(*ranks.loaders, strict=True):
+            shares = [p for p, c in zip(pieces, ranks.cursors, strict=True) if c.micro.samples]
+            found.append(torch.cat(shares).tolist())
+            torch.rand(2)
+            if len(found) == stop:
+                return found, ranks.state()
+    return found
+
+
+@pytest.mark.guarantee
+def test_workers_augment_alike_whatever_their_number():
+    whole = augmented(1, 1)
+    assert len({tuple(sample[1:]) for batch in whole for sample in batch}) == 20  # every sample its own numbers
+    assert augmented(1, 2, subset=True) == whole
+    assert flat(augmented(2, 1, epochs=1)) == flat(whole[:5])
+    varied = augmented(1, 1, generator=True)
+    assert len({tuple(sample[1:]) for batch in varied for sample in batch}) == 20  # in the second epoch too
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("persistent", [False, True])
+def test_resume_with_workers(persistent):
+    whole = augmented(1, 2, persistent)
+    for stop in (2, 5, 7):
+        begun, state = augmented(1, 2, persistent, stop=stop)
+        assert begun + augmented(1, 1, persistent, state=state) == whole, stop
+    _, state = augmented(1, 2, persistent, stop=2, generator=True)
+    assert augmented(1, 2, persistent, state=state, generator=True) == augmented(1, 2, persistent, generator=True)[2:]
+
+
+def use_the_dataset(_):
+    torch.utils.data.get_worker_info().dataset.opened = 5.0
+
+
+class Opened(Augmented):
+    opened = 0.0
+
+    def __getitem__(self, index):
+        return self.opened
+
+
+def test_what_a_worker_init_fn_sets_reaches_the_dataset():
+    loader = DataLoader(Opened(2), num_workers=1, worker_init_fn=use_the_dataset)
+    assert Ranks(lambda: loader, 1).ids() == [[5], [5]]
+
+
+# -- streams ---------------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    """Numbers in a shuffled order, drawn from the generators of the process."""
+
+    def __init__(self, n, shuffle=True):
+        self.n, self.shuffle = n, shuffle
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        numbers = range(info.id, self.n, info.num_workers) if info else range(self.n)
+        left = list(numbers)
+        while left:
+            yield left.pop(random.randrange(len(left)) if self.shuffle else 0)
+
+
+class Counting(Stream):
+    """Knows where it is."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.left = list(range(n))
+        self.reads = 0
+
+    def __iter__(self):
+        while self.left:
+            self.reads += 1
+            yield self.left.pop(random.randrange(len(self.left)))
+        self.left = list(range(self.n))
+
+    def state_dict(self):
+        return {"left": list(self.left)}
+
+    def load_state_dict(self, state):
+        self.left = list(state["left"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streams(workers):
+    for size, n, k in itertools.product((1, 2), (0, 1, 3, 7, 8) if not workers else (7,), (1, 3)):
+        ranks = Ranks(lambda n=n: DataLoader(Stream(n), batch_size=2, num_workers=workers), size, k)
+        for _ in range(2):
+            group, found = [], []
+            for parts, facts in ranks.epoch(noise=True):
+                found += flat(parts)
+                group.append((parts, facts))
+                if facts[0].last:
+                    every = [i for parts, _ in group for part in parts for i in part]
+                    gradient = sum(
+                        fact.scale * (sum(part) / len(part)) if part else fact.scale
+                        for parts, facts in group
+                        for part, fact in zip(parts, facts, strict=True)
+                    )
+                    assert gradient / size == pytest.approx(sum(every) / len(every), abs=1e-12)
+                    group = []
+            assert sorted(found) == list(range(n))
+            assert not group
+        assert ranks.loaders[0].length is None
+
+
+def test_a_streams_order_is_the_plain_loops_and_differs_between_epochs():
+    seed(7)
+    plain = DataLoader(Stream(12), batch_size=2)
+    wanted = [plain_list(plain) for _ in range(3)]
+    one, two = (Ranks(lambda b=b: DataLoader(Stream(12), batch_size=b), 1 if b == 2 else 2) for b in (2, 1))
+    for epoch in wanted:
+        assert one.ids(noise=True) == epoch
+        assert flat(two.ids(noise=True)) == flat(epoch)
+    assert len({str(epoch) for epoch in wanted}) == 3
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("kind", ["stream", "counting", "workers", "batches"])
+def test_streams_resume(kind):
+    def make():
+        if kind == "batches":
+            return Batches()
+        data = Counting(11) if kind == "counting" else Stream(11)
+        return DataLoader(data, batch_size=2, num_workers=2 if kind == "workers" else 0)
+
+    for before, after in ((1, 1), (2, 2), (2, 1)):
+        if kind == "batches" and before != after:
+            continue
+        whole = follow(Ranks(make, before, 1), 2)
+        wanted = [i for _, batch, _ in whole if batch is not None for i in batch]
+        for number, (epoch, _, state) in list(enumerate(whole))[:: 3 if kind == "workers" else 1]:
+            resumed = Ranks(make, after, state=state, run_seed=3)
+            left = epoch + (whole[number][1] is None)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                rest = [i for _ in range(left, 2) for batch in resumed.ids(noise=True) for i in batch]
+            done = sum(len(b) for _, b, _ in whole[: number + 1] if b is not None)
+            assert rest == wanted[done:], (before, after, number)
+            said = [w for w in caught if "read again" in str(w.message)]
+            assert len(said) == (0 if kind == "counting" or not state["loader"]["samples"] else after)
+            if kind == "counting":
+                assert resumed.loaders[0].source.dataset.reads == len(rest)
+
+
+class Batches:
+    """An iterable of batches that draws from the process."""
+
+    def __iter__(self):
+        for _ in range(5):
+            yield random.sample(range(100), 3)
+
+
+def test_iterables_of_batches():
+    for size in (1, 2):
+        ranks = Ranks(lambda: [[0, 1], [2, 3], [4, 5]], size, 2)
+        assert flat(ranks.ids()) == list(range(6))
+        assert len(ranks.loaders[0]) == -(-3 // size)
+        weights = [[fact.scale for fact in facts] for _, facts in ranks.epoch()]
+        total = sum(map(sum, weights)) / size
+        assert total == pytest.approx(2 if size == 1 else 1)  # so many groups
+        assert flat(Ranks(lambda: iter([[0], [1]]), size).ids()) == [0, 1]
+    with pytest.raises(TypeError, match="int"):
+        Ranks(lambda: 3, 1)
+
+
+def test_a_limit_on_a_stream():
+    for size, k, limit in itertools.product((1, 2), (1, 3), (0, 1, 2, 4)):
+        ranks = Ranks(lambda: DataLoader(Stream(100, False), batch_size=2), size, k, limit=limit)
+        assert ranks.loaders[0].length == limit
+        epoch = list(ranks.epoch())
+        assert flat((flat(parts) for parts, _ in epoch)) == list(range(2 * limit * size))
+        assert not epoch or epoch[-1][1][0].last
+
+
+# -- loaders of one's own --------------------------------------------------------------------------------------------
+
+
+class Negated(DataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield -batch
+
+
+class Deaf(DataLoader):
+    def __iter__(self):
+        return iter([torch.tensor([0]), torch.tensor([1])])
+
+
+class Choosy(DataLoader):
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), 0, None, 2)
+
+
+def test_subclasses_keep_their_class_and_stay_as_they_are():
+    seed(7)
+    wanted = [plain_list(Negated(range(9), batch_size=4, shuffle=True)) for _ in range(2)]
+    seed(7)
+    source = Negated(range(9), batch_size=2, shuffle=True)
+    before = dict(vars(source))
+    ranks = Ranks(lambda: source, 2)
+    assert type(ranks.loaders[0]._view) is Negated
+    for epoch in wanted:
+        state = random_state()["torch"]
+        assert ranks.ids() == epoch
+        assert torch.equal(state, random_state()["torch"])
+    after = vars(source)
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+    begun = Ranks(lambda: Negated(range(9), batch_size=2, shuffle=True), 2)
+    whole = begun.ids(1)
+    resumed = Ranks(lambda: Negated(range(9), batch_size=2, shuffle=True), 2, state=begun.state(), run_seed=5)
+    assert whole + resumed.ids() == wanted[0]
+
+
+@pytest.mark.parametrize("kind", [Deaf, Choosy])
+def test_a_loader_that_can_not_be_sharded(kind):
+    with pytest.raises(ValueError, match=f"{kind.__name__} does not yield one batch for each.*iter"):
+        Ranks(lambda: kind(range(4)), 2).ids()
+
+
+def test_out_of_order_loaders_are_refused():
+    with pytest.raises(ValueError, match="in_order=True"):
+        Ranks(lambda: DataLoader(range(4), in_order=False), 1)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_users_distributed_sampler_is_respected(inside):
+    def make(rank):
+        sampler = DistributedSampler(range(8), 2, rank, shuffle=True, seed=3)
+        if inside:
+            return DataLoader(range(8), batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False))
+        return DataLoader(range(8), sampler=sampler, batch_size=2)
+
+    ranks = iter((0, 1))
+    both = Ranks(lambda: make(next(ranks)), 2)
+    for epoch in range(2):
+        wanted = []
+        for rank in (0, 1):
+            sampler = DistributedSampler(range(8), 2, rank, shuffle=True, seed=3)
+            sampler.set_epoch(epoch)
+            wanted.append(list(sampler))
+        pieces = [parts for parts, _ in both.epoch()]
+        assert [flat(p[rank] for p in pieces) for rank in (0, 1)] == wanted
+
+
+def test_the_cursor_comes_back_to_the_outer_loop():
+    ranks = Ranks(lambda: DataLoader(range(4)), 1)
+    cursor = ranks.cursors[0]
+    inner = Loader(DataLoader(range(3)), world=Seat(0, 1), cursor=cursor, stream=ranks.streams[0], accumulate=lambda: 1)
+    for _ in ranks.loaders[0]:
+        here = cursor.micro
+        for _ in inner:
+            assert cursor.micro is not here
+            break
+        assert cursor.micro is here
+        list(inner)
+        assert cursor.micro is here
+    assert cursor.micro is None
+
+
+def test_groups():
+    for n, k in ((7, 3), (6, 3), (1, 4)):
+        ranks = Ranks(lambda n=n: DataLoader(range(n)), 1, k)
+        groups = [[int(batch) for batch in group] for group in ranks.loaders[0].groups()]
+        assert groups == [list(range(n))[i : i + k] for i in range(0, n, k)]

@@ -1,0 +1,43 @@
+"""The arithmetic of shares and weights."""
+
+import itertools
+from fractions import Fraction
+
+import pytest
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from treadle.engine.order import GroupPlanner, share, sized
+
+
+def test_shares_are_contiguous_and_even():
+    for size, count in itertools.product(range(1, 6), range(20)):
+        parts = [list(range(count))[share(count, rank, size)] for rank in range(size)]
+        assert [i for part in parts for i in part] == list(range(count))
+        lengths = [len(part) for part in parts]
+        assert lengths == sorted(lengths, reverse=True)
+        assert lengths[0] - lengths[-1] <= 1
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("sizes", [[(4, 4), (4, 4)], [(3, 5), (0, 2), (1, 1)], [(0, 0)], [(7, 11)]])
+def test_weights_of_a_group(sizes):
+    total = sum(every for _, every in sizes)
+    planner = GroupPlanner(0, 3, lambda: 1)
+    micros = list(planner.plan(sizes, consumed=100))
+    assert [m.last for m in micros] == [False] * (len(sizes) - 1) + [True]
+    assert [m.samples for m in micros] == [own for own, _ in sizes]
+    assert [m.group_samples for m in micros] == [total] * len(sizes)
+    assert [m.consumed - 100 for m in micros] == list(itertools.accumulate(every for _, every in sizes))
+    for micro, (own, _) in zip(micros, sizes, strict=True):
+        assert micro.scale == (float(Fraction(3 * own, total)) if total else 0.0)
+
+
+def test_sized():
+    class Endless(SequentialSampler):
+        def __len__(self):
+            raise TypeError("no length")
+
+    assert sized([1, 2]) == 2
+    assert sized(iter([1])) is None
+    assert sized(Endless(range(3))) is None
+    assert sized(RandomSampler(range(3))) == 3
+    assert sized(DataLoader(range(5), batch_size=2)) == 3

@@ -1,0 +1,189 @@
+"""Finding one's place, and every way to be told a wrong one."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from processes import run
+from treadle.strategies import LaunchEnvironment, Precision, World
+
+WHOLE = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in (*WHOLE, "TREADLE_SUPERVISOR"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_whole_environment():
+    env = LaunchEnvironment.read(WHOLE)
+    assert env == LaunchEnvironment(rank=1, world_size=4, local_rank=1, local_world_size=2, node_rank=0)
+    alone = LaunchEnvironment.read({name: WHOLE[name] for name in NEEDED})
+    assert (alone.local_rank, alone.local_world_size, alone.node_rank) == (0, 1, 1)
+    assert LaunchEnvironment.read({}) is None
+    assert LaunchEnvironment.read({"MASTER_ADDR": "here", "MASTER_PORT": "1"}) is None
+
+
+@pytest.mark.guarantee
+def test_half_an_environment_names_what_is_missing():
+    for count in range(1, len(WHOLE)):
+        for names in itertools.combinations(WHOLE, count):
+            missing = [name for name in NEEDED if name not in names]
+            told = any(name in names for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+            if not missing or not told:
+                continue
+            with pytest.raises(ValueError, match=rf"^{missing[0]} is not set, but \w+="):
+                LaunchEnvironment.read({name: WHOLE[name] for name in names})
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("RANK", "abc", "not a whole number"),
+        ("RANK", "4", "from 0 to 3"),
+        ("RANK", "-1", "from 0 to 3"),
+        ("WORLD_SIZE", "0", "at least 1"),
+        ("WORLD_SIZE", "", "not a whole number"),
+        ("WORLD_SIZE", "2.0", "not a whole number"),
+        ("LOCAL_RANK", "2", "below LOCAL_WORLD_SIZE=2"),
+        ("LOCAL_WORLD_SIZE", "9", "from 1 to 4"),
+        ("GROUP_RANK", "x", "not a whole number"),
+    ],
+)
+def test_bad_numbers(name, value, says):
+    with pytest.raises(ValueError, match=f"{name}.*{says}"):
+        LaunchEnvironment.read({**WHOLE, name: value})
+
+
+def test_a_local_rank_without_a_local_size():
+    env = {name: value for name, value in WHOLE.items() if name != "LOCAL_WORLD_SIZE"}
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE, which is not set"):
+        LaunchEnvironment.read(env)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"accelerator": "gpuu"}, "Did you mean 'gpu'"),
+        ({"accelerator": None}, "accelerator=None"),
+        ({"devices": 0}, "devices=0"),
+        ({"devices": "two"}, "devices='two'"),
+        ({"devices": ""}, "at least 1"),
+        ({"devices": []}, "names no device"),
+        ({"devices": [0, 0]}, "one twice"),
+        ({"devices": [-1]}, r"devices=\[-1\]"),
+        ({"devices": ["0"]}, r"devices=\['0'\]"),
+        ({"devices": [True]}, r"devices=\[True\]"),
+        ({"num_nodes": 2}, "needs a launcher"),
+    ],
+)
+def test_wrong_flags(options, says):
+    with pytest.raises(ValueError, match=says):
+        World.from_env(**{"accelerator": "cpu", **options})
+
+
+@pytest.mark.parametrize("devices", [True, 1.5, None])
+def test_devices_of_a_wrong_type(devices):
+    with pytest.raises(TypeError, match="devices="):
+        World.from_env("cpu", devices)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_there():
+    with pytest.raises(ValueError, match="no CUDA device"):
+        World.from_env("cuda")
+
+
+def test_flags_against_the_launcher(no_launcher):
+    for name, value in WHOLE.items():
+        no_launcher.setenv(name, value)
+    with pytest.raises(ValueError, match=r"devices=3 asks for 3 .* started 2"):
+        World.from_env("cpu", 3)
+    with pytest.raises(ValueError, match="num_nodes=3, but the launcher started 2"):
+        World.from_env("cpu", num_nodes=3)
+
+
+def test_a_world_of_one_answers_at_once():
+    world = World.from_env("cpu", 1)
+    tensor = torch.tensor([2.0])
+    assert (world.rank, world.size, world.is_main, world.device.type) == (0, 1, True, "cpu")
+    assert world.all_reduce(tensor, "mean") is tensor
+    assert world.all_gather(tensor) == [tensor]
+    assert world.gather_objects("x") == ["x"]
+    assert world.broadcast("x") == "x"
+    assert world.broadcast_tensor(tensor) is tensor
+    assert world.start_all_reduce(tensor) is None
+    assert (world.any(True), world.any(False), world.all(True), world.all(False)) == (True, False, True, False)
+    world.barrier()
+    with pytest.raises(ValueError, match="Did you mean 'mean'"):
+        world.all_reduce(tensor, "maen")
+    with pytest.raises(KeyError):
+        world.raise_together(KeyError("own"))
+
+
+def exchanges():
+    world = World.from_env("cpu")
+    rank = world.rank
+    found = [world.all_reduce(torch.tensor([rank + 1.0]), op).item() for op in ("sum", "mean", "max", "min")]
+    found += [t.tolist() for t in world.all_gather(torch.tensor([rank]))]
+    found += [world.gather_objects({"r": rank}), world.broadcast(f"from {rank}", 1)]
+    found += [world.any(rank == 1), world.all(rank == 1), world.broadcast_tensor(torch.tensor(rank), 1).item()]
+    work = world.start_all_reduce(votes := torch.ones(4))
+    work.wait()
+    found.append(votes.tolist())
+    try:
+        world.raise_together(KeyError("broken") if rank else None)
+    except (KeyError, RuntimeError) as error:
+        return found, f"{type(error).__name__}: {error}"
+
+
+def test_two_processes():
+    first, second = run(exchanges, 2)
+    wanted = [3.0, 1.5, 2.0, 1.0, [0], [1], [{"r": 0}, {"r": 1}], "from 1", True, False, 1, [2.0] * 4]
+    assert first == (wanted, "RuntimeError: rank 1 failed: KeyError: 'broken'")
+    assert second == (wanted, "KeyError: 'broken'")
+
+
+def test_precision_names():
+    for value, name in (
+        (None, "32-true"),
+        ("no", "32-true"),
+        (16, "16-mixed"),
+        ("bf16", "bf16-mixed"),
+        (64, "64-true"),
+    ):
+        assert Precision.parse(value).name == name
+    for bad in (True, 8, "bf16-mxed", [16], 32.0):
+        with pytest.raises(ValueError, match="is not one of 32-true"):
+            Precision.parse(bad)
+    with pytest.raises(ValueError, match="Did you mean 'bf16-mixed'"):
+        Precision.parse("bf16-mxed")
+
+
+def test_contexts_may_be_entered_again():
+    generator = random.Random(3)
+    for name in ("bf16-mixed", "16-mixed", "bf16-true", "64-true"):
+        context = Precision.parse(name).context(torch.device("cpu"))
+        outside = torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype, torch.ones(1).dtype
+        inside = None
+        for depth in (1, 2, generator.randrange(3, 6)):
+            for _ in range(depth):
+                context.__enter__()
+                inside = torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
+            assert inside != torch.float32
+            for _ in range(depth):
+                context.__exit__(None, None, None)
+            assert (torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype, torch.ones(1).dtype) == outside

@@ -1,0 +1,570 @@
+"""What a person gets wrong, and the words that say so: the value, the rule, the fix. Nothing is ignored in silence."""
+
+import re
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from treadle.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
+from treadle.engine import move_data_to_device
+from treadle.loggers import CSVLogger
+
+import treadle
+
+NAN = float("nan")
+
+
+def trainer(**flags):
+    quiet = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return treadle.Trainer(**{**quiet, "max_epochs": 1, **flags})
+
+
+class Plain(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Validated(Plain):
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch[0]).mean())
+
+
+def loader(samples=6, batch_size=2, **options):
+    return DataLoader(TensorDataset(torch.ones(samples, 2)), batch_size=batch_size, **options)
+
+
+def with_step(step):
+    return type("Odd", (Plain,), {"training_step": lambda self, batch, batch_idx: step(self)})()
+
+
+def with_optimizers(configure):
+    return type("Odd", (Plain,), {"configure_optimizers": configure})()
+
+
+def says(error, *words):
+    """A check that `error` comes, with each of `words` in its text."""
+    return pytest.raises(error, match="".join(f"(?=.*{re.escape(word)})" for word in words).join(("(?s)", "")))
+
+
+FLAGS = [
+    ({"strategy": "fdsp"}, ValueError, "strategy='fdsp'", "ddp", "Did you mean"),
+    ({"strategy": 5}, TypeError, "strategy=5", "name or a Strategy"),
+    ({"accelerator": "tpu"}, ValueError, "accelerator='tpu'", "auto, cpu"),
+    ({"accelerator": 3}, ValueError, "accelerator=3"),
+    ({"devices": 0}, ValueError, "devices=0", "at least 1"),
+    ({"devices": "x"}, ValueError, "devices='x'", "'auto'"),
+    ({"devices": [0, 0]}, ValueError, "devices=[0, 0]", "twice"),
+    ({"devices": 1.5}, TypeError, "devices=1.5", "float"),
+    ({"num_nodes": 2}, ValueError, "num_nodes=2", "torchrun"),
+    ({"precision": "fp8"}, ValueError, "precision='fp8'", "bf16-mixed", "Did you mean"),
+    ({"precision": [16]}, ValueError, "precision=[16]"),
+    ({"fast_dev_run": 0.5}, ValueError, "fast_dev_run=0.5", "whole number"),
+    ({"fast_dev_run": "yes"}, ValueError, "fast_dev_run='yes'", "whole number"),
+    ({"fast_dev_run": -1}, ValueError, "fast_dev_run=-1", "at least 0"),
+    ({"max_epochs": -2}, ValueError, "max_epochs=-2", "at least -1"),
+    ({"max_epochs": 1.5}, ValueError, "max_epochs=1.5", "whole number"),
+    ({"max_epochs": True}, ValueError, "max_epochs=True", "whole number"),
+    ({"max_steps": None}, ValueError, "max_steps=None", "whole number"),
+    ({"max_steps": "9"}, ValueError, "max_steps='9'", "whole number"),
+    ({"min_epochs": -1}, ValueError, "min_epochs=-1", "at least 0"),
+    ({"min_steps": 2.5}, ValueError, "min_steps=2.5", "whole number"),
+    ({"min_epochs": 5, "max_epochs": 2}, ValueError, "min_epochs=5", "max_epochs=2"),
+    ({"min_steps": 5, "max_steps": 2}, ValueError, "min_steps=5", "max_steps=2"),
+    ({"max_time": "1h"}, ValueError, "max_time='1h'", "DD:HH:MM:SS"),
+    ({"max_time": 5}, TypeError, "max_time=5", "timedelta"),
+    ({"max_time": {"hour": 1}}, TypeError, "max_time={'hour': 1}", "hours"),
+    ({"max_time": timedelta(seconds=-3)}, ValueError, "max_time=", "more than no time"),
+    *[
+        ({f"limit_{kind}_batches": value}, error, f"limit_{kind}_batches={value!r}", "from 0.0 to 1.0")
+        for kind in ("train", "val", "test", "predict")
+        for value, error in ((-1, ValueError), (1.5, ValueError), (NAN, ValueError), ("all", TypeError))
+    ],
+    ({"limit_train_batches": True}, TypeError, "limit_train_batches=True", "whole number"),
+    ({"val_check_interval": 0}, ValueError, "val_check_interval=0", "limit_val_batches=0"),
+    ({"val_check_interval": 2.5}, ValueError, "val_check_interval=2.5", "from 0.0 to 1.0"),
+    ({"val_check_interval": "1"}, TypeError, "val_check_interval='1'"),
+    ({"check_val_every_n_epoch": 0}, ValueError, "check_val_every_n_epoch=0", "at least 1"),
+    ({"check_val_every_n_epoch": None}, ValueError, "check_val_every_n_epoch=None"),
+    ({"num_sanity_val_steps": -2}, ValueError, "num_sanity_val_steps=-2", "at least -1"),
+    ({"log_every_n_steps": 1.0}, ValueError, "log_every_n_steps=1.0", "whole number"),
+    ({"accumulate_grad_batches": 0}, ValueError, "accumulate_grad_batches=0", "at least 1"),
+    ({"accumulate_grad_batches": {0: 2}}, ValueError, "accumulate_grad_batches={0: 2}"),
+    ({"gradient_clip_val": 0}, ValueError, "gradient_clip_val=0", "above 0"),
+    ({"gradient_clip_val": "1"}, ValueError, "gradient_clip_val='1'", "above 0"),
+    ({"gradient_clip_val": NAN}, ValueError, "gradient_clip_val=nan", "above 0"),
+    ({"gradient_clip_algorithm": "l2"}, ValueError, "gradient_clip_algorithm='l2'", "norm, value"),
+    ({"deterministic": "yes"}, ValueError, "deterministic='yes'", "'warn'"),
+    *[
+        ({flag: "False"}, TypeError, f"{flag}='False'", "True or False")
+        for flag in (
+            "benchmark",
+            "inference_mode",
+            "use_distributed_sampler",
+            "detect_anomaly",
+            "enable_checkpointing",
+            "enable_progress_bar",
+            "enable_model_summary",
+        )
+    ],
+    ({"default_root_dir": 5}, TypeError, "default_root_dir=5", "path"),
+    ({"on_nonfinite": "stop"}, ValueError, "on_nonfinite='stop'", "raise, skip, ignore"),
+    ({"logger": "tensorboard"}, TypeError, "logger", "'tensorboard'"),
+    ({"logger": [5]}, TypeError, "logger", "5"),
+    ({"callbacks": 5}, TypeError, "callbacks", "5"),
+    ({"callbacks": "bar"}, TypeError, "callbacks", "'bar'"),
+    ({"callbacks": EarlyStopping}, TypeError, "callbacks", "EarlyStopping"),
+    ({"callbacks": [EarlyStopping]}, TypeError, "callbacks", "put () behind it"),
+    ({"callbacks": [treadle.Callback()] * 2}, ValueError, "same Callback object twice"),
+    ({"enable_checkpointing": False, "callbacks": ModelCheckpoint()}, ValueError, "enable_checkpointing=False"),
+    ({"enable_progress_bar": False, "callbacks": TQDMProgressBar()}, ValueError, "enable_progress_bar=False"),
+    ({"max_epoch": 3}, TypeError, "no argument 'max_epoch'", "Did you mean 'max_epochs'"),
+    ({"acumulate_grad_batches": 3}, TypeError, "Did you mean 'accumulate_grad_batches'"),
+    ({"gpus": 1}, TypeError, "no argument 'gpus'"),
+]
+
+
+@pytest.mark.parametrize(("flags", "error", "words"), [(f, e, w) for f, e, *w in FLAGS], ids=lambda value: str(value))
+def test_flags(flags, error, words):
+    with says(error, *words):
+        treadle.Trainer(**{"accelerator": "cpu", **flags})
+
+
+class Nothing(torch.utils.data.Dataset):
+    def __len__(self):
+        return 0
+
+
+class Dry(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+def test_a_loader_that_yields_nothing():
+    batch = [torch.ones(2, 2)]
+    for source, flags, words in [
+        (DataLoader(Nothing()), {}, ["Nothing", "empty"]),
+        (loader(3, 8, drop_last=True), {}, ["3 samples", "drop_last=True", "lower batch_size"]),
+        (iter([]), {}, ["run through again"]),
+        (iter([batch, batch]), {"max_epochs": 2}, ["run through again"]),  # exhausted in the first epoch
+        (DataLoader(Dry()), {}, ["yielded no batch"]),
+        ([], {}, ["yielded no batch"]),
+        (loader(), {"limit_train_batches": 0}, ["limit_*_batches"]),
+        (loader(), {"limit_train_batches": 0.01}, ["limit_train_batches=0.01", "3 batches", "at least"]),
+        (iter([batch]), {"limit_train_batches": 0.5}, ["limit_train_batches=0.5", "no length"]),
+        (None, {}, ["training loader", "train_dataloader"]),
+    ]:
+        with says(ValueError, *words):
+            trainer(**flags).fit(Plain(), source)
+    with says(ValueError, "validate loader", "empty"):
+        trainer().fit(Validated(), loader(), DataLoader(Nothing()))
+    with says(ValueError, "validate needs a loader"):
+        trainer().validate(Validated())
+    with says(ValueError, "limit_*_batches"):
+        trainer(limit_val_batches=0).validate(Validated(), loader())
+
+
+def test_things_that_are_no_loader():
+    for source, words in [
+        (5, ["loader", "int", "5"]),
+        ("data.csv", ["str", "DataLoader"]),
+        (torch.ones(4, 2), ["Tensor", "DataLoader"]),
+        (TensorDataset(torch.ones(4, 2)), ["TensorDataset", "single samples", "DataLoader"]),
+    ]:
+        with says(TypeError, *words):
+            trainer().fit(Plain(), source)
+        with says(TypeError, *words):
+            trainer().validate(Validated(), source)
+    for several in ({"a": loader()}, {"a": [[torch.ones(2, 2)]]}, [loader(), loader()]):
+        with says(ValueError, "several training loaders"):
+            trainer().fit(Plain(), several)
+
+
+def test_val_check_interval_that_never_comes():
+    with says(ValueError, "val_check_interval=10", "3 batches"):
+        trainer(val_check_interval=10).fit(Validated(), loader(), loader())
+    with says(ValueError, "val_check_interval=0.5", "no length", "whole number"):
+        trainer(val_check_interval=0.5).fit(Validated(), iter([[torch.ones(2, 2)]]), loader())
+
+
+def test_what_training_step_returns():
+    def net(task):
+        return task.net(torch.ones(3, 2)).squeeze(1)
+
+    for step, error, words in [
+        (lambda t: None, ValueError, ["None", "Return the loss"]),
+        (lambda t: {"los": net(t).mean()}, ValueError, ["'loss' is None", "los"]),
+        (lambda t: {"loss": 1.0}, ValueError, ["'loss' is 1.0", "tensor"]),
+        (lambda t: 1.0, TypeError, ["float", "tensor"]),
+        (lambda t: [net(t).mean()], TypeError, ["list", "tensor"]),
+        (lambda t: net(t).mean().detach(), ValueError, ["without a gradient", "detach"]),
+        (lambda t: torch.tensor(3), ValueError, ["without a gradient"]),
+        (net, ValueError, ["shape (3,)", "mean()"]),
+        (lambda t: {"loss": net(t)}, ValueError, ["shape (3,)", "mean()"]),
+        (lambda t: {"loss": net(t).mean(), "weight": -1}, ValueError, ["weight -1", "at least 0"]),
+        (lambda t: {"loss": net(t).mean(), "weight": NAN}, ValueError, ["weight nan"]),
+        (lambda t: {"loss": net(t).mean(), "weight": "a"}, ValueError, ["weight 'a'", "one number"]),
+        (lambda t: {"loss": net(t).mean(), "weight": torch.ones(3)}, ValueError, ["weight a tensor of shape (3,)"]),
+    ]:
+        with says(error, *words):
+            trainer().fit(with_step(step), loader())
+    trainer().fit(with_step(lambda t: net(t).mean().reshape(1)), loader())  # one number, whatever its shape
+
+
+def adam(task):
+    return torch.optim.SGD(task.parameters(), lr=0.1)
+
+
+def steps(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def plateau(optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+def scheduled(**config):
+    def configure(task):
+        optimizer = adam(task)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": steps(optimizer), **config}}
+
+    return configure
+
+
+def of(make):
+    """configure_optimizers that makes what it returns from one optimizer of the task."""
+    return lambda task: make(adam(task))
+
+
+@pytest.mark.parametrize(
+    ("configure", "error", "words"),
+    [
+        (lambda t: "adam", TypeError, ["str", "an optimizer"]),
+        (lambda t: 5, TypeError, ["int", "two lists"]),
+        (lambda t: torch.optim.SGD, TypeError, ["type", "an optimizer"]),
+        (lambda t: (o for o in [adam(t)]), TypeError, ["generator"]),
+        (lambda t: [], ValueError, ["empty list"]),
+        (lambda t: ([], []), ValueError, ["empty"]),
+        (of(lambda o: ([], [steps(o)])), ValueError, ["optimizers, is empty"]),
+        (of(lambda o: (o, steps(o))), TypeError, ["StepLR", "two lists (optimizers, schedulers)"]),
+        (of(lambda o: ([o], steps(o))), TypeError, ["list where an optimizer stands"]),
+        (of(lambda o: ([o], [steps(o)], [1])), TypeError, ["list where an optimizer stands"]),
+        (lambda t: [adam(t), adam(t)], ValueError, ["2 optimizers", "groups of one"]),
+        (lambda t: {"lr_scheduler": 1}, ValueError, ["without 'optimizer'"]),
+        (lambda t: {"optimizer": None}, TypeError, ["NoneType"]),
+        (of(lambda o: {"optimizer": o, "lr_schedular": 1}), ValueError, ["'lr_schedular'", "mean 'lr_scheduler'"]),
+        (of(lambda o: {"optimizer": o, "lr_scheduler": "cosine"}), TypeError, ["step()", "'cosine'"]),
+        (of(lambda o: {"optimizer": o, "lr_scheduler": [steps(o)]}), TypeError, ["step()"]),
+        (of(lambda o: {"optimizer": o, "lr_scheduler": {"interval": "step"}}), ValueError, ["no 'scheduler'"]),
+        (scheduled(intervall="step"), ValueError, ["'intervall'", "Did you mean 'interval'"]),
+        (scheduled(interval="batch"), ValueError, ["interval='batch'", "epoch, step"]),
+        (scheduled(frequency=0), ValueError, ["frequency=0", "at least 1"]),
+        (scheduled(frequency=True), ValueError, ["frequency=True"]),
+        (of(lambda o: {"optimizer": o, "lr_scheduler": plateau(o)}), ValueError, ["ReduceLROnPlateau", "'monitor'"]),
+        (of(lambda o: {"optimizer": o, "lr_scheduler": plateau(o), "monitor": "vall"}), ValueError, ["'vall'", "los"]),
+        (lambda t: {"optimizer": adam(t), "lr_scheduler": steps(adam(t))}, ValueError, ["StepLR", "another optimizer"]),
+        (lambda t: adam(nn.Linear(2, 2)), ValueError, ["none of Odd's parameters", "self.parameters()"]),
+    ],
+)
+def test_what_configure_optimizers_returns(configure, error, words):
+    class Odd(Plain):
+        configure_optimizers = configure
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("los", loss)
+            return loss
+
+    with says(error, *words):
+        trainer().fit(Odd(), loader())
+
+
+def test_a_plateau_that_may_miss_its_value():
+    class Lenient(Plain):
+        def configure_optimizers(self):
+            optimizer = adam(self)
+            config = {"scheduler": plateau(optimizer), "monitor": "never", "strict": False}
+            return {"optimizer": optimizer, "lr_scheduler": config}
+
+    run = trainer()
+    run.fit(Lenient(), loader())
+    assert run.global_step == 3
+
+
+def test_missing_steps():
+    class NoStep(treadle.TaskModule):
+        configure_optimizers = Plain.configure_optimizers
+
+    class NoOptimizer(treadle.TaskModule):
+        training_step = Plain.training_step
+
+    for task, words in [
+        (NoStep(), ["NoStep", "training_step"]),
+        (NoOptimizer(), ["NoOptimizer", "configure_optimizers"]),
+    ]:
+        with says(ValueError, *words):
+            trainer().fit(task, loader())
+    for stage, words in [
+        ("validate", "validation_step"),
+        ("test", "test_step"),
+        ("predict", "predict_step or a forward"),
+    ]:
+        with says(ValueError, f"{stage} needs", words, "Plain has none"):
+            getattr(trainer(), stage)(Plain(), loader())
+    with pytest.warns(UserWarning, match="Plain has no validation_step"):
+        trainer().fit(Plain(), loader(), loader())
+    with pytest.warns(UserWarning, match="no validation loader"):
+        trainer().fit(Validated(), loader())
+    with pytest.warns(UserWarning, match="no validation loader"):
+        trainer().fit(Validated(), loader(), [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer(limit_val_batches=0).fit(Validated(), loader())
+        trainer().fit(Validated(), loader(), loader())
+    with says(ValueError, "2 loaders", "dataloader_idx"):
+        trainer().fit(Validated(), loader(), [loader(), loader()])
+
+
+def test_the_wrong_kind_of_task():
+    class Forgot(treadle.TaskModule):
+        def __init__(self):
+            self.number = 1
+
+        training_step = Plain.training_step
+        configure_optimizers = Plain.configure_optimizers
+
+    class Manual(Plain):
+        automatic_optimization = False
+
+    for task, error, words in [
+        (nn.Linear(2, 1), TypeError, ["TaskModule", "Linear"]),
+        (Plain, TypeError, ["Plain", "put () behind it"]),
+        (Forgot(), TypeError, ["Forgot.__init__", "super().__init__()"]),
+        (Manual(), ValueError, ["automatic_optimization=False", "treadle.Accelerator"]),
+    ]:
+        with says(error, *words):
+            trainer().fit(task, loader())
+    with says(ValueError, "validate needs a model"):
+        trainer().validate(dataloaders=loader())
+    with says(ValueError, "save_checkpoint needs a task"):
+        trainer().save_checkpoint("nowhere")
+
+
+def test_hooks_that_nobody_would_call():
+    def nothing(self, *args):
+        raise AssertionError("called after all")
+
+    for name, words in [
+        ("on_train_batch_ends", "Did you mean 'on_train_batch_end'"),
+        ("on_validation_epoch_ends", "Did you mean"),
+        ("training_epoch_end", "use on_train_epoch_end"),
+        ("validation_epoch_end", "use on_validation_epoch_end"),
+        ("optimizer_step", "use on_before_optimizer_step"),
+        ("backward", "on_before_backward"),
+        ("on_validation_model_eval", "evaluation mode"),
+    ]:
+        task = type("Odd", (Plain,), {name: nothing})()
+        with says(ValueError, f"Odd.{name}", words):
+            trainer().fit(task, loader())
+    for name, words in [
+        ("on_epoch_end", "use on_train_epoch_end"),
+        ("on_train_epoch_stat", "Did you mean 'on_train_epoch_start'"),
+    ]:
+        callback = type("Odd", (treadle.Callback,), {name: nothing})()
+        with says(ValueError, f"Odd.{name}", words):
+            trainer(callbacks=callback).fit(Plain(), loader())
+    # A method of one's own that begins alike is nobody's business.
+    trainer(callbacks=type("Fine", (treadle.Callback,), {"on_disk": nothing})()).fit(Plain(), loader())
+
+
+def test_loaders_and_data_modules():
+    data = treadle.DataModule.from_datasets(TensorDataset(torch.ones(4, 2)), batch_size=2)
+    for arguments in [{"train_dataloaders": loader(), "datamodule": data}, {"val_dataloaders": loader()}]:
+        first = () if "datamodule" in arguments else (data,)
+        with says(ValueError, "not both"):
+            trainer().fit(Plain(), *first, **arguments)
+    with says(TypeError, "datamodule", "DataModule", "DataLoader"):
+        trainer().fit(Plain(), datamodule=loader())
+    with says(ValueError, "training loader"):
+        trainer().fit(Plain(), datamodule=treadle.DataModule())
+
+
+class Immovable:
+    def to(self):
+        return self
+
+
+class Movable(Immovable):
+    def to(self, device):
+        self.device = device
+
+
+def test_a_batch_that_can_not_be_moved():
+    with says(TypeError, "Immovable", "meta", "to(device)", "transfer_batch_to_device"):
+        move_data_to_device({"a": [torch.ones(1), Immovable()]}, "meta")
+    moved = move_data_to_device({"a": [torch.ones(1), Movable(), "text", 5]}, "meta")["a"]
+    assert moved[0].device.type == "meta"
+    assert moved[1].device == "meta"
+    assert moved[2:] == ["text", 5]
+
+
+def test_what_is_logged():
+    for arguments, options, error, words in [
+        (("x", "abc"), {}, TypeError, ["self.log('x')", "str", "'abc'"]),
+        (("x", None), {}, TypeError, ["self.log('x')", "NoneType"]),
+        (("x", torch.ones(3)), {}, ValueError, ["self.log('x')", "shape (3,)", "mean"]),
+        (("x", {"a": 1}), {}, TypeError, ["self.log('x')", "dict"]),
+        (("x", nn.Linear(1, 1)), {}, TypeError, ["self.log('x')", "Linear"]),
+        ((5, 1.0), {}, TypeError, ["name 5", "int"]),
+        (("x", 1.0), {"reduce_fx": "avg"}, ValueError, ["reduce_fx='avg'", "mean, sum, min, max"]),
+        (("x", 1.0), {"prog_bra": True}, TypeError, ["prog_bra"]),
+    ]:
+
+        def step(task, arguments=arguments, options=options):
+            task.log(*arguments, **options)
+            return task.net(torch.ones(1, 2)).mean()
+
+        with says(error, *words):
+            trainer().fit(with_step(step), loader())
+
+    def twice(task):
+        task.log("x", 1.0)
+        task.log("x", 1.0, on_epoch=True)
+        return task.net(torch.ones(1, 2)).mean()
+
+    with says(ValueError, "'x'", "twice", "different arguments"):
+        trainer().fit(with_step(twice), loader())
+
+
+def test_what_is_logged_too_late_or_nowhere():
+    with pytest.warns(UserWarning, match=r"self.log\('x'\) does nothing here"):
+        Plain().log("x", 1)
+    for hook in ("on_fit_start", "on_validation_end", "on_train_end", "on_fit_end", "setup"):
+        task = type("Late", (Validated,), {hook: lambda self, *stage: self.log("late", 1.0)})()
+        run = trainer(num_sanity_val_steps=0)
+        with pytest.warns(UserWarning, match=r"self.log\('late'\) does nothing here"):
+            run.fit(task, loader(), loader())
+        assert "late" not in run.callback_metrics
+
+
+def test_checkpoints_that_are_none(tmp_path):
+    (tmp_path / "file.ckpt").write_text("text")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "hostile").mkdir()
+    (tmp_path / "hostile" / "manifest.json").write_text('{"format": 1, "files": {"../x": {}}}')
+    for path, words in [
+        ("nowhere", ["nowhere", "does not exist"]),
+        ("file.ckpt", ["file.ckpt", "a directory"]),
+        ("empty", ["manifest.json is missing"]),
+        ("hostile", ["manifest.json is damaged"]),
+    ]:
+        with says(ValueError, *words):
+            trainer().fit(Plain(), loader(), ckpt_path=tmp_path / path)
+        with says(ValueError, path, "manifest.json"):
+            Plain.load_from_checkpoint(tmp_path / path)
+    with says(TypeError, "ckpt_path=5", "directory"):
+        trainer().fit(Plain(), loader(), ckpt_path=5)
+    for name in ("last", "best"):
+        with says(ValueError, f"ckpt_path='{name}'", "no ModelCheckpoint"):
+            trainer().fit(Plain(), loader(), ckpt_path=name)
+
+
+class Sized(Plain):
+    def __init__(self, width):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Linear(2, width)
+
+
+def test_checkpoints_of_something_else(tmp_path):
+    run = trainer()
+    run.fit(Sized(3), loader())
+    run.save_checkpoint(tmp_path / "run")
+    run.save_checkpoint(tmp_path / "weights", weights_only=True)
+    with says(ValueError, "another model", "net.weight", "(3, 2)", "(1, 2)"):
+        trainer().fit(Plain(), loader(), ckpt_path=tmp_path / "run")
+    with says(ValueError, "weights only"):
+        trainer().fit(Sized(3), loader(), ckpt_path=tmp_path / "weights")
+    assert Sized.load_from_checkpoint(tmp_path / "weights").hparams == {"width": 3}
+    with says(ValueError, "another model"):
+        Sized.load_from_checkpoint(tmp_path / "run", width=4)
+    run.validate(Validated(), loader(), verbose=False)
+    with pytest.warns(UserWarning, match="no run can go on from this checkpoint"):
+        run.save_checkpoint(tmp_path / "late")
+    # A damaged file is found before it is loaded.
+    weights = tmp_path / "run" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with says(ValueError, "model.safetensors"):
+        Sized.load_from_checkpoint(tmp_path / "run")
+
+
+def test_callbacks_that_would_not_be_saved(tmp_path):
+    class Counting(treadle.Callback):
+        def state_dict(self):
+            return {"n": 1}
+
+    run = trainer(callbacks=[Counting(), Counting()])
+    with says(ValueError, "two callbacks", "Counting", "state_key"):
+        run.fit(Plain(), loader())
+    assert run.global_step == 0  # said before the first step, not at the first save
+
+    class Wrong(Plain):
+        def configure_callbacks(self):
+            return ["bar"]
+
+    with says(TypeError, "configure_callbacks", "'bar'"):
+        trainer().fit(Wrong(), loader())
+
+
+def test_what_save_hyperparameters_takes():
+    class Task(Plain):
+        def __init__(self, width=1, net=None):
+            super().__init__()
+            self.width = width
+
+    with says(TypeError, "save_hyperparameters", "5"):
+        Task().save_hyperparameters(5)
+
+    class Named(Task):
+        def __init__(self, width=1):
+            super().__init__(width)
+            self.save_hyperparameters("widht")
+
+    with says(ValueError, "'widht'", "width"):
+        Named()
+
+    class Holding(Task):
+        def __init__(self, net):
+            super().__init__()
+            self.save_hyperparameters()
+
+    with pytest.warns(UserWarning, match="leaves out 'net'"):
+        assert Holding(nn.Linear(1, 1)).hparams == {}
+
+
+def test_a_log_directory_that_can_not_be(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    run = trainer(logger=CSVLogger(tmp_path / "file"), log_every_n_steps=1)
+
+    def step(task):
+        task.log("x", 1.0)
+        return task.net(torch.ones(1, 2)).mean()
+
+    with pytest.warns(UserWarning, match="CSVLogger"):
+        run.fit(with_step(step), loader())
+    assert run.global_step == 3

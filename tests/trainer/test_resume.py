@@ -1,0 +1,446 @@
+"""A resumed run is the uninterrupted one, to the bit: from every kind of step, in every kind of set-up."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from treadle.loggers import Logger
+
+import treadle
+
+SAMPLES, EPOCHS = 13, 3
+
+
+class Samples(Dataset):
+    """(number, features, target); the features differ each time they are read."""
+
+    def __init__(self, count=SAMPLES, noise=0.1):
+        self.count = count
+        self.noise = noise
+        generator = torch.Generator().manual_seed(2)
+        self.x = torch.randn(count, 4, generator=generator)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        x = self.x[index]
+        if self.noise:
+            x = x + self.noise * torch.rand(4) + self.noise * random.random() + self.noise * np.random.rand()
+        return index, x.float(), x.sum().float()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        data = Samples(noise=0.0)
+        return (data[index] for index in range(len(data)))
+
+
+class Rows(Logger):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    @property
+    def experiment(self):
+        return self
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params, metrics=None):
+        pass
+
+
+class Centre(nn.Module):
+    """A buffer that follows the data: batch norm that can take a batch of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.1)
+        return x - self.mean
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, settings):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), Centre(), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 1))
+        self.settings = settings
+        self.ids = []
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        number, x, y = batch
+        loss = nn.functional.mse_loss(self.net(x).squeeze(1), y)
+        self.ids.append(number.tolist())
+        self.losses.append(loss.item())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("highest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        _, x, y = batch
+        self.log("val", nn.functional.mse_loss(self.net(x).squeeze(1), y))
+
+    def on_train_epoch_start(self):
+        torch.rand(1)  # hooks draw too
+        self.log("epoch_start", float(self.current_epoch))
+
+    def configure_optimizers(self):
+        if self.settings["optimizer"] == "sgd":
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        else:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        kind = self.settings["schedule"]
+        if kind is None:
+            return optimizer
+        scheduler = {
+            "step": lambda: StepLR(optimizer, 2, gamma=0.8),
+            "cycle": lambda: OneCycleLR(optimizer, 0.1, total_steps=100),
+            "epoch": lambda: CosineAnnealingLR(optimizer, 4),
+            "plateau": lambda: ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.7),
+        }[kind]()
+        interval = "step" if kind in ("step", "cycle") else "epoch"
+        config = {"scheduler": scheduler, "interval": interval, "monitor": "val"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+class SaveEach(treadle.Callback):
+    """Saves after every step; notes how much had been logged and trained on by then."""
+
+    def __init__(self, root, rows):
+        self.root = root
+        self.rows = rows
+        self.noted = {}
+
+    def on_step_end(self, trainer, task):
+        trainer.save_checkpoint(self.root / f"step{trainer.global_step}")
+        self.noted[trainer.global_step] = (len(self.rows), len(task.ids))
+
+
+def make_loader(settings):
+    if settings.get("stream"):
+        return DataLoader(Stream(), batch_size=2)
+    options = {"batch_size": settings["batch"], "num_workers": settings.get("workers", 0)}
+    data = Samples(noise=settings.get("noise", 0.1))
+    if settings.get("weighted"):
+        own = torch.Generator().manual_seed(9)
+        sampler = WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), SAMPLES, generator=own)
+        return DataLoader(data, sampler=sampler, drop_last=True, **options)
+    return DataLoader(data, shuffle=True, **options)
+
+
+def train(settings, seed, root=None, ckpt_path=None, **flags):
+    """Train; returns everything that a resumed run must have in common with the uninterrupted one."""
+    treadle.seed_everything(seed)
+    task = Task(settings)
+    if settings.get("plain"):
+        task.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+    rows = Rows()
+    saver = None if root is None else SaveEach(root, rows.rows)
+    own = treadle.Trainer(
+        accelerator="cpu",
+        logger=rows,
+        callbacks=saver,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        **{"max_epochs": EPOCHS, **settings.get("flags", {}), **flags},
+    )
+    validation = DataLoader(Samples(5, noise=0.0), batch_size=2)
+    own.fit(task, make_loader(settings), None if settings.get("blind") else validation, ckpt_path=ckpt_path)
+    state = own.accelerator.optimizers[0].state_dict()
+    scaler = own.accelerator.scaler
+    return {
+        "weights": {name: value.tolist() for name, value in task.state_dict().items()},
+        "optimizer": [
+            (name, value.tolist() if isinstance(value, torch.Tensor) else value)
+            for entry in state["state"].values()
+            for name, value in entry.items()
+        ],
+        "groups": state["param_groups"],
+        "scheduler": [scheduler.state_dict() for scheduler in own.accelerator.schedulers],
+        "scale": None if scaler is None else scaler.state_dict(),
+        "progress": {**own.progress.state_dict(), "seconds": 0.0},
+        "metrics": {name: float(value) for name, value in own.callback_metrics.items()},
+        "random": (torch.rand(2).tolist(), random.random(), np.random.rand()),
+        "ids": task.ids,
+        "losses": task.losses,
+        "rows": rows.rows,
+        "noted": None if saver is None else saver.noted,
+    }
+
+
+LISTS = ("ids", "losses", "rows", "noted")
+
+
+def assert_same(resumed, whole, step):
+    """`resumed` went on from `whole`'s checkpoint after `step`."""
+    for name in whole:
+        if name not in LISTS:
+            assert resumed[name] == whole[name], (step, name)
+    rows, batches = whole["noted"][step]
+    assert resumed["ids"] == whole["ids"][batches:], step
+    assert resumed["losses"] == whole["losses"][batches:], step
+    assert resumed["rows"] == whole["rows"][rows:], step
+
+
+SETTINGS = {
+    "sgd": {"optimizer": "sgd", "schedule": "step", "batch": 2},
+    "accumulated": {"optimizer": "adamw", "schedule": "epoch", "batch": 2, "flags": {"accumulate_grad_batches": 3}},
+    "workers": {
+        "optimizer": "adamw",
+        "schedule": "cycle",
+        "batch": 3,
+        "workers": 2,
+        "blind": True,
+        "flags": {"max_epochs": 2, "accumulate_grad_batches": 2},
+    },
+    "plateau": {
+        "optimizer": "sgd",
+        "schedule": "plateau",
+        "batch": 3,
+        "flags": {"precision": "bf16-mixed", "val_check_interval": 2},
+    },
+    "float16": {"optimizer": "adamw", "schedule": "step", "batch": 4, "flags": {"precision": "16-mixed"}},
+    "bf16-true": {"optimizer": "adamw", "schedule": None, "batch": 4, "flags": {"precision": "bf16-true"}},
+    "weighted": {
+        "optimizer": "sgd",
+        "schedule": "plateau",
+        "batch": 2,
+        "weighted": True,
+        "flags": {"gradient_clip_val": 0.5, "limit_train_batches": 5},
+    },
+    "stream": {"optimizer": "adamw", "schedule": "epoch", "batch": 2, "stream": True, "blind": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore:the stream has no state", "ignore:.*nothing is validated")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_resume_from_any_step(tmp_path, name):
+    settings = SETTINGS[name]
+    whole = train(settings, seed=1, root=tmp_path)
+    steps = sorted(whole["noted"])
+    assert len(steps) >= 5
+    per_epoch = len(steps) // settings.get("flags", {}).get("max_epochs", EPOCHS)
+    few = (
+        (1, per_epoch, per_epoch + 2)
+        if settings.get("workers")
+        else (1, 2, per_epoch - 1, per_epoch, per_epoch + 1, steps[-1])
+    )
+    for step in sorted(set(few)):
+        assert_same(train(settings, seed=step + 100, ckpt_path=tmp_path / f"step{step}"), whole, step)
+
+
+def test_resumed_twice_and_saved_again(tmp_path):
+    settings = SETTINGS["accumulated"]
+    whole = train(settings, seed=1, root=tmp_path)
+    for start, then in ((1, 2), (2, 5)):
+        again = tmp_path / f"again{start}"
+        train(settings, seed=7, root=again, ckpt_path=tmp_path / f"step{start}", max_steps=then)
+        assert_same(train(settings, seed=8, ckpt_path=again / f"step{then}"), whole, then)
+
+
+class SaveAt(treadle.Callback):
+    """Saves in one hook, once."""
+
+    def __init__(self, path, hook, epoch=1):
+        def save(trainer, task, *arguments):
+            if trainer.current_epoch == epoch and trainer.training and not path.exists():
+                self.seen = (len(task.ids), len(trainer.logger.rows))
+                trainer.save_checkpoint(path)
+
+        setattr(self, hook, save)
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_end"])
+@pytest.mark.parametrize("name", ["sgd", "plateau"])
+def test_saved_at_an_epochs_end(tmp_path, hook, name):
+    """Where ModelCheckpoint saves: what is left of that epoch's end is done by the run that goes on."""
+    settings = SETTINGS[name]
+    saver = SaveAt(tmp_path / "ckpt", hook)
+    treadle.seed_everything(1)
+    whole, rows = Task(settings), Rows()
+    flags = {**settings.get("flags", {})}
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    validation = DataLoader(Samples(5, noise=0.0), batch_size=2)
+
+    def trainer(logger, callbacks=None):
+        return treadle.Trainer(
+            accelerator="cpu",
+            logger=logger,
+            callbacks=callbacks,
+            max_epochs=EPOCHS,
+            log_every_n_steps=1,
+            **flags,
+            **quiet,
+        )
+
+    trainer(rows, saver).fit(whole, make_loader(settings), validation)
+    after = torch.rand(3)
+    treadle.seed_everything(99)
+    task, more = Task(settings), Rows()
+    trainer(more).fit(task, make_loader(settings), validation, ckpt_path=tmp_path / "ckpt")
+    assert torch.equal(after, torch.rand(3))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, task.state_dict()[name]), name
+    batches, written = saver.seen
+    assert task.ids == whole.ids[batches:]
+    # Of the epoch that was at its end, the row of its means may have been written by the first run or not at all.
+    later = [row for row in rows.rows[written:] if row[1]["epoch"] > 1]
+    assert [row for row in more.rows if row[1]["epoch"] > 1] == later
+
+
+def test_a_limit_within_an_epoch_then_more(tmp_path):
+    settings = SETTINGS["sgd"]
+    whole = train(settings, seed=1, root=tmp_path / "whole")
+    for limit in (3, 7, 10):  # 7 batches are an epoch
+        treadle.seed_everything(1)
+        task = Task(settings)
+        quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        own = treadle.Trainer(
+            accelerator="cpu", logger=Rows(), max_epochs=EPOCHS, max_steps=limit, log_every_n_steps=1, **quiet
+        )
+        own.fit(task, make_loader(settings), DataLoader(Samples(5, noise=0.0), batch_size=2))
+        assert own.global_step == limit
+        own.save_checkpoint(tmp_path / f"limit{limit}")  # after fit, where scripts do it
+        resumed = train(settings, seed=5, ckpt_path=tmp_path / f"limit{limit}")
+        assert resumed["weights"] == whole["weights"]
+        assert resumed["random"] == whole["random"]
+        assert task.ids + resumed["ids"] == whole["ids"]
+        means = [row for row in resumed["rows"] if "loss_epoch" in row[1]]
+        assert means == [row for row in whole["rows"] if "loss_epoch" in row[1]][-len(means) :]
+        assert len(means) == EPOCHS - limit // 7
+
+
+def test_more_epochs_for_a_finished_run(tmp_path):
+    settings = SETTINGS["plateau"]
+    whole = train(settings, seed=1)
+    short = train(settings, seed=1, root=tmp_path, max_epochs=2)
+    last = max(short["noted"])
+    resumed = train(settings, seed=3, ckpt_path=tmp_path / f"step{last}")
+    assert resumed["weights"] == whole["weights"]
+    assert resumed["ids"] == whole["ids"][len(short["ids"]) :]
+    # And one that is over already trains nothing more.
+    over = train(settings, seed=3, ckpt_path=tmp_path / f"step{last}", max_epochs=2)
+    assert over["ids"] == []
+    assert over["weights"] == short["weights"]
+    assert over["metrics"] == short["metrics"]
+
+
+def test_time_goes_on(tmp_path):
+    settings = {**SETTINGS["sgd"], "blind": True}
+    limit = {"milliseconds": 400}
+
+    class Slow(treadle.Callback):
+        def on_train_batch_start(self, trainer, task, batch, batch_idx):
+            time.sleep(0.03)
+
+    def own(callbacks):
+        return treadle.Trainer(
+            accelerator="cpu",
+            max_epochs=-1,
+            max_time=limit,
+            callbacks=callbacks,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+    first = own([Slow(), SaveEach(tmp_path, [])])
+    first.fit(Task(settings), make_loader(settings))
+    last = first.global_step
+    assert last >= 3
+    second = own(Slow())
+    second.fit(Task(settings), make_loader(settings), ckpt_path=tmp_path / f"step{last}")
+    assert second.global_step <= last + 2  # its time was up
+
+
+def two_processes(root):
+    """The uninterrupted run and its resumptions, in the same two processes."""
+    found = []
+    for name in ("sgd", "accumulated", "plateau"):
+        settings = SETTINGS[name]
+        whole = train(settings, seed=1, root=root / name)
+        resumed = {
+            step: train(settings, seed=step + 50, ckpt_path=root / name / f"step{step}")
+            for step in (1, max(whole["noted"]) // EPOCHS, max(whole["noted"]) // EPOCHS + 1)
+        }
+        found.append((whole, resumed))
+    return found
+
+
+# Without anything random but the order, so that the number of processes makes no difference.
+EXACT = {"optimizer": "sgd", "schedule": "step", "noise": 0.0, "plain": True, "blind": True}
+
+
+def of_width(world, **more):
+    return {**EXACT, "batch": 4 // world, **more}
+
+
+def save_some(root, world):
+    return train(of_width(world), seed=1, root=root)
+
+
+def resume_some(root, world, steps):
+    return [train(of_width(world), seed=9, ckpt_path=root / f"step{step}") for step in steps]
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing is validated")
+def test_two_processes(tmp_path):
+    for whole_and_resumed in zip(*run(two_processes, 2, tmp_path), strict=True):
+        for whole, resumed in whole_and_resumed:
+            for step, again in resumed.items():
+                for name in ("weights", "optimizer", "groups", "scheduler", "progress", "random"):
+                    assert again[name] == whole[name], (step, name)
+                rows, batches = whole["noted"][step]
+                assert again["ids"] == whole["ids"][batches:]
+                assert again["losses"] == whole["losses"][batches:]
+                for ours, theirs in zip(again["rows"], whole["rows"][rows:], strict=True):
+                    assert ours[0] == theirs[0]
+                    assert ours[1] == pytest.approx(theirs[1], rel=1e-12)  # sums of sums, in another order
+
+
+def whole_batches(ranks, start=0):
+    """The ids of each global batch, and its mean loss, from what each process saw."""
+    batches = []
+    for parts in zip(*[zip(rank["ids"], rank["losses"], strict=True) for rank in ranks], strict=True):
+        ids = [number for part, _ in parts for number in part]
+        if len(ids) > len(set(ids)):  # a process without a share repeats a sample, with no weight
+            ids, parts = parts[0][0], parts[:1]
+        loss = sum(len(part) * value for part, value in parts) / sum(len(part) for part, _ in parts)
+        batches.append((ids, loss))
+    return batches[start:]
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing is validated")
+def test_another_number_of_processes(tmp_path):
+    steps = (1, 2, 4, 6)  # 4 steps are an epoch
+    one = [save_some(tmp_path / "one", 1)]
+    two = run(save_some, 2, tmp_path / "two", 2)
+    reference = whole_batches(one)
+    assert [ids for ids, _ in whole_batches(two)] == [ids for ids, _ in reference]
+    one_on_two = run(resume_some, 2, tmp_path / "one", 2, steps)
+    two_on_one = [resume_some(tmp_path / "two", 1, steps)]
+    for resumed in (one_on_two, two_on_one):
+        for number, step in enumerate(steps):
+            found = whole_batches([rank[number] for rank in resumed])
+            assert [ids for ids, _ in found] == [ids for ids, _ in reference[step:]]
+            assert [loss for _, loss in found] == pytest.approx([loss for _, loss in reference[step:]], abs=1e-5)
+            begun = [i for ids, _ in reference[4 * (step // 4) : step] for i in ids]
+            rest = [i for ids, _ in found[: 4 - step % 4] for i in ids]
+            assert sorted(begun + rest) == list(range(SAMPLES))
