@@ -21,11 +21,11 @@ from ..strategies.world import Devices
 from . import snapshot
 from .agreement import Agreement
 from .loader import Loader
-from .move import mover
+from .move import move_optimizer_state, mover
 from .optimizer import PreparedOptimizer, PreparedScheduler
 from .process import Process
 from .random_state import RandomStream, random_state
-from .scale import LossScale
+from .scale import LossScale, divide_gradients
 
 _NOTHING = nullcontext()
 
@@ -42,6 +42,7 @@ class Accelerator(Process):
         gradient_accumulation_steps: micro-batches per optimizer step.
         cpu: same as ``accelerator="cpu"``.
         device_placement: whether prepared loaders move their batches to the device.
+        spread: whether ``devices="auto"`` may start a process for each GPU; see `World.from_env`.
 
     Raises:
         TypeError: for an argument that does not exist, with the nearest one that does.
@@ -63,8 +64,7 @@ class Accelerator(Process):
         **unknown: Any,
     ) -> None:
         if unknown:
-            name = next(iter(unknown))
-            valid = [*(type(self).__init__.__kwdefaults__ or {})]
+            name, valid = next(iter(unknown)), Accelerator.__init__.__kwdefaults__ or {}
             raise TypeError(f"Accelerator() has no argument {name!r}.{nearest(name, valid)}")
         self.precision = Precision.parse(mixed_precision)
         self.gradient_accumulation_steps = gradient_accumulation_steps
@@ -81,6 +81,7 @@ class Accelerator(Process):
         self.always_agree = False
         self._count = 0
         self._weight: float | Tensor | None = None
+        self._unweighed = False
         self.models: list[nn.Module] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[Any] = []
@@ -137,8 +138,9 @@ class Accelerator(Process):
             evaluation_mode: place it only; it will not be trained.
             step: the method whose returned loss is trained on, where it is not ``forward``; run it by `method`.
         """
-        if any(self.unwrap_model(known) is self.unwrap_model(model) for known in self.models):
-            return next(m for m in self.models if self.unwrap_model(m) is self.unwrap_model(model))
+        for known in self.models:
+            if self.unwrap_model(known) is self.unwrap_model(model):
+                return known
         if evaluation_mode:
             self.strategy.place(model)
             wrapped = model
@@ -151,10 +153,7 @@ class Accelerator(Process):
         """Make an optimizer act at the end of each group of micro-batches."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
-        for state in optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.ndim:
-                    state[name] = value.to(self.device)
+        move_optimizer_state(optimizer, self.device)
         prepared = PreparedOptimizer(optimizer, self)
         self.optimizers.append(prepared)
         return prepared
@@ -264,6 +263,8 @@ class Accelerator(Process):
         """
         micro = self.cursor.micro
         if weight is not None:
+            if self._unweighed:
+                raise ValueError("this group's earlier micro-batches reported no weight, this one does.")
             if micro is not None and not micro.samples:
                 weight = 0.0
             self._weight = weight if self._weight is None else self._weight + weight
@@ -272,6 +273,7 @@ class Accelerator(Process):
         elif self._weight is not None:
             raise ValueError("this group's earlier micro-batches reported a weight, this one does not.")
         else:
+            self._unweighed = not self.sync_gradients
             scale = 1.0 / self._accumulate if micro is None else micro.scale
             if scale != 1.0:
                 loss = loss * scale
@@ -283,10 +285,14 @@ class Accelerator(Process):
 
     def finish_gradients(self) -> None:
         """Divide the group's gradients by the weights that all processes reported. Happens by itself when needed."""
-        if not self.unfinished:
-            return
-        total = self.agreement.count()
-        self._divide(total)
+        if self.unfinished:
+            self.agree()
+
+    def drop_gradients(self) -> None:
+        """Forget the micro-batches of the group so far: the group will not be finished."""
+        self._weight, self.unfinished, self._unweighed = None, False, False
+        for optimizer in self.optimizers:
+            optimizer.optimizer.zero_grad()
 
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
         """Let every step's backward carry what all processes must agree on; read it with `agree`.
@@ -298,7 +304,7 @@ class Accelerator(Process):
         self.always_agree = self.num_processes > 1 or self.device.type != "cpu"
         self.agreement.reset()
         self.agreement.watch_finite = finite and self.scaler is None
-        self.agreement.immediate |= at_once
+        self.agreement.immediate = at_once or self.device.type == "cpu"
 
     def not_finite_on(self) -> list[int]:
         """The processes whose loss was not finite, once `agree` said there are some. Forgets them."""
@@ -310,21 +316,12 @@ class Accelerator(Process):
         """Read what all processes agreed on in the backward that has just run. For loops with ``always_agree``."""
         total = self.agreement.count()
         if self.unfinished:
-            self._divide(total)
+            weight = self._weight if total is None else total
+            assert weight is not None
+            self._weight, self.unfinished = None, False
+            parameters = (p for model in self.models for p in self.unwrap_model(model).parameters())
+            divide_gradients(parameters, weight, self.world.size)
         return self.agreement
-
-    def _divide(self, total: Tensor | None) -> None:
-        weight = self._weight if total is None else total
-        assert weight is not None
-        self._weight, self.unfinished = None, False
-        # Once each, also where two models share a parameter.
-        parameters = {p: None for model in self.models for p in self.unwrap_model(model).parameters()}
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if gradients:
-            dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-            weight = torch.as_tensor(weight, device=self.device, dtype=dtype)
-            # Where nothing weighs anything, there is no gradient.
-            torch._foreach_mul_(gradients, torch.where(weight > 0, self.world.size / weight, 0.0))
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
@@ -336,21 +333,18 @@ class Accelerator(Process):
         """
         if not self.sync_gradients:
             return None
-        self._ready_to_clip()
-        return self.strategy.clip_grad_norm_(_list(parameters), max_norm, norm_type)
+        self.unscale_gradients()
+        return self.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """At the end of a group: clamp every gradient element to ``[-clip_value, clip_value]`` in place."""
         if self.sync_gradients:
-            self._ready_to_clip()
-            self.strategy.clip_grad_value_(_list(parameters), clip_value)
-
-    def _ready_to_clip(self) -> None:
-        self.finish_gradients()
-        self.unscale_gradients()
+            self.unscale_gradients()
+            self.strategy.clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """With float16: divide the loss scale out of the gradients, of one optimizer or of all."""
+        """Make the gradients the true ones: divide by reported weights, and by float16's loss scale."""
+        self.finish_gradients()
         if self.loss_scale is not None:
             chosen = self.optimizers if optimizer is None else [optimizer]
             self.loss_scale.unscale(o.optimizer if isinstance(o, PreparedOptimizer) else o for o in chosen)
@@ -359,12 +353,7 @@ class Accelerator(Process):
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
         """Add objects with ``state_dict``/``load_state_dict`` to every checkpoint, by name or by order."""
-        for number, value in enumerate(objects, start=len(self.registered)):
-            named[f"{type(value).__name__}_{number}"] = value
-        for name, value in named.items():
-            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-                raise TypeError(f"{name} ({type(value).__name__}) needs state_dict and load_state_dict to be saved.")
-            self.registered[name] = value
+        snapshot.register(self.registered, objects, named)
 
     def save_state(
         self,
@@ -402,19 +391,9 @@ class Accelerator(Process):
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything prepared; returns a None for each object given, to rebind their names."""
-        for known in (self.models, self.optimizers, self.schedulers, self.loaders):
+        for known in (self.models, self.optimizers, self.schedulers, self.loaders, self.registered):
             known.clear()  # type: ignore[attr-defined]
-        self.registered.clear()
-        self.cursor.micro = None
-        self._count, self._weight, self.unfinished = 0, None, False
-        self.stream = None
+        self.cursor.micro = self.stream = None
+        self._count, self._weight, self.unfinished, self._unweighed = 0, None, False, False
         self.agreement.reset()
         return [None for _ in objects]
-
-    def end_training(self) -> None:
-        """Wait for everyone at the end of a run."""
-        self.wait_for_everyone()
-
-
-def _list(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

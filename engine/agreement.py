@@ -24,14 +24,14 @@ class Agreement:
         finite: the losses of the step were finite on every process.
     """
 
-    def __init__(self, world: World, strategy: Strategy, immediate: bool = False) -> None:
+    def __init__(self, world: World, strategy: Strategy) -> None:
         self.stop_vote = False
         self.stop = False
         self.finite = True
         self.own_finite = True
         self.watch_finite = True
         self.alone = world.size == 1
-        self.immediate = immediate or world.device.type == "cpu"
+        self.immediate = world.device.type == "cpu"
         self._device = world.device
         self._strategy = strategy
         self._taint: Tensor | None = None

@@ -243,7 +243,7 @@ class Metrics:
         values = dict(self._reduced(plain, [entry.epoch_pair() for entry in plain], world))
         for entry in entries:
             if entry.metric is not None:  # exchanges its own state
-                values[entry] = float(entry.metric.compute())
+                values[entry] = _computed(entry)
         return [(entry, values[entry]) for entry in entries if entry in values]
 
     def local_values(self) -> dict[str, float]:
@@ -337,6 +337,18 @@ def _one_number(name: str, value: Any) -> Any:
         raise TypeError(
             f"self.log({name!r}) takes a number, a tensor with one element or a torchmetrics.Metric, not "
             f"{type(value).__name__}: {value!r}."
+        ) from None
+
+
+def _computed(entry: Entry) -> float:
+    value = entry.metric.compute()
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise TypeError(
+            f"{entry.name!r} was logged as a {type(entry.metric).__name__}, whose compute() returned {what}: log takes "
+            "one number. Call compute() in the epoch's last hook and log its parts."
         ) from None
 
 

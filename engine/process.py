@@ -72,6 +72,10 @@ class Process:
         """Wait until every process is here."""
         self.world.barrier()
 
+    def end_training(self) -> None:
+        """Wait for everyone at the end of a run."""
+        self.wait_for_everyone()
+
     def gather(self, tensor: Any) -> Any:
         """Concatenate every process's tensors along dimension 0, on every process.
 

@@ -1,4 +1,4 @@
-"""The loss scale that keeps small float16 gradients from vanishing."""
+"""What gradients are multiplied and divided by: float16's loss scale, and the weights that a loop reports."""
 
 from __future__ import annotations
 
@@ -53,3 +53,16 @@ class LossScale:
         self._due = True
         arguments = () if closure is None else (closure,)
         return self.scaler.step(optimizer, *arguments), skipped
+
+
+def divide_gradients(parameters: Iterable[Tensor], weight: float | Tensor, size: int) -> None:
+    """Turn gradients of weighed sums, averaged over ``size`` processes, into those of the weighed mean.
+
+    Where nothing weighs anything, the gradient is zero.
+    """
+    # Once each, also where two models share a parameter.
+    gradients = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
+    if gradients:
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        weight = torch.as_tensor(weight, device=gradients[0].device, dtype=dtype)
+        torch._foreach_mul_(gradients, torch.where(weight > 0, size / weight, 0.0))

@@ -30,6 +30,20 @@ def has_part(manifest: Manifest, name: str) -> bool:
     return f"{name}.json" in manifest.files or f"{name}.safetensors" in manifest.files
 
 
+def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Add objects to those that are saved, by name or by order.
+
+    Raises:
+        TypeError: for an object without ``state_dict`` and ``load_state_dict``.
+    """
+    for number, value in enumerate(objects, start=len(registered)):
+        named[f"{type(value).__name__}_{number}"] = value
+    for name, value in named.items():
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise TypeError(f"{name} ({type(value).__name__}) needs state_dict and load_state_dict to be saved.")
+        registered[name] = value
+
+
 def save(
     accelerator: Accelerator, target: Path, info: dict[str, Any], parts: dict[str, Any], weights_only: bool
 ) -> Path:
@@ -100,7 +114,9 @@ def load(accelerator: Accelerator, path: Path, *, models: bool, state: bool) -> 
             load_model(own, checkpoint.read_part(path, model_part(number)), path, strict)
     if state:
         if not has_part(manifest, "state"):
-            raise ValueError(f"{path} holds weights only; a run can not go on from it. Load it with weights_only=True.")
+            raise ValueError(
+                f"{path} holds weights only, so no run can go on from it: load them into a model before fit."
+            )
         _load_shared_state(accelerator, checkpoint.read_part(path, "state"), path)
         if accelerator.process_index < manifest.world_size:  # a process that was not there then keeps its own
             set_random_state(checkpoint.read_part(path, rank_part(accelerator.process_index))["random"])
@@ -113,7 +129,7 @@ def _load_shared_state(accelerator: Accelerator, state: dict[str, Any], path: Pa
         if len(prepared) != len(state[kind]):
             raise ValueError(
                 f"{path} holds {len(state[kind])} {kind}, this run has {len(prepared)}: prepare the same ones before "
-                "loading, or load with weights_only=True."
+                "loading."
             )
         for target, saved in zip(prepared, state[kind], strict=True):
             target.load_state_dict(saved)

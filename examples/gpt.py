@@ -1,7 +1,7 @@
 """Train a GPT on the source text of Python's own standard library, byte by byte, and let it write some.
 
     python examples/gpt.py                                    0.8 M parameters, two minutes on two CPU cores
-    python examples/gpt.py --size small --devices 2           10 M, two processes
+    python examples/gpt.py --size small --devices 2           11 M, two processes
     torchrun --nproc-per-node 8 examples/gpt.py --size gpt2 --strategy fsdp --batch-size 32 --accumulate 4
 
 Nothing is downloaded: the text lies beside the interpreter. Losses are in bits per byte, so 8 is knowing nothing.

@@ -56,7 +56,7 @@ class DDP(Strategy):
         if step:
             double = all(p.dtype == torch.float64 for p in module.parameters())
             ballot = self._ballot = Ballot(device, torch.float64 if double else torch.float32)
-        router = Router(module, self.precision.context(device), ballot)
+        router = Router(module, self.precision.context(device), self.precision.compute is not None, ballot)
         return _Replica(router, device_ids=[device] if device.type == "cuda" else None, **self.options)
 
     def set_gradient_sync(self, module: nn.Module, on: bool) -> None:

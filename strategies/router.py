@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 BALLOT_SIZE = 4
@@ -50,6 +51,10 @@ class _Carry(torch.autograd.Function):
         return gradients[0], ctx.ballot.value.clone(), None
 
 
+def _single(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 class Router(nn.Module):
     """Run any method of ``module`` as a ``forward``, inside the precision's context.
 
@@ -58,16 +63,23 @@ class Router(nn.Module):
     Args:
         module: the user's model.
         context: what to run it in, or None.
+        upcast: what ``forward`` returns in half precision is handed out as float32, so that a loss computed outside is
+            exact; a method that is run instead computes its own inside.
         ballot: where given, the step's loss carries it through the gradient reduction.
     """
 
     def __init__(
-        self, module: nn.Module, context: AbstractContextManager[Any] | None, ballot: Ballot | None = None
+        self,
+        module: nn.Module,
+        context: AbstractContextManager[Any] | None,
+        upcast: bool,
+        ballot: Ballot | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         # Underscored, so that the user's own attributes of such names stay within reach.
         self._context = context
+        self._upcast = upcast
         self._ballot = ballot
         self._carrier = ballot.carrier if ballot is not None else None
         # A list, as setting an attribute of a module costs a microsecond.
@@ -81,7 +93,9 @@ class Router(nn.Module):
         else:
             with self._context:
                 output = call(*args, **kwargs)
-        return output if self._carrier is None or not self._route else self._carry(output)
+        if self._route:
+            return output if self._carrier is None else self._carry(output)
+        return apply_to_collection(output, Tensor, _single) if self._upcast else output
 
     def _carry(self, output: Any) -> Any:
         loss = output.get("loss") if isinstance(output, dict) else output

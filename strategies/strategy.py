@@ -54,7 +54,7 @@ class Strategy:
         """
         self.place(module)
         context = self.precision.context(self.world.device)
-        return module if context is None else Router(module, context)
+        return module if context is None else Router(module, context, self.precision.compute is not None)
 
     def place(self, module: nn.Module) -> None:
         """Move ``module`` to the device and into the storage format."""
@@ -102,11 +102,11 @@ class Strategy:
             for buffer in self.unwrap(module).buffers():
                 self.world.broadcast_tensor(buffer)
 
-    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients' total norm in place; returns the norm before clipping (0-d tensor)."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp every gradient element to ``[-clip_value, clip_value]`` in place."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 

@@ -80,6 +80,7 @@ def evaluate(
             predictions.append(kept)
         metrics.suffix = ""
         metrics.between_batches(True)
+        metrics.weight = 1.0  # a process's value, not a batch's
         _fire(hooks, f"on_{name}_epoch_end")
         found = trainer.logbook.update_epoch(metrics)
         if not trainer.sanity_checking:

@@ -34,9 +34,9 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
         ValueError: for a share of a loader that has no length.
     """
     if isinstance(limit, int):
-        return limit if total is None else min(limit, total)
+        return limit if total is None or limit < total else None
     if limit == 1.0:
-        return total
+        return None
     if total is None and limit > 0:
         raise ValueError(f"{name}={limit} is a share, but the loader has no length: give a whole number of batches.")
     count = int((total or 0) * limit)

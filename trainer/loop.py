@@ -141,6 +141,7 @@ class FitLoop:
         trainer, progress, metrics, hooks = self.trainer, self.progress, self.metrics, self.hooks
         self.skip_rest = False
         metrics.between_batches(True)
+        metrics.weight = 1.0  # a process's value, not a batch's
         # Of an epoch that is resumed the hooks have drawn their random numbers once already.
         with isolated_random_state() if progress.batch else nullcontext():
             for hook in hooks.on_train_epoch_start:
@@ -159,6 +160,7 @@ class FitLoop:
             self.loader.end_epoch()
             progress.closing = True  # a checkpoint from here goes on with the next epoch
         metrics.between_batches(True)
+        metrics.weight = 1.0  # a process's value, not a batch's
         trainer.update_train_epoch_values()
         for hook in hooks.on_train_epoch_end:
             hook()

@@ -88,7 +88,8 @@ class Sources:
         loader = self._accelerator.prepare_data_loader(
             source, shard=self._shard, evaluation=kind != "train", move=self._mover(number)
         )
-        loader.limit = flags.limited(f"limit_{kind}_batches", self.limits[kind], loader.length)
+        count = flags.limited(f"limit_{kind}_batches", self.limits[kind], loader.length)
+        loader.limit = None if count == loader.length else count
         return loader
 
     def _mover(self, number: int) -> Callable[[Any], Any] | None:

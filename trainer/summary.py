@@ -31,18 +31,23 @@ def describe_fit(trainer: Trainer, loader: Loader) -> str:
     lines = [f"training on {where}; strategy {accelerator.strategy.name}; precision {accelerator.precision.name}"]
     size = getattr(loader.source, "batch_size", None)
     k = accelerator.gradient_accumulation_steps
+    factors = f"x {count(processes, 'process')} x {k} accumulated"
     if isinstance(size, int):
-        dealt = processes if trainer.use_distributed_sampler else 1
-        lines.append(
-            f"effective batch {size * processes * k:,} = {size} per process x {processes} processes x {k} accumulated"
-        )
-        if dealt != processes:
-            lines.append("each process reads its own loader as it is (use_distributed_sampler=False)")
+        lines.append(f"effective batch {size * processes * k:,} = {size} per process {factors}")
     else:
-        lines.append(f"effective batch: what the loader yields x {processes} processes x {k} accumulated")
-    lines.append(_steps(trainer))
-    lines.append(_parameters(trainer.task))  # type: ignore[arg-type]
+        lines.append(f"effective batch: what the loader yields {factors}")
+    if processes > 1 and not trainer.use_distributed_sampler:
+        lines.append("each process reads its own loader as it is (use_distributed_sampler=False)")
+    idle = "configure_optimizers returned None: nothing is trained"
+    lines.append(_steps(trainer) if accelerator.optimizers else idle)
+    assert trainer.task is not None
+    lines.append(_parameters(trainer.task))
     return "\n".join(lines)
+
+
+def count(number: int, thing: str) -> str:
+    """``"1 step"``, ``"2 steps"``, ``"2 processes"``."""
+    return f"{number:,} {thing}" + ("" if number == 1 else "es" if thing.endswith(("s", "ch")) else "s")
 
 
 def _steps(trainer: Trainer) -> str:
@@ -51,9 +56,9 @@ def _steps(trainer: Trainer) -> str:
     if steps == float("inf"):
         return "optimizer steps: until the loader or someone ends it" + left
     if batches is None:
-        return f"{steps:,} optimizer steps; the loader has no length{left}"
+        return f"{count(int(steps), 'optimizer step')}; the loader has no length{left}"
     per_epoch = -(-batches // trainer.accelerator.gradient_accumulation_steps)
-    return f"{steps:,} optimizer steps, {per_epoch:,} per epoch of {batches:,} batches{left}"
+    return f"{count(int(steps), 'optimizer step')}, {per_epoch:,} per epoch of {count(batches, 'batch')}{left}"
 
 
 def _parameters(module: nn.Module) -> str:
@@ -69,16 +74,16 @@ def explain_empty(loader: Loader, processes: int) -> str:
     source = loader.source
     dataset = getattr(source, "dataset", None)
     try:
-        count: int | None = len(dataset)  # type: ignore[arg-type]
+        samples: int | None = len(dataset)  # type: ignore[arg-type]
     except TypeError:
-        count = None
+        samples = None
     kind = type(source).__name__
-    if count == 0:
+    if samples == 0:
         return f"{kind}'s dataset ({type(dataset).__name__}) is empty: give it samples."
     size = getattr(source, "batch_size", None)
-    if count is not None and size and getattr(source, "drop_last", False) and count < size * processes:
+    if samples is not None and size and getattr(source, "drop_last", False) and samples < size * processes:
         return (
-            f"{kind} has {count} samples and drop_last=True, which drops a global batch of fewer than "
+            f"{kind} has {samples} samples and drop_last=True, which drops a global batch of fewer than "
             f"{size * processes} ({size} x {processes} processes): lower batch_size, or leave drop_last out."
         )
     if loader.limit == 0:

@@ -215,7 +215,7 @@ class Trainer(TrainerNames):
             ckpt_path: a checkpoint to go on from: a path, ``"last"`` or ``"best"``.
         """
         given = {"train": train_dataloaders, "val": val_dataloaders}
-        self._run("fit", model, given, datamodule, ckpt_path, lambda *parts: run_fit(self, *parts))
+        self._run("fit", model, given, datamodule, ckpt_path, partial(run_fit, self))
 
     def validate(
         self,

@@ -147,6 +147,18 @@ def test_weights_in_some_micro_batches_only():
         accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2)
     with accelerator.accumulate(model), pytest.raises(ValueError, match="reported a weight, this one does not"):
         accelerator.backward(model(torch.ones(1, 1)).mean())
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    for number in range(4):  # the group before may have reported none
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2 if number > 1 else None)
+    accelerator.drop_gradients()
+    accelerator.accumulate(model)
+    accelerator.backward(model(torch.ones(1, 1)).mean())
+    with accelerator.accumulate(model), pytest.raises(ValueError, match="reported no weight, this one does"):
+        accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2)
+    accelerator.drop_gradients()
+    accelerator.accumulate(model)
+    accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2)
 
 
 def test_two_models_that_share_a_parameter():
@@ -228,16 +240,19 @@ def test_two_precisions_in_one_process():
     layer = nn.Linear(2, 2)
     one, other = half.prepare(copy.deepcopy(layer)), full.prepare(copy.deepcopy(layer))
     x = torch.randn(1, 2)
-    assert (one(x).dtype, other(x).dtype) == (torch.bfloat16, torch.float32)
+    assert one(x).dtype == other(x).dtype == torch.float32
+    assert torch.equal(one(x), layer.bfloat16()(x.bfloat16()).float())
+    assert not torch.equal(one(x), other(x))
     assert (half.mixed_precision, full.mixed_precision) == ("bf16", "no")
     assert one.weight.dtype == torch.float32
 
     class Twice(nn.Module):
         def forward(self, x, model=None):
-            return x @ x if model is None else model(x)
+            return {"y": x @ x} if model is None else {**model(x), "x": x, "inside": (x @ x).dtype}
 
     twice = half.prepare(Twice())
-    assert twice(x.T @ x, twice).dtype == torch.bfloat16
+    found = twice(x.T @ x, twice)
+    assert (found["y"].dtype, found["inside"]) == (torch.float32, torch.bfloat16)
     assert not torch.is_autocast_enabled("cpu")
 
 

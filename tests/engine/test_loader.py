@@ -312,7 +312,7 @@ def test_evaluation_is_exact_and_no_rank_idles():
 
 
 def test_evaluation_keeps_small_batches_of_a_batch_sampler():
-    batches = [[0], [], [1], [2], [3], [4], [5, 6], [7]]
+    batches = [[0], [1], [2], [], [3], [4], [5, 6], [7]]
     for size in (2, 3):
         ranks = Ranks(lambda: DataLoader(range(8), batch_sampler=batches), size, evaluation=True)
         assert flat(ranks.ids()) == list(range(8))

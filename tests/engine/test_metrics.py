@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from processes import run
-from torchmetrics import MeanMetric
+from torchmetrics import ConfusionMatrix, MeanMetric
 from treadle.engine import Metrics
 from treadle.engine.codec import decode, encode
 from treadle.strategies import World
@@ -168,6 +168,14 @@ def test_defaults():
     both.suffix = "/dataloader_idx_1"
     log(both, "a", 1)
     assert both.entries[1].name == "a/dataloader_idx_1"
+
+
+def test_a_metric_that_is_no_number():
+    metrics, matrix = Metrics(training=False), ConfusionMatrix(task="multiclass", num_classes=3)
+    matrix.update(torch.tensor([1]), torch.tensor([2]))
+    log(metrics, "matrix", matrix)
+    with pytest.raises(TypeError, match=r"'matrix' .* MulticlassConfusionMatrix.* shape \(3, 3\)"):
+        metrics.epoch_values(World())
 
 
 def test_wrong_arguments():

@@ -139,7 +139,10 @@ FLAGS = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "error", "words"), [(f, e, w) for f, e, *w in FLAGS], ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("flags", "error", "words"),
+    [pytest.param(f, e, w, id=f"{n}-{'-'.join(f)}") for n, (f, e, *w) in enumerate(FLAGS)],
+)
 def test_flags(flags, error, words):
     with says(error, *words):
         treadle.Trainer(**{"accelerator": "cpu", **flags})

@@ -128,7 +128,7 @@ class Slow(Line):
 def test_max_time(batches):
     for limit in ("00:00:00:01", timedelta(seconds=0.2), {"milliseconds": 200}):
         began = time.monotonic()
-        own = fit(Slow(), ones(batches), max_epochs=-1, max_time=limit)
+        own = fit(Slow(), ones(batches), max_epochs=-1, max_steps=200, max_time=limit)
         assert 3 <= own.global_step <= 60
         assert time.monotonic() - began < 3
     own = fit(Slow(), ones(batches), max_epochs=-1, max_steps=20, max_time={"milliseconds": 50}, min_steps=12)
@@ -205,7 +205,6 @@ def test_a_step_without_any_weight_changes_nothing():
     assert task.w.item() == -2.0
 
 
-@pytest.mark.xfail(strict=True, reason="engine: a weight after micro-batches without one is mixed in unseen")
 def test_weights_come_in_every_micro_batch_or_in_none():
     class Half(Line):
         def training_step(self, batch, batch_idx):
@@ -841,12 +840,19 @@ def test_one_trainer_for_many_stages():
 
 
 def test_fit_again_after_a_run_that_ended_within_an_epoch():
-    task = Watched()
+    class Task(Watched):
+        indices = ()
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.indices = (*self.indices, batch_idx)
+
+    task = Task()
     own = fit(task, ones(5), ones(1), max_steps=3)
     own.max_steps, own.max_epochs = -1, 2
     own.fit(task, ones(5), ones(1))
     assert (own.global_step, own.current_epoch) == (13, 2)  # without a checkpoint to go on from, an epoch starts anew
     assert task.when == [(0, 5), (1, 5)]
+    assert task.indices == (*range(3), *range(5), *range(5))
 
 
 class Recorder(treadle.Callback):
@@ -971,11 +977,9 @@ def test_a_failing_logger_does_not_end_training(tmp_path, method, error):
     broken = type("Broken", (CSVLogger,), {method: fail})(tmp_path, "broken")
     whole = CSVLogger(tmp_path, "whole", 0)
     own = trainer(logger=[broken, whole], log_every_n_steps=1)
-    if method == "save":
+    called = "finalize" if method == "save" else method  # which saves
+    with pytest.warns(UserWarning, match=f"Broken.{called} failed"):
         own.fit(Logged(), ones(3))
-    else:
-        with pytest.warns(UserWarning, match=f"Broken.{method} failed"):
-            own.fit(Logged(), ones(3))
     assert own.global_step == 3
     assert len((tmp_path / "whole" / "version_0" / "metrics.csv").read_text().splitlines()) == 4
 

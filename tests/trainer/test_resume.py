@@ -10,6 +10,7 @@ from processes import run
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torchmetrics.classification import MulticlassAccuracy
 from treadle.loggers import Logger
 
 import treadle
@@ -173,7 +174,7 @@ def train(settings, seed, root=None, ckpt_path=None, **flags):
         ],
         "groups": state["param_groups"],
         "scheduler": [scheduler.state_dict() for scheduler in own.accelerator.schedulers],
-        "scale": None if scaler is None else scaler.state_dict(),
+        "scale": None if scaler is None else scaler.get_scale(),
         "progress": {**own.progress.state_dict(), "seconds": 0.0},
         "metrics": {name: float(value) for name, value in own.callback_metrics.items()},
         "random": (torch.rand(2).tolist(), random.random(), np.random.rand()),
@@ -228,7 +229,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:the stream has no state", "ignore:.*nothing is validated")
+@pytest.mark.filterwarnings("ignore:the stream has no state", "ignore:.*nothing is validated", "ignore:.*lr_scheduler")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_resume_from_any_step(tmp_path, name):
     settings = SETTINGS[name]
@@ -236,12 +237,10 @@ def test_resume_from_any_step(tmp_path, name):
     steps = sorted(whole["noted"])
     assert len(steps) >= 5
     per_epoch = len(steps) // settings.get("flags", {}).get("max_epochs", EPOCHS)
-    few = (
-        (1, per_epoch, per_epoch + 2)
-        if settings.get("workers")
-        else (1, 2, per_epoch - 1, per_epoch, per_epoch + 1, steps[-1])
-    )
-    for step in sorted(set(few)):
+    few = {1, per_epoch, per_epoch + 2}
+    if not settings.get("workers"):
+        few |= {2, per_epoch - 1, per_epoch + 1, steps[-1]}
+    for step in sorted(few):
         assert_same(train(settings, seed=step + 100, ckpt_path=tmp_path / f"step{step}"), whole, step)
 
 
@@ -341,6 +340,7 @@ def test_more_epochs_for_a_finished_run(tmp_path):
     assert over["metrics"] == short["metrics"]
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing is validated")
 def test_time_goes_on(tmp_path):
     settings = {**SETTINGS["sgd"], "blind": True}
     limit = {"milliseconds": 400}
@@ -444,3 +444,33 @@ def test_another_number_of_processes(tmp_path):
             begun = [i for ids, _ in reference[4 * (step // 4) : step] for i in ids]
             rest = [i for ids, _ in found[: 4 - step % 4] for i in ids]
             assert sorted(begun + rest) == list(range(SAMPLES))
+
+
+class Counted(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+
+    def training_step(self, batch, batch_idx):
+        self.accuracy(batch.long().flatten() % 3, batch.long().flatten() % 2)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return self.net(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.xfail(strict=True, reason="engine: what a metric object has counted of an epoch is not in the checkpoint")
+def test_metric_objects_go_on(tmp_path):
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    data = [torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0], [3.0]]), torch.tensor([[4.0], [5.0]])]
+    found = []
+    for path in (None, tmp_path / "step2"):
+        saver = SaveEach(tmp_path, []) if path is None else None
+        if saver is not None:
+            saver.on_step_end = lambda trainer, task: trainer.save_checkpoint(tmp_path / f"step{trainer.global_step}")
+        own = treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=saver, **quiet)
+        own.fit(Counted(), data, ckpt_path=path)
+        found.append(float(own.callback_metrics["accuracy"]))
+    assert found == pytest.approx([1 / 3, 1 / 3])

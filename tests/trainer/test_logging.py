@@ -1,0 +1,349 @@
+"""What `self.log` takes, what becomes of it, and who gets to see it."""
+
+import csv
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from treadle.loggers import CSVLogger, TensorBoardLogger
+
+import treadle
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*nothing is validated")
+
+
+def numbers(*values, batch_size=1):
+    return DataLoader(TensorDataset(torch.tensor(values).float()), batch_size=batch_size)
+
+
+def trainer(**flags):
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return treadle.Trainer(**{"accelerator": "cpu", "max_epochs": 1, **quiet, **flags})
+
+
+class Base(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch, batch_idx):
+        return (self.w * batch[0]).mean()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def rows(path):
+    """The rows of a metrics file: numbers by name, without the empty ones."""
+    with open(path, newline="") as file:
+        return [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+
+
+def floats(values):
+    return {name: float(value) for name, value in values.items()}
+
+
+class Forms(Base):
+    def training_step(self, batch, batch_idx):
+        x = batch[0].mean()
+        self.log("plain", x)
+        self.log("both", x, on_epoch=True, prog_bar=True)
+        self.log("epoch", x, on_step=False, on_epoch=True)
+        for how in ("sum", "min", "max"):
+            self.log(how, x, on_step=False, on_epoch=True, reduce_fx=how)
+        self.log("torch_max", x, on_step=False, on_epoch=True, reduce_fx=torch.max)
+        self.log("silent", x, logger=False, prog_bar=True)
+        self.log("weighed", x, on_step=False, on_epoch=True, batch_size=10 if batch_idx else 1)
+        self.log_dict({"one": x.item(), "two": int(x)}, on_step=True)
+        self.log("shape", x.reshape(1, 1), on_step=False, on_epoch=True)
+        # Arguments that Lightning has and that change nothing here.
+        self.log("peer", x, sync_dist=False, rank_zero_only=True, enable_graph=True, metric_attribute="m")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        x = batch[0].mean()
+        self.log("val", x, prog_bar=True)
+        self.log("val_both", x, on_step=True, on_epoch=True)
+
+
+def test_forms_and_names(tmp_path):
+    task = Forms()
+    own = trainer(logger=CSVLogger(tmp_path, "", 0), log_every_n_steps=2, max_epochs=2)
+    own.fit(task, numbers(1, 2, 3, 4, 9, batch_size=2), numbers(1, 2, 6, batch_size=2))
+    # Batches (1, 2), (3, 4), (9): means 1.5, 3.5, 9.
+    last = {"plain": 9.0, "both_step": 9.0, "one": 9.0, "two": 9.0, "silent": 9.0, "peer": 9.0}
+    means = {"both_epoch": 3.8, "both": 3.8, "epoch": 3.8, "shape": 3.8, "weighed": (1.5 + 35 + 90) / 21}
+    others = {"sum": 14.0, "min": 1.5, "max": 9.0, "torch_max": 9.0}
+    validated = {"val": 3.0, "val_both": 3.0, "val_both_epoch": 3.0}
+    found = floats(own.callback_metrics)
+    assert found == pytest.approx({**last, **means, **others, **validated})
+    bar = {"both_epoch": 3.8, "both_step": 9.0, "silent": 9.0, "val": 3.0}
+    assert own.progress_bar_metrics == pytest.approx(bar)
+    assert "silent" not in own.logged_metrics
+    assert floats(own.logged_metrics)["epoch"] == pytest.approx(3.8)
+    written = rows(tmp_path / "version_0" / "metrics.csv")
+    assert all("silent" not in row for row in written)
+    by_step = [row for row in written if "plain" in row]
+    assert [(row["step"], row["plain"]) for row in by_step] == [(2, 3.5), (4, 1.5), (6, 9.0)]
+    # A value named "epoch" is the user's; else that column is the epoch the row belongs to.
+    validations = [row for row in written if "val" in row]
+    assert [(row["step"], row["epoch"], row["val"]) for row in validations] == [(3, 0, 3.0), (6, 1, 3.0)]
+    ends = [row for row in written if "both_epoch" in row]
+    assert [row["step"] for row in ends] == [3, 6]
+    assert ends[0]["both_epoch"] == pytest.approx(3.8)
+
+
+ALLOWED = {
+    "on_train_start": (),
+    "on_train_epoch_start": (),
+    "on_train_batch_start": ("batch", "batch_idx"),
+    "on_before_backward": ("loss",),
+    "on_after_backward": (),
+    "on_before_optimizer_step": ("optimizer",),
+    "on_before_zero_grad": ("optimizer",),
+    "on_train_batch_end": ("outputs", "batch", "batch_idx"),
+    "on_train_epoch_end": (),
+    "on_validation_start": (),
+    "on_validation_epoch_start": (),
+    "on_validation_batch_start": ("batch", "batch_idx"),
+    "on_validation_batch_end": ("outputs", "batch", "batch_idx"),
+    "on_validation_epoch_end": (),
+}
+
+
+def test_every_hook_that_may_log(tmp_path):
+    def hook(name):
+        return lambda self, *arguments: self.log(name, 3.0, on_epoch=True)
+
+    task = type("Logs", (Base,), {name: hook(name) for name in ALLOWED})()
+    own = trainer(logger=CSVLogger(tmp_path, "", 0), log_every_n_steps=1)
+    own.fit(task, numbers(1, 2), numbers(1, 2))
+    found = floats(own.callback_metrics)
+    assert {name: found.get(name) for name in ALLOWED} == dict.fromkeys(ALLOWED, 3.0)
+    written = set().union(*rows(tmp_path / "version_0" / "metrics.csv"))
+    missing = [name for name in ALLOWED if not written & {name, f"{name}_epoch"}]
+    assert missing == []
+
+
+def test_callbacks_log_through_the_task():
+    class Logs(treadle.Callback):
+        def on_train_epoch_end(self, trainer, task):
+            task.log("of_callback", 4.0)
+
+        def on_validation_epoch_end(self, trainer, task):
+            task.log("of_validation", 5.0)
+
+    own = trainer(callbacks=Logs())
+    own.fit(Base(), numbers(1), numbers(1))
+    assert floats(own.callback_metrics) == {"of_callback": 4.0, "of_validation": 5.0}
+
+
+def test_several_loggers_and_hyperparameters(tmp_path):
+    class Task(Base):
+        def __init__(self, width=3, name="x"):
+            super().__init__()
+            self.save_hyperparameters()
+
+        def training_step(self, batch, batch_idx):
+            self.log("loss", batch[0].mean())
+            return super().training_step(batch, batch_idx)
+
+    class Data(treadle.DataModule):
+        def __init__(self, folds=2):
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self):
+            return numbers(1, 2)
+
+    loggers = [CSVLogger(tmp_path, "a", 0), CSVLogger(tmp_path, "b", 0), TensorBoardLogger(tmp_path, "t", 0)]
+    own = trainer(logger=loggers, log_every_n_steps=1)
+    own.fit(Task(5), datamodule=Data(4))
+    assert own.loggers == loggers
+    assert own.logger is loggers[0]
+    assert own.log_dir == str(tmp_path / "a" / "version_0")
+    for name in ("a", "b"):
+        folder = tmp_path / name / "version_0"
+        assert [row["loss"] for row in rows(folder / "metrics.csv")] == [1.0, 2.0]
+        text = (folder / "hparams.yaml").read_text().splitlines()
+        assert sorted(text) == ["folds: 4", "name: x", "width: 5"]
+    assert list((tmp_path / "t" / "version_0").glob("events*"))
+
+    class Quiet(Task):
+        def __init__(self):
+            super(Task, self).__init__()
+            self.save_hyperparameters({"secret": 1}, logger=False)
+
+    trainer(logger=CSVLogger(tmp_path, "c", 0)).fit(Quiet(), numbers(1))
+    assert "secret" not in str([p.read_text() for p in (tmp_path / "c").rglob("*.*")])
+
+
+def test_writing_every_so_often(tmp_path):
+    class Task(Base):
+        def training_step(self, batch, batch_idx):
+            self.log("x", batch[0].mean())
+            return super().training_step(batch, batch_idx)
+
+    for every, accumulate, steps in [(3, 1, [3, 6]), (0, 1, []), (2, 2, [2, 4]), (50, 1, [])]:
+        folder = tmp_path / f"{every}-{accumulate}"
+        own = trainer(logger=CSVLogger(folder, "", 0), log_every_n_steps=every, accumulate_grad_batches=accumulate)
+        own.fit(Task(), numbers(1, 2, 3, 4, 5, 6, 7))
+        path = folder / "version_0" / "metrics.csv"
+        assert [row["step"] for row in rows(path)] == steps if steps else not path.exists()
+        assert float(own.callback_metrics["x"]) == 7.0  # what is not written is known all the same
+
+
+def test_a_skipped_step_is_not_written_twice(tmp_path):
+    class Task(Base):
+        def training_step(self, batch, batch_idx):
+            self.log("x", float(batch_idx))
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if batch_idx in (0, 2) else loss
+
+    own = trainer(logger=CSVLogger(tmp_path, "", 0), log_every_n_steps=1, on_nonfinite="skip")
+    own.fit(Task(), numbers(1, 1, 1, 1, 1))
+    written = rows(tmp_path / "version_0" / "metrics.csv")
+    assert [(row["step"], row["x"]) for row in written] == [(1, 1.0), (2, 3.0), (3, 4.0)]
+
+
+# -- means and metrics, on one process and on two ---------------------------------------------------------------------
+
+
+class Measured(Base):
+    """Seven samples in batches; a metric object beside the plain mean of the same thing."""
+
+    def __init__(self):
+        super().__init__()
+        self.train_accuracy = MulticlassAccuracy(3, average="micro")
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+        self.several = MetricCollection(
+            {"micro": MulticlassAccuracy(3, average="micro"), "macro": MulticlassAccuracy(3, average="macro")}
+        )
+        self.seen = []
+
+    def hits(self, batch):
+        guess, truth = batch[0].long() % 3, batch[0].long() % 2
+        return guess, truth, (guess == truth).float().mean()
+
+    def training_step(self, batch, batch_idx):
+        guess, truth, share = self.hits(batch)
+        self.train_accuracy(guess, truth)
+        self.log("train_metric", self.train_accuracy, on_step=True, on_epoch=True)
+        self.log("train_share", share, on_step=False, on_epoch=True)
+        self.log("seen", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.log("rank_at_end", float(self.global_rank))
+
+    def validation_step(self, batch, batch_idx):
+        guess, truth, share = self.hits(batch)
+        self.accuracy.update(guess, truth)
+        self.several.update(guess, truth)
+        self.log("metric", self.accuracy)
+        self.log_dict(self.several)
+        self.log("share", share)
+        self.log("mean", batch[0].mean())
+        self.log("highest", batch[0].max(), reduce_fx="max")
+
+    def on_validation_epoch_end(self):
+        if not self.trainer.sanity_checking:
+            self.seen.append(float(self.trainer.world_size))
+        self.log("rank", float(self.global_rank))
+
+    test_step = validation_step
+
+
+def measured(train_batch, val_batch):
+    values = [float(v) for v in range(5)]
+    task = Measured()
+    own = trainer(max_epochs=2)
+    own.fit(task, numbers(*range(7), batch_size=train_batch), numbers(*values, batch_size=val_batch))
+    found = floats(own.callback_metrics)
+    (tested,) = own.test(task, numbers(*range(7), batch_size=val_batch), verbose=False)
+    return found, tested
+
+
+def different_names():
+    class Task(Base):
+        def training_step(self, batch, batch_idx):
+            self.log("common", 1.0)
+            self.log(f"of_rank_{self.global_rank}", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    try:
+        trainer(log_every_n_steps=2).fit(Task(), numbers(1, 2, 3, 4))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def on_two():
+    return measured(2, 2), different_names()
+
+
+# guess = value % 3, truth = value % 2; equal for 0, 1 and 6 of 0..6
+FIVE = {"metric": 0.4, "micro": 0.4, "share": 0.4, "mean": 2.0, "highest": 4.0}
+
+
+def check_measured(found, tested, seen):
+    assert found["train_metric_epoch"] == pytest.approx(3 / 7)
+    assert found["train_share"] == pytest.approx(3 / 7)
+    assert {name: found[name] for name in FIVE} == pytest.approx(FIVE)
+    assert tested["metric"] == tested["micro"] == pytest.approx(3 / 7)
+    assert tested["mean"] == pytest.approx(3.0)
+    guess, truth = torch.arange(7) % 3, torch.arange(7) % 2
+    macro = MulticlassAccuracy(3, average="macro")(guess, truth)
+    assert tested["macro"] == pytest.approx(float(macro))
+    assert found["seen"] == seen
+
+
+def test_means_are_the_whole_datasets():
+    for train_batch, val_batch in [(4, 2), (3, 4), (7, 5), (1, 1)]:
+        check_measured(*measured(train_batch, val_batch), seen=7.0)
+
+
+def test_two_processes_measure_as_one():
+    for (found, tested), error in run(on_two, 2):
+        check_measured(found, tested, seen=7.0)
+        assert found["rank"] == found["rank_at_end"] == 0.5  # logged between batches, every process weighs the same
+        assert "of_rank_0" in error
+        assert "of_rank_1" in error
+        assert "rank 1 alone" in error
+        assert "common" not in error.split("rank 0 alone")[1]
+
+
+def test_a_metric_that_is_no_number():
+    class Task(Base):
+        def __init__(self):
+            super().__init__()
+            self.matrix = MulticlassConfusionMatrix(3)
+
+        def validation_step(self, batch, batch_idx):
+            self.matrix.update(batch[0].long(), batch[0].long())
+            self.log("matrix", self.matrix)
+
+    with pytest.raises((ValueError, TypeError, RuntimeError), match="matrix"):
+        trainer().fit(Task(), numbers(1), numbers(1, 2))
+
+
+def test_nothing_is_held_of_the_graph():
+    class Task(Base):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, on_epoch=True)
+            self.log("weight", self.w)
+            return loss
+
+    own = trainer(max_epochs=1)
+    task = Task()
+    own.fit(task, numbers(1, 2, 3))
+    assert not any(value.requires_grad for value in own.callback_metrics.values() if isinstance(value, torch.Tensor))
+    assert float(own.callback_metrics["weight"]) == pytest.approx(-0.3)  # before the third step: 0.1 + 0.2
