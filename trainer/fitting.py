@@ -49,6 +49,8 @@ def run_fit(trainer: Trainer, task: TaskModule, hooks: Hooks, sources: Sources) 
     _check_validation(trainer, task, sources)
     restore.register(trainer)
     random_state = restore.restore_run(trainer, trainer.ckpt_path)
+    if trainer.ckpt_path is not None:
+        trainer.progress.recount(loader.batches)
     summary.announce_fit(trainer, loader)
     if trainer.ckpt_path is None and trainer.num_sanity_val_steps and trainer.has_validation:
         _sanity_check(trainer, hooks)

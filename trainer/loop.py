@@ -194,8 +194,7 @@ class FitLoop:
                 if hook(batch, index) == -1:
                     self.skip_rest = True
             if self.skip_rest:
-                if self.optimizer is not None:
-                    self.optimizer.optimizer.zero_grad()  # of the group's micro-batches before
+                accelerator.drop_gradients()  # of the group's micro-batches before
                 return
             with accelerator.accumulate(self.model):
                 output = self.step(batch, index) if self.takes_index else self.step(batch)

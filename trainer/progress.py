@@ -44,6 +44,11 @@ class Progress:
         self.batch = self.validated = 0
         self.closed = self.closing = False
 
+    def recount(self, batch: int) -> None:
+        """The epoch goes on with another number of processes, so what is behind us is ``batch`` micro-batches."""
+        self.validated = max(0, self.validated + batch - self.batch)
+        self.batch = batch
+
     def state_dict(self) -> dict[str, Any]:
         """All counters by name."""
         state = replace(self)
