@@ -21,7 +21,11 @@ def tracked() -> dict[str, Path]:
         parent, _, last = package.rpartition(".")
         folder = folders.get(package) or f"{folders[parent]}/{last}"
         listed = subprocess.run(
-            ["git", "ls-files", f"{folder}/*.py", f"{folder}/py.typed"], cwd=ROOT, capture_output=True, text=True, check=True
+            ["git", "ls-files", f"{folder}/*.py", f"{folder}/py.typed"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.split()
         for name in listed:
             if Path(name).parent == Path(folder):

@@ -101,11 +101,6 @@ class EarlyStopping(Callback):
         """Forget the validations of another run."""
         self._watch = ValidationWatch()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Note what is known already."""
-        if trainer.training:
-            self._watch.begin(trainer)
-
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check, unless that happens when epochs end."""
         if trainer.training:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim import Optimizer
 
 from ..strategies import choose
@@ -102,5 +101,5 @@ class LearningRateMonitor(Callback):
         row = {**self._rates, **self._others}
         self._rates = {}
         # In callback_metrics too, so that a checkpoint's name can hold it.
-        trainer.logbook.callback_values.update({name: torch.tensor(value) for name, value in row.items()})
+        trainer.logbook.callback_values.update(row)
         trainer.logbook.write_row(row, trainer.progress.step, trainer.progress.epoch)

@@ -198,11 +198,6 @@ class ModelCheckpoint(Callback):
         gone = world.broadcast([path for path in self.best_k_models if not os.path.exists(path)])
         self.best_k_models = {path: value for path, value in self.best_k_models.items() if path not in gone}
 
-    def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Note what is known already."""
-        if trainer.training:
-            self._watch.begin(trainer)
-
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Note what is new; ask for a save if that happens after validation."""
         if trainer.training:
@@ -220,7 +215,7 @@ class ModelCheckpoint(Callback):
         elif self._clock is not None and self._clock.is_over(trainer):
             self._trigger(step)
         # The epoch's last step is saved when the epoch is closed, so that a resumed run begins with the next one.
-        if progress.batch != trainer.num_training_batches:
+        if (self._wanted or self._waiting) and not progress.closed:
             self._serve(trainer, epoch_is_over=False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:

@@ -6,8 +6,6 @@ import math
 from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from ..strategies import nearest
 
 if TYPE_CHECKING:
@@ -30,16 +28,10 @@ class ValidationWatch:
     def __init__(self) -> None:
         self.step: int | None = None
         self.names: frozenset[str] = frozenset()
-        self._before: dict[str, Tensor] = {}
-
-    def begin(self, trainer: Trainer) -> None:
-        """Call it when a validation begins."""
-        self._before = dict(trainer.logbook.callback_values)
 
     def end(self, trainer: Trainer) -> None:
-        """Call it when that validation is over."""
-        now = trainer.logbook.callback_values
-        self.names = frozenset(name for name, value in now.items() if value is not self._before.get(name))
+        """Call it when a validation is over."""
+        self.names = trainer.logbook.newest
         self.step = trainer.progress.step
 
     def just_measured(self, trainer: Trainer) -> frozenset[str]:
@@ -58,7 +50,7 @@ def logged_values(trainer: Trainer, keep: Container[str] = ()) -> dict[str, floa
         trainer: whose logged values are meant.
         keep: names for which a step's value of the same name doesn't count, as validation has logged them since.
     """
-    values = {name: float(value) for name, value in trainer.logbook.callback_values.items()}
+    values = dict(trainer.logbook.callback_values)
     # What the loggers got of a step's values may be log_every_n_steps old.
     steps = {entry.label("step"): value for entry, value in trainer.metrics.step_values(trainer.accelerator.world)}
     return values | {name: value for name, value in steps.items() if name not in keep}

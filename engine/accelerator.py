@@ -66,6 +66,8 @@ class Accelerator(Process):
         if unknown:
             name, valid = next(iter(unknown)), Accelerator.__init__.__kwdefaults__ or {}
             raise TypeError(f"Accelerator() has no argument {name!r}.{nearest(name, valid)}")
+        if cpu and accelerator not in ("auto", "cpu"):
+            raise ValueError(f"cpu=True contradicts accelerator={accelerator!r}; give one of them.")
         self.precision = Precision.parse(mixed_precision)
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.device_placement = device_placement

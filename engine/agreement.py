@@ -67,8 +67,8 @@ class Agreement:
         """Read the votes after that backward; returns the summed weight (on the device), or None in a world of one."""
         if self.alone:
             self.stop = self.stop_vote
-            taint, self._taint = self._taint, None
             if not self.immediate and self.watch_finite:
+                taint, self._taint = self._taint, None
                 self._read_later(_packed(None, taint, self._device))
             return None
         summed = self._strategy.agreement()

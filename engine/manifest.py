@@ -77,6 +77,9 @@ def read_manifest(path: Path | str) -> Manifest:
     Raises:
         ValueError: It isn't a checkpoint, or is damaged, or is written by a newer Treadle.
     """
+    if not Path(path).is_dir():
+        what = "is a file" if Path(path).exists() else "does not exist"
+        raise ValueError(f"{path} {what}; a checkpoint is a directory with a {MANIFEST}.")
     document = disk.read_json(Path(path) / MANIFEST, _MAX_BYTES)
     found = document.get("format") if isinstance(document, dict) else None
     if type(found) is int and found > FORMAT:

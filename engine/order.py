@@ -66,19 +66,23 @@ class GroupPlanner:
         self.size = size
         self.accumulate = accumulate
 
-    def plan(self, sizes: list[tuple[int, int]], consumed: int) -> Iterator[Micro]:
-        """Yield the facts of one group's micro-batches.
+    def plan(self, sizes: list[tuple[int, int]], consumed: int) -> list[Micro]:
+        """Return the facts of one group's micro-batches.
 
         Args:
             sizes: per micro-batch, (samples of this process, samples of all processes).
             consumed: samples of the epoch before this group, over all processes.
         """
-        total = sum(everyone for _, everyone in sizes)
-        for number, (own, everyone) in enumerate(sizes, start=1):
+        total = 0
+        for _, everyone in sizes:
+            total += everyone
+        micros, last = [], len(sizes) - 1
+        for number, (own, everyone) in enumerate(sizes):
             consumed += everyone
             # Gradients are averaged over the processes, hence `size`; every sample then weighs 1 / total.
             scale = self.size * own / total if total else 0.0
-            yield Micro(own, scale, number == len(sizes), total, consumed)
+            micros.append(Micro(own, scale, number == last, total, consumed))
+        return micros
 
 
 class ShardedBatches:
@@ -252,6 +256,8 @@ def _drawn_from(stream: RandomStream, source: Iterator[Any], block: int) -> Iter
 
 
 def _part(indices: list[Any], widths: list[int] | None, rank: int, size: int) -> slice:
+    if size == 1:
+        return slice(0, len(indices))
     if widths is None:
         return share(len(indices), rank, size)
     start = sum(widths[:rank])

@@ -77,7 +77,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64, help="images per process and micro-batch")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per optimizer step")
     parser.add_argument("--devices", default="auto", help="how many processes on this machine")
-    parser.add_argument("--strategy", default="auto", help="auto, ddp or fsdp")
+    parser.add_argument("--strategy", default="auto", help="auto, single or ddp")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed or 16-mixed")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

@@ -2,7 +2,6 @@
 
     python examples/own_loop.py
     torchrun --nproc-per-node 2 examples/own_loop.py
-    python -m treadle launch --devices 2 examples/own_loop.py
 
 The Trainer's loop makes the same calls, so whatever works there (processes, precisions, checkpoints) works here.
 """

@@ -132,6 +132,22 @@ def check_interval(name: str, value: int | float | None) -> int | float:
     return check_limit(name, value)
 
 
+def check_epochs(name: str, value: int | None, interval: int | float) -> int | None:
+    """A whole number of epochs, or None to count across them, which takes an interval in batches.
+
+    Raises:
+        ValueError: names the flag, the value and the rule.
+    """
+    if value is not None:
+        return check_count(name, value, 1)
+    if isinstance(interval, int):
+        return None
+    raise ValueError(
+        f"{name}=None counts batches across epochs, but val_check_interval={interval} is a share of one: give "
+        "val_check_interval a whole number of batches."
+    )
+
+
 def check_positive(name: str, value: float | None) -> float | None:
     """A number above zero, or None.
 

@@ -86,4 +86,10 @@ def _overrides(callback: Callback, name: str) -> bool:
 
 
 def _task_overrides(task: TaskModule, name: str) -> bool:
-    return getattr(type(task), name) is not getattr(TaskHooks, name)
+    return getattr(type(task), name) is not getattr(TaskHooks, name) or name in vars(task)
+
+
+def name_of(hook: Hook) -> str:
+    """What to call a hook in an error: ``"EMA.on_exception"``."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return getattr(function, "__qualname__", repr(function))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ..engine import Metrics
 from ..loggers import Logger, NullExperiment
 from ..strategies import World, warn
@@ -41,14 +38,16 @@ class Logbook:
         callback_values: by name, the newest agreed value of everything logged.
         bar_values: the same, of what the progress bar shows.
         logged_values: the same, of what the loggers got.
+        newest: the names that the epoch or evaluation that ended last has logged.
     """
 
     def __init__(self, world: World, loggers: list[Logger]) -> None:
         self.world = world
         self.loggers = loggers
-        self.callback_values: dict[str, Tensor] = {}
+        self.callback_values: dict[str, float] = {}
         self.bar_values: dict[str, float] = {}
-        self.logged_values: dict[str, Tensor] = {}
+        self.logged_values: dict[str, float] = {}
+        self.newest: frozenset[str] = frozenset()
         self._failed: set[int] = set()
         self._epoch_row: dict[str, float] = {}
 
@@ -57,7 +56,7 @@ class Logbook:
         row: dict[str, float] = {}
         for entry, value in metrics.step_values(self.world):
             name = entry.label("step")
-            self.callback_values[name] = torch.tensor(value)
+            self.callback_values[name] = value
             if entry.prog_bar:
                 self.bar_values[name] = value
             if entry.logger:
@@ -67,29 +66,32 @@ class Logbook:
     def update_epoch(self, metrics: Metrics) -> dict[str, float]:
         """Reduce the epoch's values; returns them by name. All processes must call it."""
         found: dict[str, float] = {}
+        names: set[str] = set()
         self._epoch_row = {}
         for entry, value in metrics.epoch_values(self.world):
             name = entry.label("epoch")
             found[name] = value
-            self.callback_values[name] = self.callback_values[entry.name] = torch.tensor(value)
+            names |= {name, entry.name}
+            self.callback_values[name] = self.callback_values[entry.name] = value
             if entry.prog_bar:
                 self.bar_values[name] = value
             if entry.logger:
                 self._epoch_row[name] = value
+        self.newest = frozenset(names)
         return found
 
     def keep_step_values(self, metrics: Metrics) -> None:
         """Agree on the epoch's last step values, for those who read them later. All processes must call it."""
         for entry, value in metrics.step_values(self.world):
-            self.callback_values[entry.label("step")] = torch.tensor(value)
+            self.callback_values[entry.label("step")] = value
             if entry.prog_bar:
                 self.bar_values[entry.label("step")] = value
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, float]:
         """The agreed values: a scheduler, or a callback that monitors, may need one before it is logged again."""
         return dict(self.callback_values)
 
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Take back what `state_dict` returned."""
         self.callback_values.update(state_dict)
 
@@ -101,7 +103,7 @@ class Logbook:
         """Hand a row of agreed values to the loggers, with the epoch beside them."""
         if not row:
             return
-        self.logged_values.update({name: torch.tensor(value) for name, value in row.items()})
+        self.logged_values.update(row)
         self.call("log_metrics", {"epoch": epoch, **row}, step=step)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:

@@ -96,6 +96,7 @@ class FitLoop:
         self.by_epoch = [s for s in schedulers if s.interval == "epoch"]
         self.default_clip = type(task).configure_gradient_clipping is TaskModule.configure_gradient_clipping
         self.default_scheduler_step = type(task).lr_scheduler_step is TaskModule.lr_scheduler_step
+        self.alone = trainer.accelerator.num_processes == 1
         self.deadline: float | None = None
         self.total = loader.length
         self.seen_step = self.progress.step
@@ -140,6 +141,8 @@ class FitLoop:
     def _epoch(self) -> None:
         trainer, progress, metrics, hooks = self.trainer, self.progress, self.metrics, self.hooks
         self.skip_rest = False
+        if not progress.batch and trainer.check_val_every_n_epoch is not None:
+            progress.validated = progress.batches
         metrics.between_batches(True)
         metrics.weight = 1.0  # a process's value, not a batch's
         # Of an epoch that is resumed the hooks have drawn their random numbers once already.
@@ -178,18 +181,12 @@ class FitLoop:
 
     def _step(self, group: Iterable[Any]) -> None:
         """Work through one group of micro-batches."""
-        accelerator, hooks, progress, metrics, cursor = (
-            self.accelerator,
-            self.hooks,
-            self.progress,
-            self.metrics,
-            self.cursor,
-        )
+        accelerator, hooks, progress, cursor = self.accelerator, self.hooks, self.progress, self.cursor
         for batch in group:
             index = progress.batch
             micro = cursor.micro
             last = micro.last  # type: ignore[union-attr]
-            metrics.weight = micro.samples  # type: ignore[union-attr]
+            self.metrics.weight = micro.samples  # type: ignore[union-attr]
             for hook in hooks.on_train_batch_start:
                 if hook(batch, index) == -1:
                     self.skip_rest = True
@@ -208,7 +205,7 @@ class FitLoop:
                 for hook in hooks.on_before_backward:
                     hook(loss)
                 self.agreement.watch(loss)
-                if last:
+                if last and not self.alone:
                     self.agreement.stop_vote = self._wants_to_stop()
                 accelerator.backward(loss, weight=weight)
                 for hook in hooks.on_after_backward:
@@ -229,7 +226,9 @@ class FitLoop:
     def _optimize(self) -> None:
         """Agree, clip, step, zero; then the schedulers by step."""
         accelerator, optimizer, progress, hooks = self.accelerator, self.optimizer, self.progress, self.hooks
-        if not accelerator.agree().finite:
+        if accelerator.always_agree or accelerator.unfinished:
+            accelerator.agree()
+        if not self.agreement.finite:
             self._refuse()
             return
         if optimizer is None:
@@ -284,18 +283,18 @@ class FitLoop:
         stepped, self.seen_step = progress.step != self.seen_step, progress.step
         if stepped and trainer.log_every_n_steps and progress.step % trainer.log_every_n_steps == 0:
             trainer.logbook.write_step(self.metrics, progress.step, progress.epoch)
-        stop = self.agreement.stop if not self.agreement.alone else self._wants_to_stop()
+        stop = self._wants_to_stop() if self.alone else self.agreement.stop
         if progress.batch == self.total:
             self._close_epoch()
             stop = False  # the epoch is over anyway
-        elif self.validation_every is not None and progress.batch - progress.validated >= self.validation_every:
+        elif self.validation_every is not None and progress.batches - progress.validated >= self.validation_every:
             self._validate()
             stop = trainer.accelerator.world.any(trainer.should_stop)
         for hook in self.hooks.on_step_end:
             hook()
         if stop:
             trainer.should_stop = True
-        return self._may_stop(stop) or 0 <= trainer.max_steps <= progress.step
+        return (stop and self._may_stop(stop)) or 0 <= trainer.max_steps <= progress.step
 
     # -- validation and schedulers -------------------------------------------------------------------------------
 
@@ -306,10 +305,10 @@ class FitLoop:
         if not trainer.has_validation:
             return None
         if isinstance(interval, int):
-            if total is not None and interval > total:
+            if trainer.check_val_every_n_epoch is not None and total is not None and interval > total:
                 raise ValueError(
                     f"val_check_interval={interval} is more than the {total} batches of an epoch, so validation would "
-                    "never run. Give at most that."
+                    "never run. Give at most that, or check_val_every_n_epoch=None to count across epochs."
                 )
             return interval
         if interval == 1.0:
@@ -322,17 +321,18 @@ class FitLoop:
         return max(1, int(total * interval))
 
     def _validation_epoch(self) -> bool:
-        return (self.progress.epoch + 1) % self.trainer.check_val_every_n_epoch == 0
+        every = self.trainer.check_val_every_n_epoch
+        return every is None or (self.progress.epoch + 1) % every == 0
 
     def _validate(self) -> None:
-        self.progress.validated = self.progress.batch
+        self.progress.validated = self.progress.batches
         if self._validation_epoch():
             self.validate()
 
     def _close_epoch(self) -> None:
         """After the epoch's last step: validate if due, then the schedulers by epoch."""
         due = self.validation_every
-        since = self.progress.batch - self.progress.validated
+        since = self.progress.batches - self.progress.validated
         if self.trainer.has_validation and (since > 0 if due is None else since >= due):
             self._validate()
         if self.by_epoch:

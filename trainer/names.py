@@ -97,14 +97,14 @@ class TrainerNames:
     # -- numbers -------------------------------------------------------------------------------------------------
 
     @property
-    def callback_metrics(self) -> dict[str, Any]:
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
         """Everything logged: the newest epoch values of all processes, and this process's newest step values."""
-        return {**self.logbook.callback_values, **self.metrics.latest()}
+        return _tensors({**self.logbook.callback_values, **self.metrics.latest()})
 
     @property
-    def logged_metrics(self) -> dict[str, Any]:
+    def logged_metrics(self) -> dict[str, torch.Tensor]:
         """What the loggers got last, by name."""
-        return dict(self.logbook.logged_values)
+        return _tensors(self.logbook.logged_values)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -163,3 +163,7 @@ class TrainerNames:
     def progress_bar_callback(self) -> TQDMProgressBar | None:
         """The progress bar."""
         return next((callback for callback in self.callbacks if isinstance(callback, TQDMProgressBar)), None)
+
+
+def _tensors(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.as_tensor(value, dtype=torch.get_default_dtype()) for name, value in values.items()}

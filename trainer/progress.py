@@ -16,7 +16,7 @@ class Progress:
         batch: micro-batches of the current epoch, of this process.
         batches: micro-batches of all epochs, of this process.
         samples: samples trained on, over all processes.
-        validated: the micro-batch count of this epoch at which it was last validated.
+        validated: what ``batches`` was when the count to the next validation began.
         skipped: optimizer steps that a float16 overflow or a non-finite loss prevented.
         seconds: time spent in training, for ``max_time``.
         closed: the epoch's last step is over, its validation and its schedulers too.
@@ -41,13 +41,13 @@ class Progress:
 
     def restart_epoch(self) -> None:
         """Count the epoch's micro-batches from the beginning."""
-        self.batch = self.validated = 0
+        self.batch = 0
         self.closed = self.closing = False
 
     def recount(self, batch: int) -> None:
         """The epoch goes on with another number of processes, so what is behind us is ``batch`` micro-batches."""
-        self.validated = max(0, self.validated + batch - self.batch)
-        self.batch = batch
+        more = batch - self.batch
+        self.batch, self.batches, self.validated = batch, self.batches + more, self.validated + more
 
     def state_dict(self) -> dict[str, Any]:
         """All counters by name."""

@@ -21,7 +21,7 @@ from .datamodule import DataModule
 from .defaults import as_callbacks, choose_callbacks, choose_loggers
 from .evaluation import check_step, evaluate, predictions_in_order
 from .fitting import run_fit
-from .hooks import Hooks
+from .hooks import Hooks, name_of
 from .logbook import Logbook
 from .names import TrainerNames
 from .optimizers import SchedulerConfig
@@ -57,7 +57,7 @@ class Trainer(TrainerNames):
         limit_predict_batches: the same, for prediction.
         val_check_interval: validate every so many micro-batches (int), or every such share of an epoch (float). It
             happens at the end of the optimizer step that reaches it.
-        check_val_every_n_epoch: validate in every n-th epoch.
+        check_val_every_n_epoch: validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
         num_sanity_val_steps: validation batches before training; -1 for all.
         log_every_n_steps: optimizer steps between writes to the loggers; 0 for none.
         enable_checkpointing: add a `ModelCheckpoint` if there is none.
@@ -107,7 +107,7 @@ class Trainer(TrainerNames):
         limit_test_batches: flags.Limit = None,
         limit_predict_batches: flags.Limit = None,
         val_check_interval: int | float | None = None,
-        check_val_every_n_epoch: int = 1,
+        check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = None,
         log_every_n_steps: int | None = None,
         enable_checkpointing: bool | None = None,
@@ -146,9 +146,8 @@ class Trainer(TrainerNames):
         self.limit_test_batches = fast or flags.check_limit("limit_test_batches", limit_test_batches)
         self.limit_predict_batches = fast or flags.check_limit("limit_predict_batches", limit_predict_batches)
         self.val_check_interval = 1.0 if fast else flags.check_interval("val_check_interval", val_check_interval)
-        self.check_val_every_n_epoch = (
-            1 if fast else flags.check_count("check_val_every_n_epoch", check_val_every_n_epoch, 1)
-        )
+        epochs = 1 if fast else check_val_every_n_epoch
+        self.check_val_every_n_epoch = flags.check_epochs("check_val_every_n_epoch", epochs, self.val_check_interval)
         sanity = 2 if num_sanity_val_steps is None else num_sanity_val_steps
         self.num_sanity_val_steps = 0 if fast else flags.check_count("num_sanity_val_steps", sanity, -1)
         every = 50 if log_every_n_steps is None else log_every_n_steps
@@ -388,7 +387,7 @@ class Trainer(TrainerNames):
             try:
                 hook(error)
             except Exception as second:
-                error.add_note(f"while it was handled, {hook!r} raised {type(second).__name__}: {second}")
+                error.add_note(f"while it was handled, {name_of(hook)} raised {type(second).__name__}: {second}")
 
     # -- what a stage knows of itself ----------------------------------------------------------------------------
 

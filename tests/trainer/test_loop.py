@@ -508,6 +508,8 @@ def test_when_validation_runs():
     assert when(val_check_interval=4) == [(e, 4) for e in (0, 1)]
     assert when(val_check_interval=2, accumulate_grad_batches=3) == [(e, b) for e in (0, 1) for b in (3, 6)]
     assert when(check_val_every_n_epoch=2, max_epochs=4) == [(1, 6), (3, 6)]
+    assert when(val_check_interval=4, check_val_every_n_epoch=None) == [(0, 4), (1, 2), (1, 6)]
+    assert when(val_check_interval=9, check_val_every_n_epoch=None) == [(1, 3)]
     assert when(limit_val_batches=0) == when(limit_val_batches=0.0) == []
     assert when(max_steps=8) == [(0, 6)]
     assert when(max_steps=6) == [(0, 6)]
