@@ -72,7 +72,7 @@ def test_a_single_value_comes_back_as_it_was(value):
         *({1, 2, 3}, {"a", "b"}, frozenset({(1, frozenset({2}))}), {b"x": 1, torch.float32: 2}),
         *(Counter({2: 1, 5: 0}), Counter("aab")),
     ],
-    ids=repr,
+    ids=lambda v: type(v).__name__,  # a set of strings is written in another order by each worker
 )
 def test_containers_come_back_with_their_type_keys_and_order(value):
     assert same(round_trip(value), value)
