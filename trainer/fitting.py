@@ -32,9 +32,10 @@ def run_fit(trainer: Trainer, task: TaskModule, hooks: Hooks, sources: Sources) 
     if trainer.ckpt_path is None:
         trainer.progress.restart_epoch()
         trainer.metrics.reset()
-    optimizers, schedulers = _configure(task)
-    trainer.lr_scheduler_configs = schedulers
+    _check_steps(task)
     model = accelerator.prepare_model(task, step="training_step")
+    optimizers, schedulers = _configure(task)  # now that the parameters are where and what they will be
+    trainer.lr_scheduler_configs = schedulers
     for optimizer in optimizers:
         accelerator.prepare_optimizer(optimizer)
     accelerator.schedulers.extend(config.scheduler for config in schedulers)
@@ -61,7 +62,7 @@ def run_fit(trainer: Trainer, task: TaskModule, hooks: Hooks, sources: Sources) 
         hook()
 
 
-def _configure(task: TaskModule) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
+def _check_steps(task: TaskModule) -> None:
     name = type(task).__name__
     if type(task).training_step is TaskModule.training_step:
         raise ValueError(f"{name} needs a training_step that returns the loss.")
@@ -69,12 +70,15 @@ def _configure(task: TaskModule) -> tuple[list[torch.optim.Optimizer], list[Sche
         raise ValueError(
             f"{name} needs a configure_optimizers that returns an optimizer, or None to train without one."
         )
+
+
+def _configure(task: TaskModule) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
     optimizers, schedulers = parse_optimizers(task.configure_optimizers())
     check_ownership(task, optimizers, schedulers)
     if len(optimizers) > 1:
         raise ValueError(
-            f"{name}.configure_optimizers returned {len(optimizers)} optimizers; automatic optimization steps one. Put "
-            "their parameters into groups of one optimizer."
+            f"{type(task).__name__}.configure_optimizers returned {len(optimizers)} optimizers; automatic optimization "
+            "steps one. Put their parameters into groups of one optimizer."
         )
     return optimizers, schedulers
 
