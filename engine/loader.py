@@ -6,7 +6,6 @@ import copy
 import itertools
 import random
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -174,18 +173,23 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this process's micro-batches of one epoch; each is announced to the cursor first."""
-        pairs = self._begin()
+        batches = self._begin()
+        micros = self._plan.micros
         cursor, stream, move = self._cursor, self._stream, self.move
         outer = cursor.micro  # of a loop around this one, such as training around a validation
         micro: Micro | None = None
         try:
-            for micro, batch in pairs:
-                cursor.micro = self._micro = micro
+            for batch in batches:
+                if not micros:
+                    raise self._other_batches()
+                cursor.micro = self._micro = micro = micros.popleft()
                 self.samples = micro.consumed
                 self.batches += 1
                 if micro.drawn is not None:
                     stream.state = micro.drawn
                 yield batch if move is None else move(batch)
+            if micros:
+                raise self._other_batches()
             self.end_epoch()
         finally:
             if cursor.micro is micro:
@@ -207,8 +211,8 @@ class Loader:
             if last:
                 return
 
-    def _begin(self) -> Iterator[tuple[Micro, Any]]:
-        """Start the epoch's iterator; its order is drawn with the first batch."""
+    def _begin(self) -> Iterator[Any]:
+        """Start the epoch's iterator; its order is drawn with the first batch. The plan has the facts of each batch."""
         plan = self._plan
         if not self._resuming and plan.order is not None:
             self.end_epoch()  # the one before was left early
@@ -219,7 +223,7 @@ class Loader:
             iterator = plan.start(lambda: iter(self._view), self._started)
             self._started = getattr(self._view, "persistent_workers", False)
             return plan.batches(iterator)
-        return self._match(iter(self._view), plan)
+        return iter(self._view)
 
     def end_epoch(self) -> None:
         """Go on with the next epoch, even if this one was left early. Happens by itself when it is exhausted."""
@@ -227,17 +231,6 @@ class Loader:
             self.epoch += 1
             self.samples = self.batches = 0
             self._plan.order = self._micro = None
-
-    def _match(self, iterator: Iterator[Any], plan: ShardedBatches) -> Iterator[tuple[Micro, Any]]:
-        micros: deque[Micro] | None = None
-        for batch in iterator:
-            if micros is None:
-                micros = plan.micros  # this iteration's own, there since its first batch was drawn
-            if not micros:
-                raise self._other_batches()
-            yield micros.popleft(), batch
-        if micros:
-            raise self._other_batches()
 
     def _other_batches(self) -> ValueError:
         return ValueError(

@@ -120,7 +120,6 @@ class ShardedBatches:
         self.draws = Draws(stream, loader, batches, self.sampler, getattr(self.sampler, "sampler", None))
         self.draws_at_once = type(self.sampler) in _DRAW_ONCE
         self.order: dict[str, Any] | None = None
-        self.micros: deque[Micro] = deque()
         self._undo: dict[str, Any] | None = None
         self._rest: RandomStream | None = None
         self.begin(0, 0, None)
@@ -128,6 +127,7 @@ class ShardedBatches:
     def begin(self, epoch: int, skip: int, limit: int | None) -> None:
         """Say what the next iteration is: its epoch, the samples to pass over, and the most batches to yield."""
         self.epoch, self.skip, self.limit = epoch, skip, limit
+        self.micros: deque[Micro] = deque()
 
     def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
         """Start the loader's iterator; the seed that it draws for its workers comes from the stream.
@@ -225,25 +225,25 @@ class ShardedBatches:
     def _batches(self, epoch_seed: int) -> Iterator[Any]:
         rank, size = self.planner.rank, self.planner.size
         consumed = self.skip
-        micros = self.micros = deque()
+        micros, positions, batched = self.micros, self.positions, self.batched
         batches: Iterator[Any] = itertools.islice(self._global_batches(), self.limit)
         if self.merge_tail:
             batches = _merge_tail(batches, size)
         while group := list(itertools.islice(batches, self.planner.accumulate())):
-            parts = [_part(indices, widths, rank, size) for indices, widths in group]
+            # An empty share takes part with one sample of weight zero, so that the collectives match.
+            parts = [slice(0, len(i)) if size == 1 else _part(i, widths, rank, size) for i, widths in group]
             sizes = [(p.stop - p.start, len(i)) for p, (i, _) in zip(parts, group, strict=True)]
             drawn = None if self._rest is None else self._rest.state
-            plan = self.planner.plan(sizes, consumed)
-            for part, (indices, _), micro in zip(parts, group, plan, strict=True):
-                # An empty share takes part with one sample of weight zero, so that the collectives match.
-                own = indices[part] or indices[:1]
-                if self.positions:
+            for number, micro in enumerate(self.planner.plan(sizes, consumed)):
+                part, indices = parts[number], group[number][0]
+                own = indices if size == 1 else indices[part] or indices[:1]
+                if positions:
                     first = consumed + part.start
                     own = [(epoch_seed, first + offset, index) for offset, index in enumerate(own)]
                 micro.drawn = drawn
                 micros.append(micro)
                 consumed = micro.consumed
-                yield own if self.batched else own[0]
+                yield own if batched else own[0]
 
 
 def _drawn_from(stream: RandomStream, source: Iterator[Any], block: int) -> Iterator[Any]:
@@ -256,8 +256,6 @@ def _drawn_from(stream: RandomStream, source: Iterator[Any], block: int) -> Iter
 
 
 def _part(indices: list[Any], widths: list[int] | None, rank: int, size: int) -> slice:
-    if size == 1:
-        return slice(0, len(indices))
     if widths is None:
         return share(len(indices), rank, size)
     start = sum(widths[:rank])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -40,6 +41,7 @@ class StreamedBatches:
 
     Attributes:
         order: what the epoch was drawn from; where it is set before the epoch begins, that epoch comes again.
+        micros: the facts of the batches that were yielded and not yet taken by the loop.
     """
 
     def __init__(self, counted: int | None, planner: GroupPlanner, draws: Draws, lent: bool, stateful: Any) -> None:
@@ -57,6 +59,7 @@ class StreamedBatches:
     def begin(self, epoch: int, skip: int, limit: int | None) -> None:
         """Say what the next iteration is: the samples to pass over, and the most batches to yield."""
         self.skip, self.limit = skip, limit
+        self.micros: deque[Micro] = deque()
 
     def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
         """Start the source's iterator, which may draw a seed for its workers; see `ShardedBatches.start`."""
@@ -80,8 +83,9 @@ class StreamedBatches:
             draws.load_private(now["generators"])
         return iterator
 
-    def batches(self, source: Iterator[Any]) -> Iterator[tuple[Micro, Any]]:
-        """Yield this process's micro-batches with their facts."""
+    def batches(self, source: Iterator[Any]) -> Iterator[Any]:
+        """Yield this process's micro-batches; their facts are in ``micros``."""
+        micros = self.micros
         rank, size = self.planner.rank, self.planner.size
         stands, self._stands = self._stands, None
         consumed = self.skip if stands is not None else self._fast_forward(source)
@@ -98,7 +102,8 @@ class StreamedBatches:
             for micro, dealt in zip(self.planner.plan(sizes, consumed), rounds, strict=True):
                 consumed = micro.consumed
                 micro.drawn = drawn
-                yield micro, dealt[min(rank, len(dealt) - 1)][1]
+                micros.append(micro)
+                yield dealt[min(rank, len(dealt) - 1)][1]
             left = None if left is None else left - len(rounds)
 
     def state(self, drawn: Any) -> dict[str, Any] | None:
