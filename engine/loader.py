@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Su
 from ..strategies import World
 from .draws import Draws
 from .order import GroupPlanner, Micro, ShardedBatches, sized
-from .random_state import RandomStream
+from .random_state import RandomStream, State
 from .stream import Counted, StreamedBatches
 
 
@@ -119,6 +119,7 @@ class Loader:
         self._cursor = cursor
         self._stream = stream
         self._micro: Micro | None = None  # the last one of this epoch
+        self._drawn: State | None = None  # where the order's stream stood then
         self._resuming = False
         self._started = False  # the view's persistent workers, in this process or in the one it goes on from
         rank, size = (world.rank, world.size) if shard and not shards_itself(source) else (0, 1)
@@ -182,11 +183,12 @@ class Loader:
             for batch in batches:
                 if not micros:
                     raise self._other_batches()
-                cursor.micro = self._micro = micro = micros.popleft()
-                self.samples = micro.consumed
+                micro, drawn = micros.popleft()
+                cursor.micro = self._micro = micro
+                self.samples += micro.everyone
                 self.batches += 1
-                if micro.drawn is not None:
-                    stream.state = micro.drawn
+                if drawn is not None:
+                    stream.state = self._drawn = drawn
                 yield batch if move is None else move(batch)
             if micros:
                 raise self._other_batches()
@@ -286,7 +288,7 @@ class Loader:
                 "the loader stands inside a group of micro-batches, whose gradients are in no checkpoint. Save when "
                 "accelerator.sync_gradients is true, after the optimizer's step."
             )
-        drawn = None if micro is None else micro.drawn
+        drawn = None if micro is None else self._drawn
         return {
             "epoch": self.epoch,
             "samples": self.samples,

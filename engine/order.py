@@ -24,7 +24,7 @@ from .random_state import RandomStream, State, seed_from
 _DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class Micro:
     """The facts of one micro-batch that the loop needs.
 
@@ -33,16 +33,14 @@ class Micro:
         scale: what its mean loss is multiplied by, so that the step's gradient is the mean over the whole group.
         last: whether it ends its group, so that gradients are reduced and the optimizer steps.
         group_samples: samples of its whole group, over all processes.
-        consumed: samples of the epoch that are behind us once it is trained on, over all processes.
-        drawn: where the order's stream stands once it is reached; None where the epoch's order was drawn at once.
+        everyone: samples of it, over all processes.
     """
 
     samples: int
     scale: float
     last: bool
     group_samples: int
-    consumed: int
-    drawn: State | None = None
+    everyone: int
 
 
 def share(count: int, rank: int, size: int) -> slice:
@@ -66,22 +64,20 @@ class GroupPlanner:
         self.size = size
         self.accumulate = accumulate
 
-    def plan(self, sizes: list[tuple[int, int]], consumed: int) -> list[Micro]:
+    def plan(self, sizes: list[tuple[int, int]]) -> list[Micro]:
         """Return the facts of one group's micro-batches.
 
         Args:
             sizes: per micro-batch, (samples of this process, samples of all processes).
-            consumed: samples of the epoch before this group, over all processes.
         """
         total = 0
         for _, everyone in sizes:
             total += everyone
         micros, last = [], len(sizes) - 1
         for number, (own, everyone) in enumerate(sizes):
-            consumed += everyone
             # Gradients are averaged over the processes, hence `size`; every sample then weighs 1 / total.
             scale = self.size * own / total if total else 0.0
-            micros.append(Micro(own, scale, number == last, total, consumed))
+            micros.append(Micro(own, scale, number == last, total, everyone))
         return micros
 
 
@@ -101,7 +97,8 @@ class ShardedBatches:
 
     Attributes:
         order: what the epoch's order was drawn from; where it is set before the epoch begins, that epoch comes again.
-        micros: the facts of the batches that were yielded and not yet taken by the loop.
+        micros: of the batches that were yielded and not yet taken by the loop: the facts, and where the order's stream
+            stands once the batch is reached (None where the epoch's order was drawn at once).
     """
 
     def __init__(
@@ -127,7 +124,7 @@ class ShardedBatches:
     def begin(self, epoch: int, skip: int, limit: int | None) -> None:
         """Say what the next iteration is: its epoch, the samples to pass over, and the most batches to yield."""
         self.epoch, self.skip, self.limit = epoch, skip, limit
-        self.micros: deque[Micro] = deque()
+        self.micros: deque[tuple[Micro, State | None]] = deque()
 
     def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
         """Start the loader's iterator; the seed that it draws for its workers comes from the stream.
@@ -229,20 +226,23 @@ class ShardedBatches:
         batches: Iterator[Any] = itertools.islice(self._global_batches(), self.limit)
         if self.merge_tail:
             batches = _merge_tail(batches, size)
+        planned: list[int] | None = None
         while group := list(itertools.islice(batches, self.planner.accumulate())):
-            # An empty share takes part with one sample of weight zero, so that the collectives match.
-            parts = [slice(0, len(i)) if size == 1 else _part(i, widths, rank, size) for i, widths in group]
-            sizes = [(p.stop - p.start, len(i)) for p, (i, _) in zip(parts, group, strict=True)]
+            lengths = [len(indices) for indices, _ in group]
+            if lengths != planned or group[0][1] is not None:  # most groups are like the one before
+                planned = lengths
+                parts = [_part(indices, widths, rank, size) for indices, widths in group]
+                plan = self.planner.plan([(p.stop - p.start, n) for p, n in zip(parts, lengths, strict=True)])
             drawn = None if self._rest is None else self._rest.state
-            for number, micro in enumerate(self.planner.plan(sizes, consumed)):
-                part, indices = parts[number], group[number][0]
-                own = indices if size == 1 else indices[part] or indices[:1]
+            for number, micro in enumerate(plan):
+                indices = group[number][0]
+                # An empty share takes part with one sample of weight zero, so that the collectives match.
+                own = indices if size == 1 else indices[parts[number]] or indices[:1]
                 if positions:
-                    first = consumed + part.start
+                    first = consumed + parts[number].start
                     own = [(epoch_seed, first + offset, index) for offset, index in enumerate(own)]
-                micro.drawn = drawn
-                micros.append(micro)
-                consumed = micro.consumed
+                micros.append((micro, drawn))
+                consumed += micro.everyone
                 yield own if batched else own[0]
 
 

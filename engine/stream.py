@@ -11,7 +11,7 @@ from typing import Any
 from ..strategies import warn
 from .draws import Draws
 from .order import GroupPlanner, Micro
-from .random_state import RandomStream
+from .random_state import RandomStream, State
 
 
 class Counted:
@@ -59,7 +59,7 @@ class StreamedBatches:
     def begin(self, epoch: int, skip: int, limit: int | None) -> None:
         """Say what the next iteration is: the samples to pass over, and the most batches to yield."""
         self.skip, self.limit = skip, limit
-        self.micros: deque[Micro] = deque()
+        self.micros: deque[tuple[Micro, State | None]] = deque()
 
     def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
         """Start the source's iterator, which may draw a seed for its workers; see `ShardedBatches.start`."""
@@ -88,7 +88,8 @@ class StreamedBatches:
         micros = self.micros
         rank, size = self.planner.rank, self.planner.size
         stands, self._stands = self._stands, None
-        consumed = self.skip if stands is not None else self._fast_forward(source)
+        if stands is None:
+            self._fast_forward(source)
         left = 0 if stands is not None and stands["ended"] else self.limit
         while left is None or left > 0:
             width = self.planner.accumulate() if left is None else min(left, self.planner.accumulate())
@@ -99,10 +100,8 @@ class StreamedBatches:
             drawn = self._reader.state if self.lent and self._reader is not None else None
             rounds = [group[start : start + size] for start in range(0, len(group), size)]
             sizes = [(r[rank][0] if rank < len(r) else 0, sum(count for count, _ in r)) for r in rounds]
-            for micro, dealt in zip(self.planner.plan(sizes, consumed), rounds, strict=True):
-                consumed = micro.consumed
-                micro.drawn = drawn
-                micros.append(micro)
+            for micro, dealt in zip(self.planner.plan(sizes), rounds, strict=True):
+                micros.append((micro, drawn))
                 yield dealt[min(rank, len(dealt) - 1)][1]
             left = None if left is None else left - len(rounds)
 
@@ -127,7 +126,7 @@ class StreamedBatches:
             items = list(itertools.islice(source, count))
         return items if self.counted else [(1, item) for item in items]
 
-    def _fast_forward(self, source: Iterator[Any]) -> int:
+    def _fast_forward(self, source: Iterator[Any]) -> None:
         passed = 0
         if self.skip:
             warn(
@@ -137,4 +136,3 @@ class StreamedBatches:
         with self._lend():
             while passed < self.skip and (item := next(source, None)) is not None:
                 passed += item[0] if self.counted else 1
-        return passed

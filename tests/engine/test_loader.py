@@ -168,12 +168,11 @@ def test_every_sample_once_in_the_order_of_one_process():
 def test_weights_give_the_mean_over_the_group():
     for size, batch, n, drop_last, _, k in configurations():
         ranks = Ranks(lambda b=batch, n=n, d=drop_last: DataLoader(range(n), batch_size=b, drop_last=d), size, k)
-        group, seen = [], 0
+        group = []
         for parts, facts in ranks.epoch():
             group.append((parts, facts))
             assert len({fact.last for fact in facts}) == 1
-            seen += sum(len(part) for part in parts)
-            assert {fact.consumed for fact in facts} == {seen}
+            assert {fact.everyone for fact in facts} == {sum(len(part) for part in parts)}
             assert [fact.samples for fact in facts] == [len(part) for part in parts]
             if not facts[0].last:
                 continue

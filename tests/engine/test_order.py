@@ -22,11 +22,11 @@ def test_shares_are_contiguous_and_even():
 def test_weights_of_a_group(sizes):
     total = sum(every for _, every in sizes)
     planner = GroupPlanner(0, 3, lambda: 1)
-    micros = list(planner.plan(sizes, consumed=100))
+    micros = list(planner.plan(sizes))
     assert [m.last for m in micros] == [False] * (len(sizes) - 1) + [True]
     assert [m.samples for m in micros] == [own for own, _ in sizes]
     assert [m.group_samples for m in micros] == [total] * len(sizes)
-    assert [m.consumed - 100 for m in micros] == list(itertools.accumulate(every for _, every in sizes))
+    assert [m.everyone for m in micros] == [every for _, every in sizes]
     for micro, (own, _) in zip(micros, sizes, strict=True):
         assert micro.scale == (float(Fraction(3 * own, total)) if total else 0.0)
 
