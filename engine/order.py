@@ -229,8 +229,8 @@ class ShardedBatches:
         planned: list[int] | None = None
         while group := list(itertools.islice(batches, self.planner.accumulate())):
             lengths = [len(indices) for indices, _ in group]
-            if lengths != planned or group[0][1] is not None:  # most groups are like the one before
-                planned = lengths
+            if lengths != planned:  # most groups are like the one before
+                planned = lengths if group[0][1] is None else None  # batches of the user's own may be cut otherwise
                 parts = [_part(indices, widths, rank, size) for indices, widths in group]
                 plan = self.planner.plan([(p.stop - p.start, n) for p, n in zip(parts, lengths, strict=True)])
             drawn = None if self._rest is None else self._rest.state
