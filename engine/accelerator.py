@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ..strategies import Precision, Strategy, World, nearest, resolve_strategy
-from ..strategies.world import Devices
+from ..strategies.devices import Devices
 from . import snapshot
 from .agreement import Agreement
 from .loader import Loader
-from .move import move_optimizer_state, mover
+from .move import mover
 from .optimizer import PreparedOptimizer, PreparedScheduler
 from .process import Process
 from .random_state import RandomStream, random_state
@@ -115,12 +115,12 @@ class Accelerator(Process):
         Raises:
             TypeError: for an object of any other kind.
         """
-        prepared = tuple(self._prepare_one(value) for value in objects)
+        # Models first: an optimizer may have to follow its parameters to where they are then.
+        models = {id(value): self.prepare_model(value) for value in objects if isinstance(value, nn.Module)}
+        prepared = tuple(models[id(value)] if id(value) in models else self._prepare_one(value) for value in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def _prepare_one(self, value: Any) -> Any:
-        if isinstance(value, nn.Module):
-            return self.prepare_model(value)
         if isinstance(value, Optimizer):
             return self.prepare_optimizer(value)
         if isinstance(value, DataLoader | Loader):
@@ -155,8 +155,7 @@ class Accelerator(Process):
         """Make an optimizer act at the end of each group of micro-batches."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
-        move_optimizer_state(optimizer, self.device)
-        prepared = PreparedOptimizer(optimizer, self)
+        prepared = PreparedOptimizer(self.strategy.wrap_optimizer(optimizer), self)
         self.optimizers.append(prepared)
         return prepared
 
@@ -193,7 +192,7 @@ class Accelerator(Process):
             move = mover(self.device, self.precision)
         prepared = Loader(
             loader,
-            world=self.world,
+            world=self.strategy.data_world,
             cursor=self.cursor,
             stream=self.stream,
             accumulate=lambda: self._accumulate,
@@ -201,7 +200,7 @@ class Accelerator(Process):
             evaluation=evaluation,
             move=move,
         )
-        prepared.agree(self.world)
+        prepared.agree(self.strategy.data_world)
         self.loaders.append(prepared)
         return prepared
 
@@ -213,6 +212,17 @@ class Accelerator(Process):
         state = random_state()
         # A CUDA generator's state is of no use to others, and of different size where they see other devices.
         self.stream = RandomStream(self.world.broadcast({name: state[name] for name in ("python", "numpy", "torch")}))
+
+    def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
+        """The context to build a model in, so that it is made where and as it will be used.
+
+        Where the strategy shards, parameters get no memory in it: `prepare_model` gives each process its shard, with
+        the values that ``reset_parameters`` of each module draws.
+
+        Args:
+            empty_init: leave parameters without values, as a checkpoint will be loaded.
+        """
+        return self.strategy.construction(empty_init)
 
     def method(self, model: nn.Module, name: str) -> Callable[..., Any]:
         """Return method ``name`` of a prepared model, run so that its gradients are synchronised."""
@@ -388,8 +398,8 @@ class Accelerator(Process):
         return snapshot.load(self, Path(input_dir), models=models, state=state)
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """The state of the user's own module, under its own names."""
-        return self.unwrap_model(model).state_dict()
+        """The state of the user's own module, whole and under its own names. Call it on all processes."""
+        return self.strategy.model_state(model)
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything prepared; returns a None for each object given, to rebind their names."""

@@ -44,14 +44,6 @@ class _Movable(Protocol):
         """Return it on ``device``."""
 
 
-def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Bring what an optimizer has gathered so far (momenta, not step counts) to the parameters' device."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.ndim:
-                state[name] = value.to(device)
-
-
 def mover(device: torch.device, precision: Precision) -> Callable[[Any], Any] | None:
     """What to apply to each batch so that the model can take it; None where that is nothing.
 

@@ -74,9 +74,11 @@ def _write(
     files: dict[str, dict[str, Any]] = {}
     # Asked on every process: what is registered may exchange something to know its state.
     shared = {} if weights_only else _shared_state(accelerator)
+    for number, model in enumerate(accelerator.models):
+        weights = accelerator.get_state_dict(model)
+        if accelerator.is_main_process:
+            files |= checkpoint.write_part(target, model_part(number), weights)
     if accelerator.is_main_process:
-        for number, model in enumerate(accelerator.models):
-            files |= checkpoint.write_part(target, model_part(number), accelerator.get_state_dict(model))
         for name, content in parts.items():
             files |= checkpoint.write_part(target, name, content)
         if not weights_only:
@@ -91,7 +93,7 @@ def _shared_state(accelerator: Accelerator) -> dict[str, Any]:
     if accelerator.loss_scale is not None:
         accelerator.loss_scale.settle()
     return {
-        "optimizers": [optimizer.state_dict() for optimizer in accelerator.optimizers],
+        "optimizers": [accelerator.strategy.optimizer_state(o.optimizer) for o in accelerator.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in accelerator.schedulers],
         "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
         "loaders": [loader.state_dict() for loader in accelerator.loaders],
@@ -111,7 +113,9 @@ def load(accelerator: Accelerator, path: Path, *, models: bool, state: bool) -> 
         for number, model in enumerate(accelerator.models):
             own = accelerator.unwrap_model(model)
             strict = getattr(own, "strict_loading", True)
-            load_model(own, checkpoint.read_part(path, model_part(number)), path, strict)
+            weights = checkpoint.read_part(path, model_part(number))
+            check_weights(own, weights, path, strict)
+            accelerator.strategy.load_model_state(model, weights, strict)
     if state:
         if not has_part(manifest, "state"):
             raise ValueError(
@@ -132,7 +136,10 @@ def _load_shared_state(accelerator: Accelerator, state: dict[str, Any], path: Pa
                 "loading."
             )
         for target, saved in zip(prepared, state[kind], strict=True):
-            target.load_state_dict(saved)
+            if kind == "optimizers":
+                accelerator.strategy.load_optimizer_state(target.optimizer, saved)
+            else:
+                target.load_state_dict(saved)
     if accelerator.scaler is not None and state["scaler"] is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
     if accelerator.stream is not None and state["stream"] is not None:
@@ -145,7 +152,13 @@ def _load_shared_state(accelerator: Accelerator, state: dict[str, Any], path: Pa
 
 
 def load_model(model: nn.Module, weights: dict[str, Any], path: Path, strict: bool = True) -> None:
-    """Load weights by name.
+    """Load weights by name; raises as `check_weights` does."""
+    check_weights(model, weights, path, strict)
+    model.load_state_dict(weights, strict=strict)
+
+
+def check_weights(model: nn.Module, weights: dict[str, Any], path: Path, strict: bool = True) -> None:
+    """See that ``weights`` are those of ``model``.
 
     Raises:
         ValueError: lists the names that are missing, unexpected or of another shape.
@@ -161,4 +174,3 @@ def load_model(model: nn.Module, weights: dict[str, Any], path: Path, strict: bo
     if reshaped or (strict and (missing or unexpected)):
         lines = [f"missing: {n}" for n in missing] + [f"unexpected: {n}" for n in unexpected] + reshaped
         raise ValueError(f"{path} was saved by another model:\n  " + "\n  ".join(lines[:30]))
-    model.load_state_dict(weights, strict=strict)

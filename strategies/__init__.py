@@ -1,11 +1,12 @@
 """How a model lies on the world: processes, devices, number formats."""
 
 from .ddp import DDP
+from .environment import LaunchEnvironment
 from .messages import announce, choose, logger, nearest, warn
 from .precision import Precision
 from .registry import register_strategy, resolve_strategy, strategy_names
 from .strategy import SingleDevice, Strategy
-from .world import LaunchEnvironment, World
+from .world import World
 
 DDPStrategy = DDP
 SingleDeviceStrategy = SingleDevice

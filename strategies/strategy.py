@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from .construction import built_in_place
 from .precision import Precision
 from .router import Router, routed
 from .world import World
@@ -45,6 +47,19 @@ class Strategy:
         self._votes: Tensor | None = None
         self._work: Any = None
 
+    @property
+    def data_world(self) -> World:
+        """The processes that the data is shared out to; those that hold parts of one replica get the same batches."""
+        return self.world
+
+    def construction(self, empty: bool = False) -> AbstractContextManager[Any]:
+        """The context to build a model in: on the device and in the storage format at once.
+
+        Args:
+            empty: skip what initialises parameters, as a checkpoint is loaded over them.
+        """
+        return built_in_place(self.world.device, self.precision.storage, empty)
+
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
         """Place ``module`` on the device and return what to call in its stead.
 
@@ -59,6 +74,11 @@ class Strategy:
     def place(self, module: nn.Module) -> None:
         """Move ``module`` to the device and into the storage format."""
         module.to(device=self.world.device, dtype=self.precision.storage)
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return what to step in the place of ``optimizer``, whose model is wrapped by now."""
+        move_optimizer_state(optimizer, self.world.device)
+        return optimizer
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the user's own module inside ``module``."""
@@ -110,6 +130,22 @@ class Strategy:
         """Clamp every gradient element to ``[-clip_value, clip_value]`` in place."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
+    def model_state(self, module: nn.Module) -> dict[str, Any]:
+        """The state of the user's own module, whole and under its own names. All processes must ask."""
+        return self.unwrap(module).state_dict()
+
+    def load_model_state(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
+        """Load what `model_state` returned, here or under any other strategy."""
+        self.unwrap(module).load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of ``optimizer``, whole, as of one process. All processes must ask."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load what `optimizer_state` returned, here or under any other strategy."""
+        optimizer.load_state_dict(state)
+
     def start_agreement(self, votes: Tensor) -> None:
         """Begin to sum ``votes`` (4 floats) over the processes. Called before the last backward of a step."""
         self._votes = votes
@@ -128,3 +164,11 @@ class SingleDevice(Strategy):
     """One model on one device: CPU, CUDA or MPS."""
 
     name = "single"
+
+
+def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
+    """Bring what an optimizer has gathered so far (momenta, not step counts) to the parameters' device."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                state[name] = value.to(device)

@@ -15,7 +15,7 @@ from ..callbacks import Callback
 from ..engine import Accelerator, Metrics
 from ..loggers import Logger
 from ..strategies import Strategy, choose, nearest
-from ..strategies.world import Devices
+from ..strategies.devices import Devices
 from . import flags, restore, summary
 from .datamodule import DataModule
 from .defaults import as_callbacks, choose_callbacks, choose_loggers
