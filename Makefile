@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
 
-.PHONY: install demo test test-slow lint types wheel bench clean
+.PHONY: install demo test test-slow test-slurm lint types wheel bench clean
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -17,10 +17,16 @@ demo: install
 	$(BIN)/python examples/digits.py
 
 test: install
-	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not slurm' $(ARGS)
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow --timeout 3600
+
+# A SLURM cluster of two nodes on this machine, made for the tests and ended with them.
+test-slurm: install
+	@for program in munged slurmctld slurmd srun; do PATH=$$PATH:/usr/sbin command -v $$program > /dev/null || \
+	  { echo "$$program is missing: apt-get install --no-install-recommends munge slurmctld slurmd slurm-client"; exit 1; }; done
+	$(BIN)/python -m pytest -m slurm tests/slurm
 
 lint: install
 	$(BIN)/ruff check .

@@ -52,7 +52,8 @@ def logged_values(trainer: Trainer, keep: Container[str] = ()) -> dict[str, floa
     """
     values = dict(trainer.logbook.callback_values)
     # What the loggers got of a step's values may be log_every_n_steps old.
-    steps = {entry.label("step"): value for entry, value in trainer.metrics.step_values(trainer.accelerator.world)}
+    world = trainer.accelerator.data_world
+    steps = {entry.label("step"): value for entry, value in trainer.metrics.step_values(world)}
     return values | {name: value for name, value in steps.items() if name not in keep}
 
 

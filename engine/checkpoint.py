@@ -38,6 +38,7 @@ __all__ = [
     "read_manifest",
     "read_part",
     "remove",
+    "staging",
     "verify",
     "write_part",
 ]
@@ -67,7 +68,7 @@ def write_part(target: Path | str, name: str, state: Any) -> dict[str, dict[str,
     """
     if not _PART.fullmatch(name) or name == "manifest":
         raise ValueError(f"{name!r:.80} can't name a part: use letters, digits, '_', '-', '.', and not 'manifest'.")
-    staging = _beside(target, "part")
+    folder = _beside(target, "part")
     files = [f"{name}.safetensors"]
     if name == "model":
         tensors, notes = _fold(state)
@@ -77,17 +78,19 @@ def write_part(target: Path | str, name: str, state: Any) -> dict[str, dict[str,
         notes = {}
         data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
         files = [f"{name}.json", *(files if tensors else [])]
-    disk.make_directory(staging)
+    disk.make_directory(folder)
     for file in files:
         if file.endswith(".json"):
-            disk.write_bytes(staging / file, data)
+            disk.write_bytes(folder / file, data)
         else:
-            disk.write_tensors(staging / file, tensors, {"format": "pt", **notes})
-        disk.fsync(staging / file)
-    return {file: disk.describe(staging / file) for file in files}
+            disk.write_tensors(folder / file, tensors, {"format": "pt", **notes})
+        disk.fsync(folder / file)
+    return {file: disk.describe(folder / file) for file in files}
 
 
-def commit(target: Path | str, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any]) -> Path:
+def commit(
+    target: Path | str, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool = False
+) -> Path:
     """Make the written parts a checkpoint, by one rename. One process calls it, after all have written their parts.
 
     A checkpoint that already stands at the target is replaced; at every moment one of the two can be loaded.
@@ -97,6 +100,7 @@ def commit(target: Path | str, files: Mapping[str, Mapping[str, Any]], info: Map
         files: The entries of every `write_part`, of all processes, in one dict.
         info: What the manifest notes: the counts ``step`` (optimizer steps done, default 0), ``epoch`` (0), ``samples``
             (global samples seen, 0) and ``world_size`` (processes, 1), and anything else but tensors, such as a metric.
+        others: Keep what else was put into `staging` since `discard` was called; the manifest does not list it.
 
     Returns:
         The target, as an absolute path.
@@ -107,20 +111,21 @@ def commit(target: Path | str, files: Mapping[str, Mapping[str, Any]], info: Map
         TypeError: ``info`` holds a tensor or something that isn't data.
         OSError: The disk refused. The checkpoint that stood at the target stands there still.
     """
-    target, staging = Path(os.path.abspath(target)), _beside(target, "part")
+    target, source = Path(os.path.abspath(target)), _beside(target, "part")
     if os.path.lexists(target) and not (target / MANIFEST).is_file() and not _is_empty(target):
         raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")
     sequence = 1 + max((manifest.sequence for manifest, _ in _scan(target.parent)[0]), default=0)
     entries = {name: dict(files[name]) for name in sorted(files)}
     data = Manifest.of(entries, info, sequence).to_json()
     for name, entry in entries.items():
-        disk.check_file(staging, name, entry, digests=False)
-    for stray in sorted(set(os.listdir(staging)) - set(files)):  # of a killed attempt: its manifest, perhaps
-        disk.delete(staging / stray)
-    disk.write_bytes(staging / MANIFEST, data)
-    disk.fsync(staging / MANIFEST)
-    disk.fsync(staging)
-    _swap_in(staging, target)
+        disk.check_file(source, name, entry, digests=False)
+    for stray in sorted(set(os.listdir(source)) - set(files)):  # of a killed attempt: its manifest, perhaps
+        if not others:
+            disk.delete(source / stray)
+    disk.write_bytes(source / MANIFEST, data)
+    disk.fsync(source / MANIFEST)
+    disk.fsync(source)
+    _swap_in(source, target)
     return target
 
 
@@ -145,6 +150,13 @@ def _swap_in(staging: Path, target: Path) -> None:
         _delete(gone)
     except OSError as error:
         warnings.warn(f"{target} is saved, but what it replaced can't be deleted now: {error}. The next start will.")
+
+
+def staging(target: Path | str) -> Path:
+    """Where the parts of a checkpoint are until `commit` moves them all at once; made if it is not there."""
+    path = _beside(target, "part")
+    disk.make_directory(path)
+    return path
 
 
 def discard(target: Path | str) -> None:

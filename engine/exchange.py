@@ -78,15 +78,16 @@ def _walk(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], An
         return other(value)
     if isinstance(value, Mapping):
         items = {key: _walk(item, tensor, other) for key, item in value.items()}
-        return items if type(value) is dict else _like(value, items)
+        return items if type(value) is dict else with_items(value, items)
     if isinstance(value, list | tuple):
         parts = [_walk(item, tensor, other) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return apply_to_collection(value, Tensor, tensor)  # a dataclass
 
 
-def _like(value: Any, items: dict[Any, Any]) -> Any:
-    copied = copy.copy(value)  # a subclass of dict keeps its other attributes
+def with_items(value: Any, items: dict[Any, Any]) -> Any:
+    """A mapping like ``value``, of its class and with its other attributes, that holds ``items``."""
+    copied = copy.copy(value)
     for key, item in items.items():
         copied[key] = item
     return copied
@@ -130,19 +131,49 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
     return apply_to_collection(value, Tensor, one)
 
 
-def pad_across_processes(value: Any, world: World, dim: int, pad_index: int, pad_first: bool) -> Any:
-    """Pad every tensor in a nested value along ``dim`` to the longest one of any process."""
+def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, pad_first: bool) -> Any:
+    """Pad every tensor in a nested value along ``dim`` to the longest one of any process.
+
+    Raises:
+        ValueError: on every process, if they hold different numbers of tensors.
+    """
+    if world.size == 1:
+        return value
+    tensors: list[Tensor] = []
+    apply_to_collection(value, Tensor, tensors.append)
+    lengths = world.gather_objects([t.shape[dim] if _has(t, dim) else 0 for t in tensors])
+    if any(len(every) != len(tensors) for every in lengths):
+        counts = ", ".join(f"rank {rank}: {len(every)}" for rank, every in enumerate(lengths))
+        raise ValueError(f"pad_across_processes needs the same number of tensors on every process, not {counts}.")
+    longest = iter([max(every) for every in zip(*lengths, strict=True)])
 
     def one(tensor: Tensor) -> Tensor:
-        if dim >= tensor.ndim or world.size == 1:
-            return tensor
-        longest = max(world.gather_objects(tensor.shape[dim]))
-        missing = longest - tensor.shape[dim]
-        if not missing:
+        wanted = next(longest)
+        if not _has(tensor, dim) or tensor.shape[dim] == wanted:
             return tensor
         shape = list(tensor.shape)
-        shape[dim] = missing
+        shape[dim] = wanted - tensor.shape[dim]
         filler = tensor.new_full(shape, pad_index)
         return torch.cat((filler, tensor) if pad_first else (tensor, filler), dim=dim)
 
     return apply_to_collection(value, Tensor, one)
+
+
+def _has(tensor: Tensor, dim: int) -> bool:
+    return -tensor.ndim <= dim < tensor.ndim
+
+
+def broadcast(value: Any, world: World, source: int) -> Any:
+    """Process ``source``'s tensors, in a nested value of one form on all processes; the input is left as it is."""
+    check_process(source, world.size, "from_process")
+    return apply_to_collection(value, Tensor, lambda t: world.broadcast_tensor(t.detach().clone(), source))
+
+
+def check_process(index: int, size: int, name: str) -> None:
+    """Raise if there is no process ``index``.
+
+    Raises:
+        ValueError: names the argument, and the processes that there are.
+    """
+    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < size:
+        raise ValueError(f"{name}={index!r}: the {size} process(es) are numbered 0 to {size - 1}.")

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ..strategies import World
 from .draws import Draws
 from .order import GroupPlanner, Micro, ShardedBatches, sized
 from .random_state import RandomStream, State
+from .reading import SeededSamples, read_here
 from .stream import Counted, StreamedBatches
 
 
@@ -27,54 +25,6 @@ class Cursor:
 
     def __init__(self) -> None:
         self.micro: Micro | None = None
-
-
-class SeededSamples:
-    """A dataset whose every sample is drawn from a random state of its own. Used inside loader workers only.
-
-    The seed follows from the epoch and the sample's position in it, so a resume, or another number of workers or
-    processes, sees the same augmentations; and a sample drawn twice in an epoch is augmented in two ways.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.__dict__["dataset"] = dataset
-        if _reads_in_bulk(dataset):
-            self.__dict__["__getitems__"] = self._get_items
-
-    def __getitem__(self, item: tuple[int, int, Any]) -> Any:
-        self._seed(item)
-        return self.dataset[item[2]]
-
-    def _get_items(self, items: list[tuple[int, int, Any]]) -> Any:
-        self._seed(items[0])  # it reads them together, so they can only be seeded together
-        return self.dataset.__getitems__([index for _, _, index in items])
-
-    @staticmethod
-    def _seed(item: tuple[int, int, Any]) -> None:
-        # An odd multiplier spreads neighbouring positions over the 63 bits (Knuth, TAOCP 3.3.4: MMIX's constant).
-        seed = (item[0] + item[1] * 6364136223846793005) % 2**63
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # A worker_init_fn that opens a file puts it on `get_worker_info().dataset`.
-        setattr(self.dataset, name, value)
-
-
-def _reads_in_bulk(dataset: Any) -> bool:
-    # A Subset only hands `__getitems__` on, and reads one by one where the dataset in it has none.
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return callable(getattr(dataset, "__getitems__", None))
 
 
 class Loader:
@@ -92,6 +42,7 @@ class Loader:
         shard: False leaves each process with all that its own loader yields.
         evaluation: no groups, and the tail is dealt so that every process takes part in every batch.
         move: applied to each batch (device transfer), or None.
+        split: ``batch_size`` is that of the global batch.
     """
 
     def __init__(
@@ -105,6 +56,7 @@ class Loader:
         shard: bool = True,
         evaluation: bool = False,
         move: Callable[[Any], Any] | None = None,
+        split: bool = False,
     ) -> None:
         if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
             raise TypeError(
@@ -121,6 +73,7 @@ class Loader:
         self._micro: Micro | None = None  # the last one of this epoch
         self._drawn: State | None = None  # where the order's stream stood then
         self._resuming = False
+        self._passing = 0  # batches that the coming epoch begins without
         self._started = False  # the view's persistent workers, in this process or in the one it goes on from
         rank, size = (world.rank, world.size) if shard and not shards_itself(source) else (0, 1)
         planner = GroupPlanner(rank, size, (lambda: 1) if evaluation else accumulate)
@@ -132,6 +85,8 @@ class Loader:
             # A list draws nothing, so nothing has to be lent to it.
             lent = not isinstance(source, list | tuple)
             self._plan = StreamedBatches(None, planner, Draws(stream, source), lent, _stateful(source))
+        if split and size > 1:
+            self._plan.split()
 
     def _prepare_view(self, source: DataLoader[Any], planner: GroupPlanner, evaluation: bool) -> None:
         if not getattr(source, "in_order", True):
@@ -222,13 +177,55 @@ class Loader:
         if not self._resuming and plan.order is not None:
             self.end_epoch()  # the one before was left early
         self._resuming = False
+        passing, self._passing = self._passing, 0
         set_epoch(self.source, self.epoch)
-        plan.begin(self.epoch, self.samples, None if self.limit is None else max(0, self.limit - self.batches))
+        limit = None if self.limit is None else max(0, self.limit - self.batches)
         if isinstance(plan, StreamedBatches):
+            plan.begin(self.epoch, self.samples, limit)
             iterator = plan.start(lambda: iter(self._view), self._started)
             self._started = getattr(self._view, "persistent_workers", False)
-            return plan.batches(iterator)
-        return iter(self._view)
+            batches = plan.batches(iterator)
+            return self._after(passing, batches) if passing else batches
+        plan.begin(self.epoch, self.samples, limit, passing)
+        return self._after(passing, iter(self._view)) if passing else iter(self._view)
+
+    def _after(self, passing: int, batches: Iterator[Any]) -> Iterator[Any]:
+        """Count the batches that the epoch begins without; a stream has to read them."""
+        plan = self._plan
+        if isinstance(plan, StreamedBatches):
+            for _ in itertools.islice(batches, passing):
+                micro, drawn = plan.micros.popleft()
+                self.samples += micro.everyone
+                self.batches += 1
+                if drawn is not None:
+                    self._stream.state = drawn
+            yield from batches
+            return
+        first = list(itertools.islice(batches, 1))
+        self.samples += plan.passed_samples
+        self.batches += passing
+        if not first and plan.drawn is not None:
+            self._stream.state = plan.drawn
+        yield from itertools.chain(first, batches)
+
+    def start_at(self, batch: int) -> None:
+        """Let the coming iteration begin at ``batch`` of the running epoch, wherever a resume has put it.
+
+        Raises:
+            ValueError: for a stream that has passed it already.
+        """
+        if not self._resuming and self._plan.order is not None:
+            self.end_epoch()  # the one before was left early
+        if self._resuming and self.length is not None and self.batches >= self.length:
+            self.end_epoch()  # saved with its last batch: the running epoch is the next one
+            self._resuming = False
+        if isinstance(self._plan, StreamedBatches):
+            if batch < self.batches:
+                raise ValueError(f"batch {batch} of the stream has passed, {self.batches} were read; it can't go back.")
+            self._passing = batch - self.batches
+        else:
+            self.samples = self.batches = 0
+            self._passing = batch
 
     def end_epoch(self) -> None:
         """Go on with the next epoch, even if this one was left early. Happens by itself when it is exhausted."""
@@ -271,6 +268,26 @@ class Loader:
         if name == "source" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.source, name)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples in a full batch, over all processes."""
+        plan = self._plan
+        return (plan.batch_size if isinstance(plan, ShardedBatches) else plan.counted or 1) * plan.planner.size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in the dataset."""
+        return len(self.source.dataset)  # type: ignore[attr-defined]
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch that was yielded last is the epoch's last."""
+        return bool(self.batches) and self.length is not None and self.batches >= self.length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next, or runs: samplers and datasets with a ``set_epoch`` are told."""
+        self.epoch = epoch
 
     # -- position ------------------------------------------------------------------------------------------------
 
@@ -315,27 +332,6 @@ class Loader:
         self._micro = None
         self._resuming = plan.order is not None
         self._started = state["started"]
-
-
-def read_here(loader: DataLoader[Any]) -> Iterator[Any]:
-    """What torch's iterator yields without workers, for less: it marks each batch for the profiler, asked for or not.
-
-    The step of `benchmarks/overhead.py` goes from 1.08 to 1.03 of the raw loop's time with it.
-    """
-    # The seed for workers that are not there: torch draws it all the same, and so do we, or the order would differ.
-    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    return _read_here(loader)
-
-
-def _read_here(loader: DataLoader[Any]) -> Iterator[Any]:
-    dataset, collate = loader.dataset, loader.collate_fn
-    if loader.batch_sampler is None:
-        for index in loader.sampler:
-            yield collate(dataset[index])
-        return
-    in_bulk = getattr(dataset, "__getitems__", None)
-    for indices in loader.batch_sampler:
-        yield collate(in_bulk(indices) if in_bulk else [dataset[index] for index in indices])
 
 
 def shards_itself(loader: Any) -> bool:

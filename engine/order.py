@@ -121,10 +121,26 @@ class ShardedBatches:
         self._rest: RandomStream | None = None
         self.begin(0, 0, None)
 
-    def begin(self, epoch: int, skip: int, limit: int | None) -> None:
-        """Say what the next iteration is: its epoch, the samples to pass over, and the most batches to yield."""
+    def begin(self, epoch: int, skip: int, limit: int | None, passed: int = 0) -> None:
+        """Say what the next iteration is: its epoch, samples to pass over, most batches to yield, batches to pass."""
         self.epoch, self.skip, self.limit = epoch, skip, limit
+        self.passed, self.passed_samples = passed, 0
         self.micros: deque[tuple[Micro, State | None]] = deque()
+
+    def split(self) -> None:
+        """Take ``batch_size`` for that of the global batch.
+
+        Raises:
+            ValueError: if the processes can not share it evenly, or there is none.
+        """
+        size = self.planner.size
+        if not self.plain or self.batch_size % size:
+            what = f"batch_size={self.batch_size}" if self.plain else "a batch sampler of its own"
+            raise ValueError(
+                f"split_batches=True shares each batch out to {size} processes, so DataLoader(batch_size=) must be a "
+                f"multiple of {size}; this loader has {what}."
+            )
+        self.batch_size //= size
 
     def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
         """Start the loader's iterator; the seed that it draws for its workers comes from the stream.
@@ -159,6 +175,11 @@ class ShardedBatches:
 
     def __len__(self) -> int:
         return self.total(self.limit)
+
+    @property
+    def drawn(self) -> State | None:
+        """Where the order's stream stands after what was drawn so far; None where the order was drawn at once."""
+        return None if self._rest is None else self._rest.state
 
     # -- order ---------------------------------------------------------------------------------------------------
 
@@ -226,6 +247,9 @@ class ShardedBatches:
         batches: Iterator[Any] = itertools.islice(self._global_batches(), self.limit)
         if self.merge_tail:
             batches = _merge_tail(batches, size)
+        for indices, _ in itertools.islice(batches, self.passed):
+            self.passed_samples += len(indices)
+        consumed += self.passed_samples
         planned: list[int] | None = None
         while group := list(itertools.islice(batches, self.planner.accumulate())):
             lengths = [len(indices) for indices, _ in group]
@@ -233,7 +257,7 @@ class ShardedBatches:
                 planned = lengths if group[0][1] is None else None  # batches of the user's own may be cut otherwise
                 parts = [_part(indices, widths, rank, size) for indices, widths in group]
                 plan = self.planner.plan([(p.stop - p.start, n) for p, n in zip(parts, lengths, strict=True)])
-            drawn = None if self._rest is None else self._rest.state
+            drawn = self.drawn
             for number, micro in enumerate(plan):
                 indices = group[number][0]
                 # An empty share takes part with one sample of weight zero, so that the collectives match.

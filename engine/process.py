@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
 
 from ..strategies import World
+from ..strategies.current import backend_of, disconnect
+from ..strategies.distributed_type import DistributedType, distributed_type
 from . import exchange
 from .loader import Cursor
+from .split import split
 
 
 class Process:
@@ -23,6 +26,7 @@ class Process:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.data_world = world  # those with different data, where several processes work on one sample
         self.cursor = Cursor()
         self._trigger = False
 
@@ -66,6 +70,16 @@ class Process:
         """Whether there is more than one process."""
         return self.world.size > 1
 
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes work together, in one word."""
+        return distributed_type(self.world, bool(getattr(getattr(self, "strategy", None), "sharded", False)))
+
+    @property
+    def backend(self) -> str | None:
+        """What carries tensors between the processes: ``"gloo"``, ``"nccl"``; None where there is one process."""
+        return backend_of(self.world)
+
     # -- exchange ------------------------------------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
@@ -84,8 +98,19 @@ class Process:
         """
         return exchange.gather(tensor, self.world)
 
+    def gather_object(self, value: Any) -> list[Any]:
+        """Every process's values in one list, on every process; a list (or tuple) counts as its items.
+
+        What was made of the shares of `split_between_processes` comes back in the order of its inputs.
+        """
+        return exchange.gather_objects(value, self.world)
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather what was computed from the current batch, each sample of the dataset once, in its order.
+
+        A 0-d tensor, such as a batch's mean loss, becomes one entry per process that had samples. Those batches may
+        differ in size, so a mean over the entries is none over the samples: gather ``(loss, len(batch))`` and weigh,
+        or ``loss.repeat(len(batch))``, with this batch's own length.
 
         Args:
             input_data: tensors of any row count (samples, tokens) or 0-d, nested as you like; or other objects.
@@ -97,16 +122,29 @@ class Process:
         micro = self.cursor.micro
         stand_in = micro is not None and not micro.samples
         if use_gather_object or not exchange.holds_tensor(input_data):
-            return exchange.gather_objects([] if stand_in else input_data, self.world)
-        return exchange.gather(input_data, self.world, empty=stand_in)
+            return exchange.gather_objects([] if stand_in else input_data, self.data_world)
+        return exchange.gather(input_data, self.data_world, empty=stand_in)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine tensors over the processes: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``."""
         return exchange.reduce(tensor, self.world, reduction, scale)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Pad tensors along ``dim`` to the longest of any process, with ``pad_index``."""
         return exchange.pad_across_processes(tensor, self.world, dim, pad_index, pad_first)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Give each process its share of ``inputs``; all must have the same. See `split` for what they may be.
+
+        ``gather_object`` (or ``gather``, for tensors) of the results returns them in the inputs' order; of padded
+        ones, the first ``len(inputs)`` are those of the inputs.
+
+        Args:
+            inputs: what to share out, never changed.
+            apply_padding: repeat the last input after the end, so that all shares are equally long.
+        """
+        yield split(inputs, self.world.rank, self.world.size, apply_padding)
 
     def set_trigger(self) -> None:
         """Raise a flag that `check_trigger` shows on every process."""
@@ -117,6 +155,12 @@ class Process:
         raised, self._trigger = self.world.any(self._trigger), False
         return raised
 
+    def destroy_process_group(self) -> None:
+        """End the exchange between the processes, on all of them. A new Accelerator (PartialState) starts it anew."""
+        disconnect()
+
+    # -- on some processes ---------------------------------------------------------------------------------------
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on rank zero."""
         if self.is_main_process:
@@ -124,20 +168,71 @@ class Process:
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator: run on rank zero; None elsewhere."""
+        return _run_where(function, self.is_main_process)
 
-        @wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if self.is_main_process else None
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: run on the first process of each machine; None elsewhere."""
+        return _run_where(function, self.is_local_main_process)
 
-        return run
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: run on the last rank; None elsewhere."""
+        return _run_where(function, self.is_last_process)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorator: run on rank ``process_index``; None elsewhere. Alone, this process does every one's part."""
+        if function is None:
+            return partial(self.on_process, process_index=process_index)
+        return _run_where(function, self._is(process_index, self.world.rank, self.world.size, "process_index"))
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorator: run on each machine's process ``local_process_index``; None elsewhere. See `on_process`."""
+        if function is None:
+            return partial(self.on_local_process, local_process_index=local_process_index)
+        world = self.world
+        where = self._is(local_process_index, world.local_rank, world.local_size, "local_process_index")
+        return _run_where(function, where)
+
+    def _is(self, wanted: int | None, own: int, size: int, name: str) -> bool:
+        if wanted is None:
+            raise TypeError(f"{name} says on which process to run; it is missing.")
+        if self.world.size == 1 and isinstance(wanted, int) and wanted >= 0:
+            return True
+        exchange.check_process(wanted, size, name)
+        return own == wanted
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Rank zero runs the block before the others do. If it raises there, it raises on all of them.
+
+        Raises:
+            RuntimeError: on the others, with rank zero's error in words.
+        """
+        return self._first(self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """The first process of each machine runs the block before the others do; see `main_process_first`."""
+        return self._first(self.is_local_main_process)
 
     @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Rank zero runs the block before the others do, who go on even if it raises."""
-        if not self.is_main_process:
-            self.wait_for_everyone()
+    def _first(self, leads: bool) -> Iterator[None]:
+        if not leads:
+            self.world.raise_together(None)
         try:
             yield
-        finally:
-            if self.is_main_process:
-                self.wait_for_everyone()
+        except BaseException as error:  # an exit or an interrupt too: the others would wait for good
+            if leads:
+                self.world.raise_together(error)
+            raise
+        if leads:
+            self.world.raise_together(None)
+
+
+def _run_where(function: Callable[..., Any], here: bool) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if here else None
+
+    return run

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from . import checkpoint
+from .export import own_name
 from .manifest import Manifest, verify
 from .random_state import random_state, set_random_state
 
@@ -47,8 +49,22 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
 def save(
     accelerator: Accelerator, target: Path, info: dict[str, Any], parts: dict[str, Any], weights_only: bool
 ) -> Path:
-    """Write a checkpoint; every process writes its own part, rank zero the rest, and it appears in one move."""
+    """Write a checkpoint; every process writes its own part, rank zero the rest, and it appears in one move.
+
+    Raises:
+        ValueError: inside a group of micro-batches.
+    """
     world = accelerator.world
+    if accelerator.inside_group and not weights_only:
+        raise ValueError(
+            "save_state inside a group of micro-batches, whose gradients are in no checkpoint. Save when "
+            "accelerator.sync_gradients is true, after the optimizer's step."
+        )
+    if accelerator.save_hooks:
+        with world.together():
+            if world.is_main:
+                checkpoint.discard(target)
+                checkpoint.staging(target)
     files: dict[str, Any] = {}
     error: BaseException | None = None
     try:
@@ -61,7 +77,7 @@ def save(
     if world.is_main:
         try:
             merged = {name: entry for part in every for name, entry in part.items()}
-            checkpoint.commit(target, merged, {"world_size": world.size, **info})
+            checkpoint.commit(target, merged, {"world_size": world.size, **info}, others=bool(accelerator.save_hooks))
         except Exception as caught:
             error = caught
     world.raise_together(error)
@@ -74,8 +90,7 @@ def _write(
     files: dict[str, dict[str, Any]] = {}
     # Asked on every process: what is registered may exchange something to know its state.
     shared = {} if weights_only else _shared_state(accelerator)
-    for number, model in enumerate(accelerator.models):
-        weights = accelerator.get_state_dict(model)
+    for number, weights in _weights(accelerator, target):
         if accelerator.is_main_process:
             files |= checkpoint.write_part(target, model_part(number), weights)
     if accelerator.is_main_process:
@@ -87,6 +102,22 @@ def _write(
         own = {"random": random_state()}
         files |= checkpoint.write_part(target, rank_part(accelerator.process_index), own)
     return files
+
+
+def _weights(accelerator: Accelerator, target: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each model's number and state, but for those that a hook takes care of."""
+    models = accelerator.models
+    if not accelerator.save_hooks:
+        for number, model in enumerate(models):
+            yield number, accelerator.get_state_dict(model)
+        return
+    states = [accelerator.get_state_dict(model) for model in models]
+    left = list(states)
+    for hook in accelerator.save_hooks.values():
+        hook(list(models), left, str(checkpoint.staging(target)))
+    for number, state in enumerate(states):
+        if any(state is kept for kept in left):
+            yield number, state
 
 
 def _shared_state(accelerator: Accelerator) -> dict[str, Any]:
@@ -110,10 +141,15 @@ def load(accelerator: Accelerator, path: Path, *, models: bool, state: bool) -> 
     """
     manifest = verify(path)
     if models:
+        wanted = list(accelerator.models)
+        for hook in accelerator.load_hooks.values():
+            hook(wanted, str(path))
         for number, model in enumerate(accelerator.models):
-            own = accelerator.unwrap_model(model)
+            if not any(model is kept for kept in wanted):
+                continue
+            own = accelerator.strategy.unwrap(model)
             strict = getattr(own, "strict_loading", True)
-            weights = checkpoint.read_part(path, model_part(number))
+            weights = _as_named_in(own, checkpoint.read_part(path, model_part(number)))
             check_weights(own, weights, path, strict)
             accelerator.strategy.load_model_state(model, weights, strict)
     if state:
@@ -125,6 +161,12 @@ def load(accelerator: Accelerator, path: Path, *, models: bool, state: bool) -> 
         if accelerator.process_index < manifest.world_size:  # a process that was not there then keeps its own
             set_random_state(checkpoint.read_part(path, rank_part(accelerator.process_index))["random"])
     return manifest.info
+
+
+def _as_named_in(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """Weights under the names in ``model``, of which parts may be compiled."""
+    renamed = {own_name(name): name for name in model.state_dict() if name != own_name(name)}
+    return {renamed.get(name, name): value for name, value in weights.items()} if renamed else weights
 
 
 def _load_shared_state(accelerator: Accelerator, state: dict[str, Any], path: Path) -> None:

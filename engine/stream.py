@@ -61,6 +61,17 @@ class StreamedBatches:
         self.skip, self.limit = skip, limit
         self.micros: deque[tuple[Micro, State | None]] = deque()
 
+    def split(self) -> None:
+        """Refused: what a stream yields is dealt whole.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "split_batches=True needs a dataset that can be indexed: the batches of a stream are dealt whole, one to "
+            "each process. Divide batch_size by the number of processes instead."
+        )
+
     def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
         """Start the source's iterator, which may draw a seed for its workers; see `ShardedBatches.start`."""
         draws = self.draws

@@ -1,7 +1,9 @@
 """How a model lies on the world: processes, devices, number formats."""
 
 from .ddp import DDP
+from .debug import DistributedOperationException
 from .environment import LaunchEnvironment
+from .fsdp import FSDP
 from .messages import announce, choose, logger, nearest, warn
 from .precision import Precision
 from .registry import register_strategy, resolve_strategy, strategy_names
@@ -9,12 +11,17 @@ from .strategy import SingleDevice, Strategy
 from .world import World
 
 DDPStrategy = DDP
+FSDPStrategy = ModelParallelStrategy = FSDP
 SingleDeviceStrategy = SingleDevice
 
 __all__ = [
     "DDP",
     "DDPStrategy",
+    "FSDP",
+    "FSDPStrategy",
+    "DistributedOperationException",
     "LaunchEnvironment",
+    "ModelParallelStrategy",
     "Precision",
     "SingleDevice",
     "SingleDeviceStrategy",

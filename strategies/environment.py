@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_STARTS = {
+    # per launcher: what sets the processes per machine, and the machines
+    "torchrun": ("--nproc-per-node {}", "--nnodes {}"),
+    "srun": ("#SBATCH --ntasks-per-node={}", "#SBATCH --nodes={}"),
+    "mpirun": ("--npernode {}", "--host with {} hosts"),
+}
+# Ids from here on name what is no step of srun's: a shell of salloc, a batch script, what was adopted.
+_SLURM_SPECIAL_STEPS = 0xFFFFFFFA
+_SLURM_PORTS = range(15000, 30000)  # below what the kernel and Kubernetes give away
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
-    """What a launcher (torchrun, ours, a Kubernetes job) says about this process.
+    """What a launcher (torchrun, ours, a Kubernetes job, SLURM's srun, mpirun) says about this process.
+
+    Attributes:
+        rank: this process among all.
+        world_size: number of processes.
+        local_rank: this process among those of its machine.
+        local_world_size: number of processes on its machine.
+        node_rank: this machine among all.
+        nodes: number of machines; None where the launcher does not tell.
+        supervisor: process id of our own supervisor, when that started this process.
+        launcher: ``"torchrun"`` (or whoever sets its variables), ``"srun"`` or ``"mpirun"``.
+        address: host and port on which rank 0 listens; None where torch's own variables say it.
+        run_id: what tells this run from others that might use the same address.
 
     Raises:
         ValueError: if only a part of the variables is set, or one holds no valid number. A half-set environment
@@ -21,39 +45,253 @@ class LaunchEnvironment:
     local_rank: int
     local_world_size: int
     node_rank: int
+    nodes: int | None = None
     supervisor: int | None = None
+    launcher: str = "torchrun"
+    address: tuple[str, int] | None = None
+    run_id: str = ""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
-        """Read the launch variables; None when no launcher set any. The only place that reads them."""
+        """Read the launch variables; None when no launcher set any. The only place that reads them.
+
+        torchrun's variables come first, as torchrun may itself be started by srun or mpirun; then those of MPI, as
+        mpirun starts its helpers with srun; then those of SLURM.
+        """
         env = os.environ if environ is None else environ
-        if not any(name in env for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        if any(name in env for name in _TORCHRUN):
+            return _from_torchrun(env)
+        return _from_mpi(env) or _from_slurm(env)
+
+    @property
+    def node_count(self) -> int:
+        """Number of machines; where the launcher does not tell, each is taken to have as many processes as this."""
+        return self.nodes or -(-self.world_size // self.local_world_size)
+
+    def check(self, devices: object, wanted: int, num_nodes: int) -> None:
+        """Hold the flags of the user's code against what was started.
+
+        Raises:
+            ValueError: names both numbers and the launcher's option that sets them.
+        """
+        per_node, machines = _STARTS[self.launcher]
+        if wanted != self.local_world_size:
+            raise ValueError(
+                f"devices={devices!r} asks for {wanted} process(es) on each machine, but the launcher started "
+                f"{self.local_world_size} (LOCAL_WORLD_SIZE) on machine {self.node_rank}. Use devices='auto', or start "
+                f"{self.launcher} with `{per_node.format(wanted)}`."
+            )
+        if num_nodes not in (1, self.node_count):
+            raise ValueError(
+                f"num_nodes={num_nodes}, but the launcher started {self.node_count} machine(s). Leave num_nodes out, "
+                f"or start {self.launcher} with `{machines.format(num_nodes)}`."
+            )
+
+    def device_index(self, wanted: list[int], seen: int | None) -> int:
+        """The index of this process's device among ``wanted``, on a machine where torch sees ``seen`` (None: any).
+
+        Raises:
+            ValueError: if that device is not there.
+        """
+        index = wanted[self.local_rank]
+        if seen == 1 and self.local_world_size > 1 and self.launcher == "srun":
+            return 0  # --gpus-per-task: SLURM shows each task nothing but its own
+        if seen is not None and index >= seen:
+            raise ValueError(
+                f"the process with LOCAL_RANK={self.local_rank} wants CUDA device {index}, but torch sees {seen}. "
+                f"Start fewer processes per machine, or make more devices visible."
+            )
+        return index
+
+
+def _from_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in env:
+            given = ", ".join(f"{n}={env[n]}" for n in _TORCHRUN if n in env)
+            raise ValueError(
+                f"{name} is not set, but {given} is: a launch environment is complete or absent. "
+                "Start with torchrun, which sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, "
+                f"or unset {given.split('=')[0]}."
+            )
+    size = _number(env, "WORLD_SIZE", low=1)
+    rank = _number(env, "RANK", low=0, high=size - 1)
+    # A pod per process (PyTorchJob) sets no LOCAL_RANK: each process is alone on its node.
+    local_size = _number(env, "LOCAL_WORLD_SIZE", low=1, high=size) if "LOCAL_WORLD_SIZE" in env else 1
+    local_rank = _number(env, "LOCAL_RANK", low=0) if "LOCAL_RANK" in env else 0
+    if local_rank >= local_size:
+        said = f"={local_size}" if "LOCAL_WORLD_SIZE" in env else ", which is not set, so it counts as 1"
+        raise ValueError(f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE{said}.")
+    return LaunchEnvironment(
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        node_rank=_number(env, "GROUP_RANK", low=0) if "GROUP_RANK" in env else rank // local_size,
+        nodes=_number(env, "GROUP_WORLD_SIZE", low=1, high=size) if "GROUP_WORLD_SIZE" in env else None,
+        supervisor=_number(env, "TREADLE_SUPERVISOR", low=1) if "TREADLE_SUPERVISOR" in env else None,
+    )
+
+
+def _from_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
+    """Open MPI's variables, or those of MPICH's and Intel's mpirun."""
+    if "OMPI_COMM_WORLD_SIZE" in env:
+        names = [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")]
+    elif "PMI_SIZE" in env and "MPI_LOCALNRANKS" in env:  # the second, as srun --mpi=pmi2 sets the first too
+        names = ["PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"]
+    else:
+        return None
+    _all_set(env, (*names, "MASTER_ADDR", "MASTER_PORT"), f"{names[0]}={env[names[0]]}", "mpirun -x MASTER_ADDR=HOST")
+    size = _number(env, names[0], low=1)
+    local_size = _number(env, names[2], low=1, high=size)
+    rank = _number(env, names[1], low=0, high=size - 1)
+    return LaunchEnvironment(
+        rank=rank,
+        world_size=size,
+        local_rank=_number(env, names[3], low=0, high=local_size - 1),
+        local_world_size=local_size,
+        node_rank=rank // local_size,  # MPI numbers no machines
+        launcher="mpirun",
+        address=(env["MASTER_ADDR"], _number(env, "MASTER_PORT", low=1, high=65535)),
+    )
+
+
+def _from_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
+    """The place of a task that srun started, among several; None in a batch script or a shell, and for one alone."""
+    if not _is_slurm_task(env):
+        return None
+    tasks = _first(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    size = _number(env, tasks, low=1)
+    if size == 1:
+        return None  # free to start more processes on its machine
+    if "SLURM_HET_SIZE" in env:
+        raise ValueError(
+            f"SLURM_HET_SIZE={env['SLURM_HET_SIZE']}: the parts of a heterogeneous job number their tasks each from 0. "
+            "Start torchrun in each part, or submit a job of one part."
+        )
+    shares, nodes, hosts = (
+        _first(env, f"SLURM_STEP_{name}", f"SLURM_{name}") for name in ("TASKS_PER_NODE", "NUM_NODES", "NODELIST")
+    )
+    nodes = nodes if nodes in env else _first(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", shares, nodes, hosts, "SLURM_JOB_ID")
+    _all_set(env, needed, f"{tasks}={size}", "srun")
+    per_node = task_counts(env[shares], shares)
+    count = _number(env, nodes, low=1)
+    if len(per_node) != count or sum(per_node) != size:
+        raise ValueError(f"{shares}={env[shares]} does not agree with {nodes}={count} and {tasks}={size}.")
+    node = _number(env, "SLURM_NODEID", low=0, high=count - 1)
+    if _is_slurm_batch(env, per_node[node]):
+        return None
+    job, step = _number(env, "SLURM_JOB_ID", low=0), _number(env, "SLURM_STEP_ID", low=0)
+    # Steps share a port if 10 x job + step agree modulo 15000: those that run at once on one machine rarely do.
+    port = _SLURM_PORTS[(10 * job + step) % len(_SLURM_PORTS)]
+    return LaunchEnvironment(
+        rank=_number(env, "SLURM_PROCID", low=0, high=size - 1),
+        world_size=size,
+        local_rank=_number(env, "SLURM_LOCALID", low=0, high=per_node[node] - 1),
+        local_world_size=per_node[node],
+        node_rank=node,
+        nodes=count,
+        launcher="srun",
+        address=(
+            env.get("MASTER_ADDR") or host_names(env[hosts], hosts)[0],
+            _number(env, "MASTER_PORT", low=1, high=65535) if "MASTER_PORT" in env else port,
+        ),
+        run_id=f"{job}.{step}",
+    )
+
+
+def _is_slurm_task(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process as a task. A batch script has a SLURM_PROCID too, but no step of its own."""
+    if "SLURM_STEP_ID" not in env or _number(env, "SLURM_STEP_ID", low=0) >= _SLURM_SPECIAL_STEPS:
+        return False
+    # In `srun --pty -n 4 bash` four shells start and three end at once; what is typed into the first is no task. Only
+    # the three signs together show that: the name is that of the allocation, so that salloc's srun has it too, and
+    # the port is handed on to whatever is started from such a shell.
+    shell = env.get("SLURM_JOB_NAME", "") in ("bash", "sh", "zsh", "fish", "tcsh", "interactive")
+    return not (shell and "SLURM_PTY_PORT" in env and os.isatty(0))
+
+
+def _is_slurm_batch(env: Mapping[str, str], tasks_here: int) -> bool:
+    """Whether the step's variables are those of the task that submitted this batch script, as sbatch hands them on."""
+    return "SLURM_GTIDS" in env and len(env["SLURM_GTIDS"].split(",")) != tasks_here  # it is "0" in a batch script
+
+
+def task_counts(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
+    """The tasks of each machine, from SLURM's short form: ``"2(x3),1"`` is ``[2, 2, 2, 1]``.
+
+    Raises:
+        ValueError: names the variable ``name``.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ValueError(f"{name}={text!r} is not of the form '2(x3),1'.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def host_names(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
+    """The machines of SLURM's short form: ``"n[1-2,07],m5"`` is ``["n1", "n2", "n07", "m5"]``.
+
+    Raises:
+        ValueError: names the variable ``name``.
+    """
+    items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    hosts = [host for item in items for host in _expanded(item)]
+    if not hosts or ",".join(items) != text or not all(re.fullmatch(r"[\w.:-]+", host) for host in hosts):
+        raise ValueError(f"{name}={text!r} is not of the form 'n[1-3,07-09],m5'.")
+    return hosts
+
+
+def _expanded(item: str) -> list[str]:
+    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", item)
+    if match is None:
+        return [item]
+    heads = []
+    for part in match[2].split(","):
+        low, _, high = part.partition("-")
+        if not (low.isdecimal() and (high or low).isdecimal()):
+            return [item]  # which is no name
+        heads += [f"{match[1]}{number:0{len(low)}}" for number in range(int(low), int(high or low) + 1)]
+    return [head + tail for head in heads for tail in _expanded(match[3])]
+
+
+def _first(env: Mapping[str, str], *names: str) -> str:
+    """The first of ``names`` that is set, or else the last."""
+    return next((name for name in names if name in env), names[-1])
+
+
+def _all_set(env: Mapping[str, str], names: tuple[str, ...], given: str, start: str) -> None:
+    for name in names:
+        if name not in env:
+            raise ValueError(
+                f"{name} is not set, but {given} is: a launch environment is complete or absent. "
+                f"Start with `{start}`, export {name}, or unset {given.split('=')[0]}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebugEnvironment:
+    """What ``TREADLE_DEBUG=1`` asks for.
+
+    Args:
+        timeout: seconds that a process may be late for a call before the others name it (TREADLE_DEBUG_TIMEOUT).
+        replicas: compare the models every so many optimizer steps; 0 is never (TREADLE_DEBUG_REPLICAS).
+    """
+
+    timeout: int = 60
+    replicas: int = 100
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> DebugEnvironment | None:
+        """Read the debug variables; None unless debugging was asked for. The only place that reads them."""
+        env = os.environ if environ is None else environ
+        if not env.get("TREADLE_DEBUG") or not _number(env, "TREADLE_DEBUG", low=0, high=1):
             return None
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            if name not in env:
-                given = ", ".join(f"{n}={env[n]}" for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if n in env)
-                raise ValueError(
-                    f"{name} is not set, but {given} is: a launch environment is complete or absent. "
-                    "Start with torchrun, which sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, "
-                    f"or unset {given.split('=')[0]}."
-                )
-        size = _number(env, "WORLD_SIZE", low=1)
-        rank = _number(env, "RANK", low=0, high=size - 1)
-        # A pod per process (PyTorchJob) sets no LOCAL_RANK: each process is alone on its node.
-        local_size = _number(env, "LOCAL_WORLD_SIZE", low=1, high=size) if "LOCAL_WORLD_SIZE" in env else 1
-        local_rank = _number(env, "LOCAL_RANK", low=0) if "LOCAL_RANK" in env else 0
-        if local_rank >= local_size:
-            said = f"={local_size}" if "LOCAL_WORLD_SIZE" in env else ", which is not set, so it counts as 1"
-            raise ValueError(f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE{said}.")
-        node = _number(env, "GROUP_RANK", low=0) if "GROUP_RANK" in env else rank // local_size
-        supervisor = _number(env, "TREADLE_SUPERVISOR", low=1) if "TREADLE_SUPERVISOR" in env else None
         return cls(
-            rank=rank,
-            world_size=size,
-            local_rank=local_rank,
-            local_world_size=local_size,
-            node_rank=node,
-            supervisor=supervisor,
+            timeout=_number(env, "TREADLE_DEBUG_TIMEOUT", low=1) if "TREADLE_DEBUG_TIMEOUT" in env else cls.timeout,
+            replicas=_number(env, "TREADLE_DEBUG_REPLICAS", low=0) if "TREADLE_DEBUG_REPLICAS" in env else cls.replicas,
         )
 
 

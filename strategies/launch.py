@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import dataclasses
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
-GRACE = 30.0
-FAILURE_GRACE = 2.0
-_POLL = 0.01  # seconds; two failures closer than this can't be told apart, and a rank's death throes take longer
+from .nodes import FAILURE_GRACE, GRACE, Job
+
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _TEST_RUNNERS = ("pytest", "py.test", "unittest")
 
@@ -78,23 +76,49 @@ def supervise(
         ValueError: `nproc` is no positive number, there is no script to run again, or this is not the main thread.
         OSError: The program can't be started.
     """
-    if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
-        raise ValueError(f"nproc={nproc!r} must be a number of processes, at least 1.")
-    command = own_command(nproc) if argv is None else [str(part) for part in argv]
+    own = argv is None
+    job = Job(
+        nproc=nproc,
+        command=[] if own else [str(part) for part in argv],
+        run_id=run_id or uuid.uuid4().hex,
+        grace=grace,
+        failure_grace=failure_grace,
+    )
+    return supervise_job(dataclasses.replace(job, command=own_command(nproc)) if own else job)
+
+
+def supervise_job(job: Job) -> int:
+    """Does what `supervise` describes, for a job that may span several machines; each runs its own supervisor.
+
+    Where ranks may use gloo and nothing names its network interface, it is the one by which this machine reaches the
+    others.
+
+    Returns:
+        As `supervise`; the status of the rank that failed first on any machine.
+
+    Raises:
+        ValueError: The machines can't meet as `job.nodes` says, or this is not the main thread.
+        OSError: The program can't be started.
+    """
     if threading.current_thread() is not threading.main_thread():
         # Signals reach the main thread only, and Linux ends a rank with the thread that started it.
-        raise ValueError(f"devices={nproc} starts {nproc} processes, which only the main thread can supervise.")
+        raise ValueError(f"devices={job.nproc} starts {job.nproc} processes, which only the main thread can supervise.")
     # Text still in a buffer would come out after that of the ranks.
     sys.stdout.flush()
     sys.stderr.flush()
     handled = [name for name in _SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
     variables = {
         "TREADLE_SUPERVISOR": str(os.getpid()),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, _cpus() // nproc)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus() // job.nproc)),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled),
     }
-    with _environment(variables), _signals_restored(), _quiet_agent():
-        return _run_agent(nproc, command, run_id or uuid.uuid4().hex, grace, failure_grace)
+    place = job.nodes.place() if job.nodes is not None else None
+    if place is not None and place.interface is not None:
+        variables["GLOO_SOCKET_IFNAME"] = place.interface
+    with _environment(variables), _signals_restored():
+        from . import agent  # a second of imports, which only a supervisor has to pay
+
+        return agent.run(job, place)
 
 
 def die_with_parent(supervisor_pid: int) -> None:
@@ -141,7 +165,7 @@ def own_command(nproc: int) -> list[str]:
         raise ValueError(
             f"devices={nproc} runs this script again in {nproc} processes, but {obstacle}. Put the code into a file "
             f"and run `python train.py` or `torchrun --nproc-per-node {nproc} train.py`, or use devices=1. "
-            "(In a notebook: notebook_launcher, which is coming.)"
+            f"In a notebook: `treadle.notebook_launcher(function, num_processes={nproc})`."
         )
     # The function behind multiprocessing's spawn. It leaves out -u, which shows only in the stream it makes.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -189,7 +213,7 @@ def _obstacle() -> str | None:
     return None
 
 
-def _cpus() -> int:
+def cpus() -> int:
     """CPUs this process may use: in a container or a batch job fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -233,159 +257,3 @@ def _signals_restored() -> Iterator[None]:
 
 def _signal_numbers() -> list[signal.Signals]:
     return [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
-
-
-@contextlib.contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Drops what the agent logs about every rank it ends; one report of ours says it. Other messages pass."""
-    expected = ("Sending process", "Unable to shutdown process", "failed (exitcode:", "Received ")
-    loggers = [
-        logging.getLogger(f"torch.distributed.elastic.{name}") for name in ("multiprocessing.api", "agent.server.api")
-    ]
-
-    def unexpected(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(expected)
-
-    for logger in loggers:
-        logger.addFilter(unexpected)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(unexpected)
-
-
-def _run_agent(nproc: int, command: list[str], run_id: str, grace: float, failure_grace: float) -> int:
-    # A second of imports, which only a supervisor has to pay.
-    from torch.distributed.elastic.agent.server import WorkerSpec
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    # Port 0: the system picks a free one and the agent keeps it open, so two launches never meet.
-    place = RendezvousParameters("c10d", "localhost:0", run_id, 1, 1, local_addr="localhost", is_host=True)
-    rendezvous = get_rendezvous_handler(place)
-    spec = WorkerSpec(
-        role="treadle",
-        local_world_size=nproc,
-        entrypoint=command[0],
-        # The agent fills in templates such as ${local_rank}; a command line must arrive as it is.
-        args=tuple(part.replace("$", "$$") for part in command[1:]),
-        rdzv_handler=rendezvous,
-        max_restarts=0,
-        monitor_interval=_POLL,
-        local_addr="localhost",
-    )
-    agent = _agent_class()(spec, grace, failure_grace)
-    stop: signal.Signals | None = None
-    try:
-        agent.run()
-    except SignalException as error:
-        stop = error.sigval
-    finally:
-        for number in _signal_numbers():
-            signal.signal(number, signal.SIG_IGN)  # what is left takes a moment and must be done
-        agent.finish(sweep=stop is not None)
-        rendezvous.shutdown()
-    return _verdict(nproc, agent.ends, stop)
-
-
-def _agent_class() -> type[Any]:
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-
-    class Agent(LocalElasticAgent):
-        """torch's agent, which also knows who ended first and keeps to our times for the rest.
-
-        Upstream looks every 0.1 s and can't order two failures in between. After a failure it gives the others a
-        fixed 30 s, which `shutdown_timeout` does not change (torch 2.11, 2.13); that one holds after a signal to
-        the agent, and only since torch 2.13.
-        """
-
-        def __init__(self, spec: Any, grace: float, failure_grace: float) -> None:
-            # No log directory: a killed supervisor would leave it behind.
-            super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull))
-            self.grace = grace
-            self.failure_grace = failure_grace
-            self.closing = False
-            self.ends: dict[int, int] = {}  # rank: exit code, in the order of time
-
-        def _monitor_workers(self, worker_group: Any) -> Any:
-            for _ in range(10):  # after each return the agent asks its store for news, which costs more than a look
-                time.sleep(_POLL)
-                if self._note_ends() or len(self.ends) == len(worker_group.workers):
-                    break
-            else:
-                # Not torch's own look: one that met a failure before ours would start its 30 s.
-                return RunResult(state=WorkerState.HEALTHY)
-            if failed := [code for code in self.ends.values() if code]:
-                # A rank that was asked to stop did so in order, and the others may still be saving.
-                stopped = failed[0] in (128 + signal.SIGTERM, 128 + signal.SIGINT)
-                self._close(signal.SIGTERM, self.grace if stopped else self.failure_grace)
-            return super()._monitor_workers(worker_group)
-
-        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
-            # torch comes here again when a second signal broke off the first wait.
-            death_sig, self.closing = (signal.SIGKILL if self.closing else death_sig), True
-            self._close(death_sig, self.grace)
-            super()._shutdown(death_sig)
-
-        def _close(self, number: signal.Signals, seconds: float) -> None:
-            context: Any = self._pcontext
-            if context is not None:
-                context.close(number, timeout=seconds)
-
-        def _note_ends(self) -> bool:
-            """Notes who ended since the last look, and tells whether any rank has failed by now."""
-            handlers = {} if self._pcontext is None else self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
-            codes = {rank: handler.proc.poll() for rank, handler in handlers.items() if rank not in self.ends}
-            # Within one look a killed rank comes first: it is what makes others raise.
-            for rank, code in sorted(codes.items(), key=lambda end: end[1] is None or end[1] >= 0):
-                if code is not None:
-                    self.ends[rank] = code
-            return any(self.ends.values())
-
-        def finish(self, sweep: bool) -> None:
-            """Leaves no process behind; after a failure not even what the ranks had started, such as data workers."""
-            if self._pcontext is None:
-                return
-            if self._note_ends() or sweep:
-                for pid in self._pcontext.pids().values():
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.killpg(pid, signal.SIGKILL)  # each rank leads a session of its own
-            self._close(signal.SIGKILL, 1.0)
-            self._note_ends()
-
-    return Agent
-
-
-def _verdict(nproc: int, ends: Mapping[int, int], stop: signal.Signals | None) -> int:
-    """Prints how it ended, unless well, and returns the exit status."""
-    # A rank that not even SIGKILL ended, as it hangs in a driver, is missing in `ends`.
-    codes = dict(ends) | {rank: -signal.SIGKILL for rank in range(nproc) if rank not in ends}
-    words = {rank: _ending(code) for rank, code in codes.items()}
-    first = next((rank for rank, code in codes.items() if code), None)
-    if stop is not None:
-        lines = [f"{stop.name} was forwarded to {nproc} rank(s)"]
-        status = 128 + stop
-    elif first is not None:
-        for rank in list(codes)[: list(codes).index(first)]:
-            words[rank] += " before that"
-        hint = " (by hand, or by the system for want of memory)" if codes[first] == -signal.SIGKILL else ""
-        lines = [f"rank {first} of {nproc} failed first: {words.pop(first)}{hint}"]
-        status = codes[first] if codes[first] > 0 else 128 - codes[first]
-    else:
-        return 0
-    for ending in dict.fromkeys(words.values()):
-        ranks = ", ".join(str(rank) for rank in sorted(words) if words[rank] == ending)
-        lines.append(f"rank {ranks}: {ending}")
-    print("\n".join(f"treadle: {line}" for line in lines), file=sys.stderr, flush=True)
-    return status
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"exit status {code}"
-    name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")  # not SIGRTMIN + 1
-    return f"killed by {name}"

@@ -35,12 +35,14 @@ class Precision:
         storage: dtype of floating-point parameters and inputs, or None to leave them as the user made them.
         compute: dtype that autocast computes in, or None for no autocast.
         scaled: whether the loss is scaled against underflow of float16 gradients.
+        cached: whether autocast keeps the weights that it has cast.
     """
 
     name: str
     storage: torch.dtype | None = None
     compute: torch.dtype | None = None
     scaled: bool = False
+    cached: bool = True
 
     @classmethod
     def parse(cls, value: Any) -> Precision:
@@ -61,7 +63,7 @@ class Precision:
     def context(self, device: torch.device) -> AbstractContextManager[Any] | None:
         """A reusable context to run the model in on ``device``, or None where there is nothing to set."""
         if self.compute is not None:
-            return _Autocast(device.type, self.compute)
+            return _Autocast(device.type, self.compute, self.cached)
         return None if self.storage is None else _DefaultDtype(self.storage)
 
     def cast(self, batch: Any) -> Any:
@@ -74,8 +76,8 @@ class Precision:
 class _Autocast:
     """``torch.autocast`` that may be entered again from within: torch's own then stays on for good (2.13)."""
 
-    def __init__(self, device: str, dtype: torch.dtype) -> None:
-        self.autocast = torch.autocast(device, dtype=dtype)
+    def __init__(self, device: str, dtype: torch.dtype, cached: bool = True) -> None:
+        self.autocast = torch.autocast(device, dtype=dtype, cache_enabled=cached)
         self.depth = 0
 
     def __enter__(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import entry_points
 
 from .ddp import DDP, unused_parameters_allowed
+from .fsdp import FSDP
 from .messages import choose
 from .strategy import SingleDevice, Strategy
 from .world import World
@@ -16,6 +18,8 @@ _FACTORIES: dict[str, Callable[[], Strategy]] = {
     "ddp": DDP,
     "ddp_find_unused_parameters_true": unused_parameters_allowed(True),
     "ddp_find_unused_parameters_false": unused_parameters_allowed(False),
+    "fsdp": FSDP,
+    "fsdp_cpu_offload": partial(FSDP, cpu_offload=True),
 }
 _ENTRY_POINTS = "treadle.strategies"
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from .construction import built_in_place
@@ -25,12 +26,16 @@ class Strategy:
     Attributes:
         name: the registry name.
         distributed: whether it can run on more than one process.
+        sharded: whether a process holds only parts of the parameters.
         delays_sync: whether `set_gradient_sync` does anything, so that the loop may skip the call.
+        device_mesh: the processes on a grid with named dimensions, where the strategy uses one.
     """
 
     name: ClassVar[str] = "base"
     distributed: ClassVar[bool] = False
+    sharded: ClassVar[bool] = False
     delays_sync: bool = False
+    device_mesh: DeviceMesh | None = None
 
     world: World
     precision: Precision
@@ -71,9 +76,14 @@ class Strategy:
         context = self.precision.context(self.world.device)
         return module if context is None else Router(module, context, self.precision.compute is not None)
 
-    def place(self, module: nn.Module) -> None:
-        """Move ``module`` to the device and into the storage format."""
-        module.to(device=self.world.device, dtype=self.precision.storage)
+    def place(self, module: nn.Module) -> nn.Module:
+        """Put ``module`` where it can be evaluated, in the storage format; returns what to call in its stead."""
+        if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+            raise ValueError(
+                f"this {type(module).__name__} was sharded by an earlier run, and strategy={self.name!r} needs it "
+                "whole. Build it anew and load the weights."
+            )
+        return module.to(device=self.world.device, dtype=self.precision.storage)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return what to step in the place of ``optimizer``, whose model is wrapped by now."""
@@ -82,9 +92,13 @@ class Strategy:
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the user's own module inside ``module``."""
-        while isinstance(module, Router | nn.parallel.DistributedDataParallel):
-            module = module.module
-        return module
+        while True:
+            if isinstance(module, Router | nn.parallel.DistributedDataParallel):
+                module = module.module
+            elif (compiled := module._modules.get("_orig_mod")) is not None:  # what `torch.compile` returned
+                module = compiled
+            else:
+                return module
 
     def method(self, wrapped: nn.Module, name: str) -> Callable[..., Any]:
         """Return method ``name`` of the user's module, run the way ``forward`` of the wrapped one runs."""
@@ -116,6 +130,20 @@ class Strategy:
         """A context in which gradients stay local."""
         return nullcontext()
 
+    def steps_apart(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """A context in which each process takes optimizer steps on a model of its own, without the others."""
+        if self.world.size > 1:
+            raise ValueError(
+                f"strategy={self.name!r} can't step apart: it needs a whole replica on each process (ddp)."
+            )
+        return nullcontext()
+
+    @contextmanager
+    def sync_in_backward(self, module: nn.Module) -> Iterator[None]:
+        """A context whose backward reduces the gradients, also of forwards that ran in `no_sync`."""
+        self.set_gradient_sync(module, True)
+        yield
+
     def sync_buffers(self, module: nn.Module) -> None:
         """Give every process rank zero's buffers, so that all evaluate (and save) one model."""
         if self.world.size > 1:
@@ -131,7 +159,10 @@ class Strategy:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """The state of the user's own module, whole and under its own names. All processes must ask."""
+        """The state of the user's own module, whole and under its own names, on rank zero. All processes must ask.
+
+        Where that costs nothing other processes get it too, else theirs holds None for each tensor.
+        """
         return self.unwrap(module).state_dict()
 
     def load_model_state(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
@@ -139,12 +170,16 @@ class Strategy:
         self.unwrap(module).load_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of ``optimizer``, whole, as of one process. All processes must ask."""
+        """The state of ``optimizer``, whole, as of one process, on rank zero. All processes must ask."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load what `optimizer_state` returned, here or under any other strategy."""
         optimizer.load_state_dict(state)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return what a backward raised in words that help, where there are any; else the error itself."""
+        return error
 
     def start_agreement(self, votes: Tensor) -> None:
         """Begin to sum ``votes`` (4 floats) over the processes. Called before the last backward of a step."""

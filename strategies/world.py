@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from . import connection, launch
 from .devices import Devices, device_of, device_type, wanted_devices
-from .environment import LaunchEnvironment
+from .environment import DebugEnvironment, LaunchEnvironment
 from .messages import choose
 
 _OPERATIONS = {
@@ -24,6 +24,9 @@ _OPERATIONS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+
+
+_TIMEOUT = timedelta(minutes=30)
 
 
 class World:
@@ -36,10 +39,23 @@ class World:
         local_size: number of processes on its machine.
         node_rank: this machine among all.
         device: where this process computes.
-        timeout: how long a collective may wait for the others before it fails.
+        timeout: how long a collective may wait for the others before it fails; half an hour where nothing is said.
         group: torch's process group of these processes, where they are a part of a larger world; ``rank`` and
             ``size`` then count within it.
+        address: host and port on which rank 0 listens. Default: what MASTER_ADDR and MASTER_PORT say.
+        run_id: keeps runs apart that meet at the same address.
+        backend: torch's name for what carries tensors. Default: gloo on the host, nccl beside it on GPUs.
     """
+
+    debug: DebugEnvironment | None = None
+
+    def __new__(cls, **place: Any) -> World:
+        """Under ``TREADLE_DEBUG=1`` every world checks its calls; this is the only place where that is decided."""
+        if cls is World and DebugEnvironment.read() is not None:
+            from .debug import DebugWorld
+
+            cls = DebugWorld
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -50,8 +66,11 @@ class World:
         local_size: int = 1,
         node_rank: int = 0,
         device: torch.device | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        timeout: timedelta | None = None,
         group: dist.ProcessGroup | None = None,
+        address: tuple[str, int] | None = None,
+        run_id: str = "",
+        backend: str | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -59,7 +78,7 @@ class World:
         self.local_size = local_size
         self.node_rank = node_rank
         self.device = device or torch.device("cpu")
-        self.timeout = timeout
+        self.timeout = timeout or _TIMEOUT
         self.group = group
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         if group is not None:
@@ -68,11 +87,20 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if size > 1:
-            connection.connect(self.device, rank, size, timeout)
+            connection.connect(self.device, rank, size, self.timeout, address, run_id, backend)
+            if timeout is not None:
+                connection.set_timeout(timeout)
 
     @classmethod
     def from_env(
-        cls, accelerator: str = "auto", devices: Devices = "auto", num_nodes: int = 1, *, spread: bool = True
+        cls,
+        accelerator: str = "auto",
+        devices: Devices = "auto",
+        num_nodes: int = 1,
+        *,
+        spread: bool = True,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
     ) -> World:
         """Find this process's place; start the missing processes when the user asked for several.
 
@@ -82,6 +110,8 @@ class World:
                 started; else all GPUs when ``spread``, else one.
             num_nodes: number of machines.
             spread: whether ``"auto"`` may use several GPUs.
+            timeout: how long a collective may wait for the others before it fails.
+            backend: torch's name for what carries tensors.
 
         Raises:
             ValueError: when the flags contradict the environment or the machine.
@@ -93,7 +123,7 @@ class World:
             if num_nodes != 1:
                 raise ValueError(
                     f"num_nodes={num_nodes} needs a launcher on every machine: run "
-                    f"`torchrun --nnodes {num_nodes} --nproc-per-node N --rdzv-endpoint HOST:PORT script.py` on each."
+                    f"`treadle launch --nnodes {num_nodes} --rdzv-endpoint HOST:PORT script.py` on each."
                 )
             if wanted is None:
                 count = torch.cuda.device_count() if kind == "cuda" and spread and launch.has_script() else 1
@@ -105,21 +135,19 @@ class World:
             launch.die_with_parent(launched.supervisor)
         if wanted is None:
             wanted = list(range(launched.local_world_size))
-        if len(wanted) != launched.local_world_size:
-            raise ValueError(
-                f"devices={devices!r} asks for {len(wanted)} process(es) on each machine, but the launcher started "
-                f"{launched.local_world_size} (LOCAL_WORLD_SIZE). Use devices='auto', or start as many."
-            )
-        nodes = launched.world_size // launched.local_world_size
-        if num_nodes not in (1, nodes):
-            raise ValueError(f"num_nodes={num_nodes}, but the launcher started {nodes} machine(s).")
+        launched.check(devices, len(wanted), num_nodes)
+        seen = torch.cuda.device_count() if kind == "cuda" else None
         return cls(
             rank=launched.rank,
             size=launched.world_size,
             local_rank=launched.local_rank,
             local_size=launched.local_world_size,
             node_rank=launched.node_rank,
-            device=device_of(kind, wanted[launched.local_rank]),
+            device=device_of(kind, launched.device_index(wanted, seen)),
+            address=launched.address,
+            run_id=launched.run_id,
+            timeout=timeout,
+            backend=backend,
         )
 
     def mesh(self, **dimensions: int) -> DeviceMesh:

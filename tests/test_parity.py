@@ -1,10 +1,9 @@
-"""One list of losses: whatever the door, the number of processes, the precision and the split into micro-batches.
+"""One list of losses: whatever the door, the processes, the strategy, the precision and the split into micro-batches.
 
 The reference is a loop written by hand, in one process, that takes each optimizer step on the plain mean over the
 samples of the whole group.
 """
 
-import copy
 import functools
 
 import pytest
@@ -12,18 +11,28 @@ import torch
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from treadle.strategies import FSDP
 
 import treadle
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 45, 8, 2
 PRECISIONS = {"64-true": 1e-12, "32-true": 2e-6, "bf16-mixed": 2e-2}
 SETTINGS = [(precision, accumulate) for precision in PRECISIONS for accumulate in (1, 4)]
+WORLDS = {"1p": 1, "ddp-2p": 2, "fsdp-2p": 2, "hybrid-4p": 4}
 GRID = [
-    pytest.param(door, world, *setting, id=f"{door}-{world}p-{setting[0]}-k{setting[1]}")
+    pytest.param(door, place, *setting, id=f"{door}-{place}-{setting[0]}-k{setting[1]}")
     for door in ("trainer", "own_loop")
-    for world in (1, 2)
+    for place in WORLDS
     for setting in SETTINGS
 ]
+
+
+def strategy(place):
+    if place.startswith("fsdp"):
+        return FSDP(auto_wrap_policy={nn.Linear})
+    if place.startswith("hybrid"):
+        return FSDP(auto_wrap_policy={nn.Linear}, data_parallel_replicate=2)
+    return "auto"
 
 
 def dataset():
@@ -32,11 +41,15 @@ def dataset():
     return TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long())
 
 
+def network():
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+
+
 class Task(treadle.TaskModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+        self.net = network()
         self.seen = []
 
     def forward(self, x):
@@ -56,7 +69,12 @@ class Task(treadle.TaskModule):
 def whole_loss(model):
     """The loss of the whole dataset, in float64, on a copy: what all runs are compared by."""
     x, y = dataset().tensors
-    return nn.functional.cross_entropy(copy.deepcopy(model.net).double()(x.double()), y).item()
+    whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.net.state_dict().items()}
+    with torch.device("meta"):  # draws no random numbers
+        net = network()
+    net.load_state_dict(whole, assign=True)
+    net.double()
+    return nn.functional.cross_entropy(net(x.double()), y).item()
 
 
 def reference(precision, accumulate):
@@ -82,13 +100,14 @@ def reference(precision, accumulate):
     return losses
 
 
-def by_trainer(world, precision, accumulate):
+def by_trainer(place, precision, accumulate):
     torch.manual_seed(7)
     task = Task()
     torch.manual_seed(7)
     trainer = treadle.Trainer(
         max_epochs=EPOCHS,
         accelerator="cpu",
+        strategy=strategy(place),
         precision=precision,
         accumulate_grad_batches=accumulate,
         logger=False,
@@ -96,16 +115,18 @@ def by_trainer(world, precision, accumulate):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(task, DataLoader(dataset(), batch_size=GLOBAL_BATCH // world, shuffle=True))
+    trainer.fit(task, DataLoader(dataset(), batch_size=GLOBAL_BATCH // WORLDS[place], shuffle=True))
     return task.seen
 
 
-def by_own_loop(world, precision, accumulate):
+def by_own_loop(place, precision, accumulate):
     torch.manual_seed(7)
     task = Task()
     torch.manual_seed(7)
-    accelerator = treadle.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulate)
-    loader = DataLoader(dataset(), batch_size=GLOBAL_BATCH // world, shuffle=True)
+    accelerator = treadle.Accelerator(
+        cpu=True, strategy=strategy(place), mixed_precision=precision, gradient_accumulation_steps=accumulate
+    )
+    loader = DataLoader(dataset(), batch_size=GLOBAL_BATCH // WORLDS[place], shuffle=True)
     model, optimizer, loader = accelerator.prepare(task, task.configure_optimizers(), loader)
     losses = []
     for _ in range(EPOCHS):
@@ -119,25 +140,25 @@ def by_own_loop(world, precision, accumulate):
     return losses
 
 
-def all_settings(door, world):
+def all_settings(door, place):
     """Every setting, one after the other in the same processes."""
     by = by_trainer if door == "trainer" else by_own_loop
-    return {setting: by(world, *setting) for setting in SETTINGS}
+    return {setting: by(place, *setting) for setting in SETTINGS}
 
 
 @functools.cache
-def runs(door, world):
-    return run(all_settings, world, door, world)
+def runs(door, place):
+    return run(all_settings, WORLDS[place], door, place)
 
 
-@pytest.mark.parametrize(("door", "world", "precision", "accumulate"), GRID)
-def test_one_list_of_losses(door, world, precision, accumulate):
+@pytest.mark.parametrize(("door", "place", "precision", "accumulate"), GRID)
+def test_one_list_of_losses(door, place, precision, accumulate):
     wanted = reference(precision, accumulate)
     assert len(wanted) == EPOCHS * -(-6 // accumulate)
-    for rank in runs(door, world):
+    for rank in runs(door, place):
         assert rank[precision, accumulate] == pytest.approx(wanted, abs=PRECISIONS[precision])
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_own_loop_is_bit_equal_to_the_trainer(world):
-    assert runs("trainer", world) == runs("own_loop", world)
+@pytest.mark.parametrize("place", WORLDS)
+def test_own_loop_is_bit_equal_to_the_trainer(place):
+    assert runs("trainer", place) == runs("own_loop", place)

@@ -30,7 +30,8 @@ class Logbook:
     """Turns what was logged into numbers, over all processes, and passes them on.
 
     Args:
-        world: the processes to reduce over.
+        world: all processes.
+        data_world: those to reduce over.
         loggers: who gets the numbers, on rank zero. One that fails is left out from then on, with a warning: a side
             service does not end a training run.
 
@@ -41,8 +42,9 @@ class Logbook:
         newest: the names that the epoch or evaluation that ended last has logged.
     """
 
-    def __init__(self, world: World, loggers: list[Logger]) -> None:
+    def __init__(self, world: World, data_world: World, loggers: list[Logger]) -> None:
         self.world = world
+        self.data_world = data_world
         self.loggers = loggers
         self.callback_values: dict[str, float] = {}
         self.bar_values: dict[str, float] = {}
@@ -54,7 +56,7 @@ class Logbook:
     def write_step(self, metrics: Metrics, step: int, epoch: int) -> None:
         """Reduce the latest step's values and hand them to the loggers. All processes must call it."""
         row: dict[str, float] = {}
-        for entry, value in metrics.step_values(self.world):
+        for entry, value in metrics.step_values(self.data_world):
             name = entry.label("step")
             self.callback_values[name] = value
             if entry.prog_bar:
@@ -68,7 +70,7 @@ class Logbook:
         found: dict[str, float] = {}
         names: set[str] = set()
         self._epoch_row = {}
-        for entry, value in metrics.epoch_values(self.world):
+        for entry, value in metrics.epoch_values(self.data_world):
             name = entry.label("epoch")
             found[name] = value
             names |= {name, entry.name}
@@ -82,7 +84,7 @@ class Logbook:
 
     def keep_step_values(self, metrics: Metrics) -> None:
         """Agree on the epoch's last step values, for those who read them later. All processes must call it."""
-        for entry, value in metrics.step_values(self.world):
+        for entry, value in metrics.step_values(self.data_world):
             self.callback_values[entry.label("step")] = value
             if entry.prog_bar:
                 self.bar_values[entry.label("step")] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -163,6 +164,16 @@ class TrainerNames:
     def progress_bar_callback(self) -> TQDMProgressBar | None:
         """The progress bar."""
         return next((callback for callback in self.callbacks if isinstance(callback, TQDMProgressBar)), None)
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """The context to build a model in where and as it will be trained; see `Accelerator.init_module`.
+
+        ``configure_model`` runs in it by itself.
+
+        Args:
+            empty_init: leave parameters without values, as a checkpoint will be loaded.
+        """
+        return self.accelerator.init_module(bool(empty_init))
 
 
 def _tensors(values: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -95,7 +95,7 @@ def save(trainer: Trainer, task: TaskModule, path: Path, weights_only: bool) -> 
 
 def register(trainer: Trainer) -> None:
     """Make the Trainer's own parts a part of every checkpoint."""
-    world, metrics = trainer.accelerator.world, trainer.metrics
+    world, metrics = trainer.accelerator.data_world, trainer.metrics
     own_states(trainer.callbacks)  # two of one name should be known now, not at the first save
     trainer.accelerator.register_for_checkpointing(
         progress=trainer.progress,

@@ -242,6 +242,11 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, nn.Module):
     # -- what the Trainer knows ----------------------------------------------------------------------------------
 
     @property
+    def device_mesh(self) -> Any:
+        """The processes on a grid (torch's ``DeviceMesh``, with ``"data_parallel"`` and the like), or None."""
+        return self.trainer.accelerator.strategy.device_mesh
+
+    @property
     def trainer(self) -> Trainer:
         """The Trainer that runs this task.
 

@@ -20,7 +20,10 @@ class TaskHooks:
         """A stage is over, by success or failure."""
 
     def configure_model(self) -> None:
-        """Build what ``__init__`` left out; may be called more than once."""
+        """Build what ``__init__`` left out, in place and, where the strategy shards, never whole; see `init_module`.
+
+        May be called more than once: return at once if it is there already.
+        """
 
     def configure_callbacks(self) -> Any:
         """Callbacks that belong to this task; they replace the Trainer's of the same class."""

@@ -178,7 +178,7 @@ class Trainer(TrainerNames):
             keep_nothing=bool(fast),
         )
         self.loggers = choose_loggers(logger, self.default_root_dir, silent=bool(fast))
-        self.logbook = Logbook(self.accelerator.world, self.loggers)
+        self.logbook = Logbook(self.accelerator.world, self.accelerator.data_world, self.loggers)
         self.progress = Progress()
         self.metrics = Metrics(training=True)
         self.should_stop = False
@@ -266,7 +266,7 @@ class Trainer(TrainerNames):
         keep = return_predictions is not False
         work = partial(self._evaluate, "predict", keep)
         found = self._run("predict", model, {"predict": dataloaders}, datamodule, ckpt_path, work)
-        return predictions_in_order(found, self.accelerator.world) if keep else None
+        return predictions_in_order(found, self.accelerator.data_world) if keep else None
 
     def _measure(
         self, stage: str, model: TaskModule | None, loaders: Any, datamodule: Any, ckpt_path: Any, verbose: bool
@@ -361,7 +361,8 @@ class Trainer(TrainerNames):
             self.datamodule.setup(stage)
         for hook in hooks.setup:
             hook(stage)
-        task.configure_model()
+        with self.init_module():
+            task.configure_model()
         return hooks, sources
 
     def _teardown(self, stage: str, task: TaskModule, failure: BaseException | None) -> None:

@@ -1,0 +1,333 @@
+"""Spreading a model over devices, main memory and disk, for inference."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .hooks import Home, Loan, StandIn, Station, UserCpuOffloadHook
+from .memory import Device, accelerators, is_accelerator, resolve
+from .plan import check_device_map, device_of
+from .sizes import check_class_names
+from .tensors import (
+    READ_FROM_OUTSIDE,
+    class_names,
+    is_buffer,
+    like,
+    named_tensors,
+    own_tensors,
+    put,
+    put_by_name,
+    tied_names,
+)
+from .weights import Held, Piece, Weights, check_shapes, open_weights, some, write_weights
+
+Skip = str | list[str] | None
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    main_device: Device | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: Skip = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Put a model's parts where a map says. It can be called as before, for inference.
+
+    What lies on the disk, and on the CPU where there is an accelerator in the map, is brought to the main device when
+    its module is called, and dropped after that. Inputs follow, outputs come back to where the inputs were.
+
+    Args:
+        model: The model.
+        device_map: Devices by the names of modules or tensors; the nearest name upwards counts.
+        main_device: Where offloaded modules run. Default: the first accelerator of the map, else the CPU.
+        state_dict: Values for tensors of the model that are offloaded to the CPU. Default: the model's own.
+        offload_dir: For what lies on the disk: the folder to write it into, or, for a model on device ``meta``, the
+            checkpoint that has it.
+        offload_buffers: Buffers of offloaded modules are offloaded too.
+        skip_keys: Names of arguments, and of entries of the output, that are not moved.
+        preload_module_classes: Classes whose modules get all weights inside them when they are called, since they read
+            those without calling the modules that hold them.
+        force_hooks: Add the hooks also where all lies on one device.
+
+    Returns:
+        The model, with the map as its ``hf_device_map``.
+
+    Raises:
+        ValueError: The map can't be followed, weights have no values, ``offload_dir`` is needed, or it was dispatched
+            before.
+    """
+    refuse_twice(model)
+    check_device_map(model, device_map)
+    weights: Weights = {name: Held(tensor) for name, tensor in (state_dict or {}).items()}
+    main = main_of(device_map, main_device)
+    on_disk = {
+        name: tensor
+        for name, tensor in named_tensors(model).items()
+        if device_of(device_map, name) == "disk" and (offload_buffers or not is_buffer(tensor))
+    }
+    if on_disk:
+        weights |= _disk_weights(on_disk, offload_dir)
+    return dispatch(model, device_map, main, weights, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    preload_module_classes: list[str] | None = None,
+) -> nn.Module:
+    """Keep a model's weights in main memory and bring each module's to a device when it is called.
+
+    Args:
+        model: The model.
+        execution_device: Where it runs. Default: where its first parameter is.
+        offload_buffers: Buffers too.
+        state_dict: Values for them. Default: the model's own.
+        preload_module_classes: As in `dispatch_model`.
+    """
+    main = _execution_device(model, execution_device)
+    weights: Weights = {name: Held(tensor) for name, tensor in (state_dict or {}).items()}
+    return dispatch(
+        model,
+        {"": "cpu"},
+        main,
+        weights,
+        offload_buffers,
+        preload_module_classes=preload_module_classes,
+        all_away=True,
+    )
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: str | os.PathLike[str],
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: list[str] | None = None,
+) -> nn.Module:
+    """Keep a model's weights on the disk and read each module's when it is called.
+
+    Args:
+        model: The model.
+        offload_dir: The folder to write them into; for a model on device ``meta``, the checkpoint that has them.
+        execution_device: Where it runs. Default: where its first parameter is, or the CPU.
+        offload_buffers: Buffers too.
+        preload_module_classes: As in `dispatch_model`.
+    """
+    main = _execution_device(model, execution_device)
+    return dispatch_model(
+        model,
+        {"": "disk"},
+        main,
+        offload_dir=offload_dir,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+    )
+
+
+def cpu_offload_with_hook(
+    model: nn.Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a whole model in main memory until it is called; then it stays on the device until ``hook.offload()``.
+
+    For models that run in turn: each call first takes the model of ``prev_module_hook`` off the device.
+
+    Args:
+        model: The model.
+        execution_device: Where it runs. Default: the accelerator, else the CPU.
+        prev_module_hook: The hook of the model that runs before this one.
+
+    Returns:
+        The model and its hook, with ``offload()`` and ``remove()``.
+    """
+    if execution_device is None:
+        execution_device = 0 if accelerators()[1] else "cpu"
+    hook = UserCpuOffloadHook(model.to("cpu"), resolve(execution_device), prev_module_hook)
+    return model, hook
+
+
+def is_dispatched(model: nn.Module) -> bool:
+    """Whether a model lies on several devices or is offloaded, so that it can't be trained in a distributed run."""
+    places = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
+    if len(places) > 1 or "disk" in places:
+        return True
+    return any(isinstance(hook, Station) and hook.loans for hook in _hooks(model))
+
+
+def remove_hook_from_submodules(model: nn.Module) -> nn.Module:
+    """Undo a dispatch: offloaded weights come into main memory for good, the rest stays where it is."""
+    brought: dict[int, Tensor] = {}
+    for hook in _hooks(model):
+        hook.detach()
+        for loan in hook.loans if isinstance(hook, Station) else ():
+            key = id(loan.stand_in)
+            if key not in brought:
+                values = torch.empty(loan.shape.shape, dtype=loan.shape.dtype)
+                with torch.no_grad():
+                    loan.piece.fill(values)
+                brought[key] = like(loan.shape, values)
+            put(loan.module, loan.name, brought[key])
+    if hasattr(model, "hf_device_map"):
+        del model.hf_device_map
+    return model
+
+
+def _hooks(model: nn.Module) -> list[Station | Home]:
+    hooks = [getattr(hook, "__self__", None) for m in model.modules() for hook in m._forward_pre_hooks.values()]
+    return [hook for hook in hooks if isinstance(hook, Station | Home)]
+
+
+def main_of(device_map: Mapping[str, Device], main_device: Device | None = None) -> torch.device:
+    """Where offloaded modules run: on the first accelerator of the map unless said otherwise, else on the CPU."""
+    if main_device is None:
+        main_device = next((device for device in device_map.values() if is_accelerator(device)), "cpu")
+    return resolve(main_device)
+
+
+def dispatch(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    main: torch.device,
+    weights: Mapping[str, Piece],
+    offload_buffers: bool = False,
+    skip_keys: Skip = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    all_away: bool = False,
+) -> nn.Module:
+    """What `dispatch_model` does once the map is checked and the weights of the disk can be read.
+
+    With ``all_away`` what lies on the CPU is offloaded even if it runs there.
+    """
+    refuse_twice(model)
+    tensors = named_tensors(model)
+    places = {name: device_of(device_map, name) for name in tensors}
+
+    def is_away(device: Device | None) -> bool:
+        return all_away or device == "disk" or (not is_accelerator(device or "cpu") and main.type != "cpu")
+
+    away = [n for n, tensor in tensors.items() if is_away(places[n]) and (offload_buffers or not is_buffer(tensor))]
+    _check_values({name: t for name, t in tensors.items() if str(places[name]).split(":")[0] != "meta"}, weights)
+
+    def runs_on(name: str) -> torch.device:
+        device = device_of(device_map, name)
+        return main if device is None or is_away(device) else resolve(device)
+
+    lent = _lent(tensors, away, weights)
+    for names in tied_names(tensors):
+        old, device = tensors[names[0]], runs_on(names[0])
+        if names[0] not in lent and old.device != device:
+            put_by_name(model, names, like(old, old.detach().to(device)))
+    if lent or force_hooks or len({runs_on(name) for name in device_map}) > 1:
+        _install(model, runs_on, lent, set(device_map), main, skip_keys, preload_module_classes)
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def refuse_twice(model: nn.Module) -> None:
+    """Refuse a model that has hooks already: they would bring weights that are no longer its own.
+
+    Raises:
+        ValueError: It has.
+    """
+    if _hooks(model):
+        raise ValueError("the model was dispatched before. Call remove_hook_from_submodules(model) first.")
+
+
+def _check_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -> None:
+    """Every tensor must have values somewhere; a tied one under any of its names."""
+    check_shapes(tensors, weights)
+    empty = [
+        names[0]
+        for names in tied_names(tensors)
+        if tensors[names[0]].is_meta and not any(name in weights for name in names)
+    ]
+    if empty:
+        raise ValueError(f"the model has no values for {some(empty)}. Load a checkpoint that has them.")
+
+
+def _lent(tensors: Mapping[str, Tensor], away: Iterable[str], weights: Mapping[str, Piece]) -> dict[str, Piece]:
+    """Where the values of each offloaded tensor are; the same for all names of a tied one."""
+    wanted, lent = set(away), dict[str, Piece]()
+    for names in tied_names(tensors):
+        if names[0] in wanted:
+            found = next((weights[name] for name in names if name in weights), None)
+            lent |= dict.fromkeys(names, found or Held(tensors[names[0]].detach().to("cpu")))
+    return lent
+
+
+def _disk_weights(tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] | None) -> Weights:
+    """Where the values are that shall lie on the disk: in a checkpoint already, or else written there now."""
+    if folder is None:
+        raise ValueError(
+            f"device_map puts {some(list(tensors))} on the disk: give offload_dir, the folder to write them into."
+        )
+    weights = open_weights(folder) if any(tensor.is_meta for tensor in tensors.values()) else {}
+    firsts = [names[0] for names in tied_names(tensors)]
+    real = {name: tensors[name] for name in firsts if not tensors[name].is_meta}
+    return weights | (write_weights(folder, real) if real else {})
+
+
+def _execution_device(model: nn.Module, device: Device | None) -> torch.device:
+    if device is not None:
+        return resolve(device)
+    found = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if found.type == "meta" else found
+
+
+def _install(
+    model: nn.Module,
+    runs_on: Callable[[str], torch.device],
+    lent: Mapping[str, Piece],
+    entries: set[str],
+    main: torch.device,
+    skip_keys: Skip,
+    preload_module_classes: list[str] | None,
+) -> None:
+    """Put stand-ins for what is lent, and hooks that bring it and move what goes in and out."""
+    whole = check_class_names(model, "preload_module_classes", preload_module_classes)
+    skip = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
+    shapes: dict[str, Tensor] = {}
+    for names in tied_names(tensors := named_tensors(model)):
+        if names[0] in lent:
+            shape = tensors[names[0]].detach().to("meta")
+            shapes |= dict.fromkeys(names, like(tensors[names[0]], shape))
+            put_by_name(model, names, like(tensors[names[0]], shape.as_subclass(StandIn), plain=True))
+    moves = any(runs_on(name).type != "cpu" for name in [*entries, *tensors])
+    loans: dict[str, list[Loan]] = {}
+    stations: dict[str, nn.Module] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(path: str, module: nn.Module, around: str | None) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        if around is None and (isinstance(module, READ_FROM_OUTSIDE) or class_names(module) & whole):
+            around = path
+        owned = list(own_tensors(module))
+        if around in (None, path) and (around == path or (moves and (owned or path in entries))):
+            stations[path] = module
+        for name, tensor in owned:
+            if (full := f"{path}.{name}" if path else name) in lent:
+                station = path if around is None else around
+                loans.setdefault(station, []).append(Loan(module, name, lent[full], shapes[full], tensor))
+                stations.setdefault(station, module)
+        for name, child in module.named_children():
+            visit(f"{path}.{name}" if path else name, child, around)
+
+    visit("", model, None)
+    for path, module in stations.items():
+        if moves or path in loans:
+            first = next(iter(named_tensors(module)), "")
+            name = path if path in entries else f"{path}.{first}".strip(".")
+            Station(runs_on(name), loans.get(path, []), moves, skip).attach(module)
+    Home(main, skip).attach(model)

@@ -1,0 +1,135 @@
+"""Devices of a plan and how much each can take."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ...strategies.messages import nearest
+
+Device = int | str | torch.device
+"""A device of a map: an accelerator's number, ``"cpu"``, ``"disk"``, or anything ``torch.device`` takes."""
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGTP", 1)
+    for suffix, base in (("B", 1000), ("IB", 1024))
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(size: int | str) -> int:
+    """A number of bytes from itself or text such as ``"1GB"`` (10**9) or ``"1.5GiB"`` (2**30 each).
+
+    Raises:
+        ValueError: It is negative, or says no size.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    # "Gb" would be bits to some and a slip of the pen to others.
+    if match is None or match[2].upper() not in _UNITS or match[2].endswith("b"):
+        raise ValueError(
+            f"memory {size!r} is no size. Give bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB, TiB."
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_bytes(size: int) -> str:
+    """A number of bytes for people."""
+    for unit, power in (("TB", 12), ("GB", 9), ("MB", 6), ("kB", 3)):
+        if size >= 10**power:
+            return f"{size / 10**power:.2f} {unit}"
+    return f"{size} B"
+
+
+def accelerators() -> tuple[str, int]:
+    """The kind of this machine's accelerators, and how many there are; ``("", 0)`` if none."""
+    count = torch.accelerator.device_count()
+    current = torch.accelerator.current_accelerator() if count else None
+    return (current.type, count) if current is not None else ("", 0)
+
+
+def resolve(device: Device) -> torch.device:
+    """The torch device that a map's value means, all but ``"disk"``.
+
+    Raises:
+        ValueError: This machine has no such device.
+    """
+    kind, count = accelerators()
+    there = ", ".join([*(str(number) for number in range(count)), "'cpu'", "'disk'"])
+    try:
+        if isinstance(device, int) and not isinstance(device, bool):
+            found = torch.device(kind or "cuda", device)
+        else:
+            found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{device!r} is no device. Here are {there}.{nearest(str(device), ['cpu', 'disk'])}"
+        ) from error
+    if found.type in ("cpu", "meta"):
+        return found
+    if found.type != kind or (found.index or 0) >= count:
+        raise ValueError(
+            f"device {device!r} is not on this machine; here are {there}. "
+            "To plan for another machine, call its devices 'meta:0', 'meta:1', ..."
+        )
+    return found if found.index is not None else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def is_accelerator(device: Device) -> bool:
+    """Whether a map's value is neither ``"cpu"`` nor ``"disk"``."""
+    return str(device).partition(":")[0] not in ("cpu", "disk")
+
+
+def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict[Device, int]:
+    """What each device can take, in bytes: accelerators first, then ``"cpu"``, then ``"disk"``.
+
+    Args:
+        max_memory: Sizes by device, as bytes or text such as ``"10GiB"``. Default: what is free now on each
+            accelerator and in main memory.
+
+    Raises:
+        ValueError: A size that is none, or a device that this machine doesn't have.
+    """
+    if max_memory is None:
+        kind, count = accelerators()
+        free: dict[Device, int] = {number: _free(kind, number) for number in range(count)}
+        return {**free, "cpu": available_memory()}
+    for device in max_memory:
+        if device != "disk":
+            resolve(device)
+    sizes = {device: parse_bytes(size) for device, size in max_memory.items()}
+    last = {"cpu": 1, "disk": 2}
+    return dict(sorted(sizes.items(), key=lambda item: last.get(str(item[0]).partition(":")[0], 0)))
+
+
+def _free(kind: str, number: int) -> int:
+    module = torch.get_device_module(kind)
+    if hasattr(module, "mem_get_info"):
+        return int(module.mem_get_info(number)[0])
+    return int(module.recommended_max_memory() - module.driver_allocated_memory())  # mps
+
+
+def available_memory() -> int:
+    """Main memory that this process can still use, in bytes, a container's limit included."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
+    except (OSError, StopIteration):
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            free = min(free, max(0, int(limit) - used))
+    except (OSError, ValueError):
+        pass  # no limit that can be read
+    return free

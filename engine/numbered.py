@@ -1,0 +1,80 @@
+"""Checkpoints that are named by counting: ``project_dir/checkpoints/checkpoint_N``."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from . import checkpoint, disk
+from .plugins import ProjectConfiguration
+
+_NAME = re.compile(r"checkpoint_(\d+)")
+
+
+def _folder(project: ProjectConfiguration, method: str) -> Path:
+    if not project.automatic_checkpoint_naming or project.project_dir is None:
+        raise ValueError(
+            f"{method}() needs a directory, or Accelerator(project_config=ProjectConfiguration(project_dir=..., "
+            "automatic_checkpoint_naming=True))."
+        )
+    return Path(project.project_dir) / "checkpoints"
+
+
+def _numbers(folder: Path) -> list[int]:
+    return sorted(int(found[1]) for name in disk.names(folder) if (found := _NAME.fullmatch(name)))
+
+
+def next_target(project: ProjectConfiguration) -> Path:
+    """Where the next checkpoint goes.
+
+    Raises:
+        ValueError: if checkpoints of a run that was not resumed stand there, which would be replaced and mixed up.
+    """
+    folder = _folder(project, "save_state")
+    taken = _numbers(folder)
+    if taken and taken[-1] >= project.iteration:
+        raise ValueError(
+            f"{folder} has checkpoint_{taken[-1]} already, and this run would save checkpoint_{project.iteration}. "
+            "Go on from it with load_state(), or choose another project_dir (or ProjectConfiguration(iteration="
+            f"{taken[-1] + 1}))."
+        )
+    return folder / f"checkpoint_{project.iteration}"
+
+
+def newest(project: ProjectConfiguration) -> tuple[Path, list[str]]:
+    """The checkpoint of the highest number that is whole, and one sentence for each that is not.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    folder = _folder(project, "load_state")
+    if folder.is_dir():
+        checkpoint.CheckpointStore(folder).recover()
+    skipped: list[str] = []
+    for number in reversed(_numbers(folder)):
+        path = folder / f"checkpoint_{number}"
+        try:
+            checkpoint.verify(path)
+        except ValueError as error:
+            skipped.append(str(error))
+        else:
+            return path, skipped
+    raise ValueError("; ".join([f"{folder} has no checkpoint that can be loaded", *skipped]) + ".")
+
+
+def iteration_after(project: ProjectConfiguration, loaded: Path) -> int:
+    """The number of the checkpoint that comes after a resume from ``loaded``: above all that stand there."""
+    if not project.automatic_checkpoint_naming or project.project_dir is None:
+        return project.iteration
+    folder = Path(project.project_dir) / "checkpoints"
+    if os.path.abspath(loaded.parent) != os.path.abspath(folder):
+        return project.iteration
+    return max([project.iteration, *(number + 1 for number in _numbers(folder))])
+
+
+def drop_oldest(folder: Path, limit: int) -> None:
+    """Delete checkpoints until ``limit`` of them are left, those of the lowest numbers first."""
+    numbers = [n for n in _numbers(folder) if (folder / f"checkpoint_{n}" / checkpoint.MANIFEST).is_file()]
+    for number in numbers[:-limit]:
+        checkpoint.remove(folder / f"checkpoint_{number}")

@@ -1,0 +1,279 @@
+"""Arguments of an `Accelerator` that belong together, under Accelerate's names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+
+def check_whole(name: str, value: Any) -> None:
+    """See that ``value`` is a count.
+
+    Raises:
+        ValueError: if it is no whole number of at least 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How prepared loaders share out their batches.
+
+    Args:
+        split_batches: ``batch_size`` is that of the global batch, which the processes share; it must divide.
+        dispatch_batches: True, reading on the main process only, is not honoured: each process reads its own part.
+        even_batches: accepted; all processes take part in every batch, and no sample is ever repeated for it.
+        use_seedable_sampler: accepted; every order can be repeated and is the same on all processes.
+        data_seed: draw the order of samples from this seed, not from the process's random state.
+        non_blocking: accepted; a pinned batch is always copied while the device computes.
+        use_stateful_dataloader: accepted; every prepared loader has ``state_dict`` and is in every checkpoint.
+
+    Raises:
+        ValueError: for ``dispatch_batches=True``.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dispatch_batches:
+            raise ValueError(
+                "dispatch_batches=True (the main process reads for all) is not there: every process reads its own "
+                "part, of a stream each n-th batch, with the same result. Leave it out."
+            )
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a run keeps its files.
+
+    Args:
+        project_dir: its directory.
+        logging_dir: that of trackers; by default ``project_dir``.
+        automatic_checkpoint_naming: `Accelerator.save_state` names checkpoints
+            ``project_dir/checkpoints/checkpoint_N`` by itself.
+        total_limit: how many of those to keep; the oldest is deleted once a new one is complete.
+        iteration: the N of the next one.
+        save_on_each_node: `Accelerator.save` and `save_model` write on each machine, not only on the first.
+    """
+
+    project_dir: str | os.PathLike[str] | None = None
+    logging_dir: str | os.PathLike[str] | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        if self.total_limit is not None:
+            check_whole("total_limit", self.total_limit)
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        """Set ``project_dir``, and ``logging_dir`` where it has none."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+
+@dataclass
+class GradientAccumulationPlugin:
+    """Which micro-batches form one optimizer step.
+
+    Args:
+        num_steps: how many.
+        adjust_scheduler: accepted; a schedule advances once per optimizer step either way.
+        sync_with_dataloader: a loader's end ends a group; False lets groups go on into its next epoch.
+        sync_each_batch: reduce gradients in every micro-batch, which saves memory where the model is sharded.
+    """
+
+    num_steps: int = 1
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole("num_steps", self.num_steps)
+
+
+class KwargsHandler:
+    """Base of what ``Accelerator(kwargs_handlers=[...])`` takes."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that are not as by default."""
+        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}  # type: ignore[arg-type]
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """How ``torch.autocast`` computes: at all, and whether it keeps the weights that it has cast."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """Arguments of ``torch.amp.GradScaler``, for float16."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """How the processes connect.
+
+    Args:
+        backend: ``"nccl"``, ``"gloo"`` or another of torch's; by default what the device needs.
+        init_method: only ``"env://"``; processes find each other by the launcher's environment.
+        timeout: how long one waits for the others before it fails.
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.init_method not in (None, "env://"):
+            raise ValueError(
+                f"init_method={self.init_method!r}: processes find each other by their environment; set MASTER_ADDR "
+                "and MASTER_PORT, as torchrun does."
+            )
+        if self.timeout is not None and not isinstance(self.timeout, timedelta):
+            raise TypeError(f"timeout={self.timeout!r} must be a datetime.timedelta, such as timedelta(minutes=5).")
+
+    def options(self) -> dict[str, Any]:
+        """Those that a world of processes takes."""
+        return {"timeout": self.timeout, "backend": self.backend}
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """Arguments of ``torch.profiler.profile``.
+
+    Args:
+        activities: ``"cpu"``, ``"cuda"``, ``"xpu"``; by default those that are there.
+        schedule_option: arguments of ``torch.profiler.schedule``: ``{"wait": 1, "warmup": 1, "active": 3, ...}``.
+        on_trace_ready: called with the profiler when a trace is ready.
+        output_trace_dir: where each process writes its trace, ``profile_RANK.json``, for ``chrome://tracing``.
+    """
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """How prepared models are compiled: arguments of ``torch.compile``; ``backend="no"`` for not at all.
+
+    Args:
+        use_regional_compilation: compile each block of the model's ``nn.ModuleList``\\ s by itself, which takes less
+            time where they are alike.
+    """
+
+    backend: Any = "no"
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        backend = getattr(self.backend, "value", self.backend)
+        self.backend = backend.lower() if isinstance(backend, str) else backend or "no"
+
+    def compile(self, model: nn.Module) -> None:
+        """Compile ``model`` in place, so that the names in its state stay its own."""
+        if self.backend == "no":
+            return
+        options = {
+            "backend": self.backend,
+            "mode": self.mode,
+            "fullgraph": bool(self.fullgraph),
+            "dynamic": self.dynamic,
+            "options": self.options,
+            "disable": self.disable,
+        }
+        blocks = [block for parent in model.modules() if isinstance(parent, nn.ModuleList) for block in parent]
+        for module in blocks if self.use_regional_compilation and blocks else (model,):
+            _compile_in_place(module, options)
+
+
+def _compile_in_place(module: nn.Module, options: dict[str, Any]) -> None:
+    plain = module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
+    # What `nn.Module.compile` does, but for a frame of ours: it leaves torch's own containers, such as a
+    # `Sequential`, as they are without a word (torch 2.13).
+    module._compiled_call_impl = torch.compile(call, **options)
+
+
+class _Refused:
+    """Something of Accelerate's that is not there: its name can be imported, and says so when it is used."""
+
+    instead: ClassVar[str]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise ValueError(f"{type(self).__name__} is not part of Treadle: {self.instead}")
+
+
+class DeepSpeedPlugin(_Refused):
+    """Refused."""
+
+    instead = "for sharded parameters, gradients and optimizer state use strategy='fsdp'."
+
+
+class MegatronLMPlugin(_Refused):
+    """Refused."""
+
+    instead = "for models that do not fit one device use strategy='fsdp' or ParallelismConfig."
+
+
+class TorchTensorParallelPlugin(_Refused):
+    """Refused."""
+
+    instead = "use ParallelismConfig(tp_size=N)."
+
+
+class FP8RecipeKwargs(_Refused):
+    """Refused."""
+
+    instead = "float8 is not computed here; use mixed_precision='bf16'."
+
+
+class AORecipeKwargs(FP8RecipeKwargs):
+    """Refused."""
+
+
+class TERecipeKwargs(FP8RecipeKwargs):
+    """Refused."""
+
+
+class MSAMPRecipeKwargs(FP8RecipeKwargs):
+    """Refused."""

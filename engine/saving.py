@@ -1,0 +1,217 @@
+"""What an Accelerator writes and reads back: whole checkpoints, and weights for others to load."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..strategies import Strategy, warn
+from . import export, numbered, snapshot
+from .loader import Loader
+from .optimizer import PreparedOptimizer
+from .plugins import ProjectConfiguration
+from .process import Process
+
+
+class Saving(Process):
+    """The part of an `Accelerator` that keeps states on disk."""
+
+    strategy: Strategy
+    project_configuration: ProjectConfiguration
+    models: list[nn.Module]
+    optimizers: list[PreparedOptimizer]
+    schedulers: list[Any]
+    loaders: list[Loader]
+
+    def _begin_saving(self) -> None:
+        self.registered: dict[str, Any] = {}
+        self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._steps_before = 0
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that were taken, before and after a resume; of several optimizers, the most."""
+        return self._steps_before + max((optimizer.taken for optimizer in self.optimizers), default=0)
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._steps_before = 0
+        self._steps_before = value - self.steps
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
+        """Add objects with ``state_dict``/``load_state_dict`` to every checkpoint, by name or by order."""
+        snapshot.register(self.registered, objects, named)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, weights, output_dir)`` before `save_state` writes; returns a handle with ``remove()``.
+
+        What it takes out of ``weights`` is not saved; what it writes to ``output_dir`` becomes part of the checkpoint.
+        """
+        return _add(self.save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, input_dir)`` before `load_state` reads; what it takes out of ``models`` is not loaded."""
+        return _add(self.load_hooks, hook)
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        info: dict[str, Any] | None = None,
+        parts: dict[str, Any] | None = None,
+        weights_only: bool = False,
+    ) -> Path:
+        """Save everything prepared or registered, and every process's random state. Call it on all processes.
+
+        Args:
+            output_dir: the checkpoint, a directory that is put in place in one move once it is complete. With
+                ``ProjectConfiguration(automatic_checkpoint_naming=True)`` it may be left out.
+            safe_serialization: only True; there is no other format.
+            info: numbers and names for its manifest (``step``, ``epoch``, ...).
+            parts: further states to keep in files of their own, by name.
+            weights_only: the models and ``parts`` only.
+
+        Raises:
+            ValueError: without a directory, or inside a group of micro-batches.
+        """
+        if not safe_serialization:
+            raise ValueError(
+                "save_state(safe_serialization=False): checkpoints are safetensors and JSON, never pickle. For weights "
+                "in torch's format use accelerator.save(accelerator.get_state_dict(model), 'weights.pt')."
+            )
+        given = {"step": self.steps, **(info or {})}
+        if output_dir is not None:
+            return snapshot.save(self, Path(output_dir), given, parts or {}, weights_only)  # type: ignore[arg-type]
+        project = self.project_configuration
+        with self.world.together():
+            target = numbered.next_target(project)
+        snapshot.save(self, target, given, parts or {}, weights_only)  # type: ignore[arg-type]
+        with self.world.together():
+            if self.is_main_process and project.total_limit is not None:
+                numbered.drop_oldest(target.parent, project.total_limit)
+        project.iteration += 1
+        return target
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        models: bool = True,
+        state: bool = True,
+    ) -> dict[str, Any]:
+        """Restore what `save_state` saved; returns its ``info``. Call it on all processes.
+
+        Args:
+            input_dir: a checkpoint. With ``automatic_checkpoint_naming`` it may be left out: the newest that is whole
+                is taken, and those that had to be skipped are named.
+            load_kwargs: accepted empty; loading has no options.
+            models: restore the models.
+            state: restore everything else.
+        """
+        if load_kwargs:
+            raise ValueError(f"load_state(load_kwargs={dict(load_kwargs)!r}): checkpoints are read in one way only.")
+        project = self.project_configuration
+        if input_dir is None:
+            with self.world.together():
+                found, skipped = numbered.newest(project) if self.is_main_process else (Path(), [])
+            input_dir, skipped = self.world.broadcast((found, skipped))
+            for text in skipped:
+                warn(f"load_state skipped a checkpoint: {text}")
+        path = Path(input_dir)  # type: ignore[arg-type]
+        info = snapshot.load(self, path, models=models, state=state)  # type: ignore[arg-type]
+        if state:
+            self.steps = info["step"]
+            project.iteration = self.world.broadcast(numbered.iteration_after(project, path))
+        return info
+
+    # -- weights for others --------------------------------------------------------------------------------------
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's own module.
+
+        Args:
+            model: a prepared one.
+            keep_fp32_wrapper: accepted; no ``forward`` is ever replaced.
+            keep_torch_compile: return what ``torch.compile`` made of it, if that was what was prepared.
+        """
+        own = self.strategy.unwrap(model)
+        if not keep_torch_compile:
+            return own
+        return next((m for m in model.modules() if m._modules.get("_orig_mod") is own), own)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The state of the user's own module, whole and under its own names. Call it on all processes.
+
+        Returns:
+            On rank zero the tensors; where the model is sharded, other processes get None for each.
+        """
+        if not unwrap:
+            raise ValueError(
+                "get_state_dict(unwrap=False): names with wrappers in them fit no other model. Leave it out, or call "
+                "model.state_dict() yourself."
+            )
+        return {export.own_name(name): value for name, value in self.strategy.model_state(model).items()}
+
+    @property
+    def should_save_model(self) -> bool:
+        """True: `save_model` knows which process writes."""
+        return True
+
+    def _writes_here(self) -> bool:
+        return self.is_local_main_process if self.project_configuration.save_on_each_node else self.is_main_process
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write data to a file on the main process, for others to load: a state dict, numbers, nested as you like.
+
+        The file appears in one move. It holds data only, so ``torch.load(f, weights_only=True)`` reads it.
+
+        Args:
+            obj: what to write; for a module give its ``state_dict()``.
+            f: a path, or an open file.
+            safe_serialization: as safetensors; ``obj`` is a dict of tensors then.
+        """
+        with self.world.together():
+            if self._writes_here():
+                export.save_object(obj, f, safe_serialization)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights for others to load: ``model.safetensors``, or shards and their index.
+
+        Call it on all processes.
+
+        Args:
+            model: the model, prepared or not.
+            save_directory: made if it is not there. Files of an earlier save go once the new ones are complete.
+            max_shard_size: the most bytes of a file, a number or ``"500MB"``, ``"2GiB"``.
+            safe_serialization: False writes ``pytorch_model.bin`` in torch's format.
+        """
+        limit = export.byte_size(max_shard_size)
+        weights = self.get_state_dict(model)
+        with self.world.together():
+            if self._writes_here():
+                export.save_weights(weights, Path(save_directory), limit, safe_serialization)
+
+
+def _add(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

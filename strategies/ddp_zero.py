@@ -1,0 +1,131 @@
+"""Optimizer state in parts: each process steps its share of the parameters and sends the others the result (ZeRO-1).
+
+Nothing is rebuilt: the user's own optimizer steps, with fewer parameters in its groups. So any class, any option of a
+group and every scheduler that holds it work, and what is computed is bit-equal to the plain optimizer. torch's
+``ZeroRedundancyOptimizer`` builds a second optimizer from class and defaults, starts without state, and gathers a
+state by pickle on one process only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .ddp_flat import broadcast
+from .world import World
+
+
+class Shards:
+    """Which process keeps the state of which parameter of one optimizer.
+
+    Args:
+        optimizer: the user's optimizer; what it has gathered so far for other processes' parameters is dropped.
+        world: the processes.
+
+    Raises:
+        ValueError: for an optimizer that treats all its parameters as one vector.
+    """
+
+    def __init__(self, optimizer: Optimizer, world: World) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("zero=True can't share out LBFGS, which treats its parameters as one; use zero=False.")
+        self.world = world
+        self.owner: dict[Tensor, int] = {}
+        self._load = [0] * world.size
+        self._whole: list[list[Tensor]] | None = None
+        self._assign(optimizer)
+        for parameter in [p for p in optimizer.state if self.owner.get(p, world.rank) != world.rank]:
+            del optimizer.state[parameter]
+        optimizer.register_step_pre_hook(self._narrow)
+        optimizer.register_step_post_hook(self._exchange)
+
+    def _assign(self, optimizer: Optimizer) -> None:
+        """Give each parameter that has no owner yet to the process with the least, the largest first."""
+        new = [p for group in optimizer.param_groups for p in group["params"] if p not in self.owner]
+        for parameter in sorted(new, key=lambda p: p.numel(), reverse=True):
+            rank = self._load.index(min(self._load))
+            self.owner[parameter] = rank
+            self._load[rank] += parameter.numel()
+
+    def _narrow(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before a step: leave only this process's parameters in the groups."""
+        self._widen(optimizer)  # a step that raised left them narrow
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        replaced: Any = None
+        if closure is not None:  # it may zero and clip, so it needs the whole groups
+            with torch.enable_grad():
+                loss = closure()
+            replaced = (optimizer, lambda: loss), {}
+        self._assign(optimizer)
+        rank, owner = self.world.rank, self.owner
+        self._whole = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if owner[p] == rank]
+        return replaced
+
+    def _widen(self, optimizer: Optimizer) -> None:
+        if self._whole is not None:
+            for group, parameters in zip(optimizer.param_groups, self._whole, strict=True):
+                group["params"] = parameters
+            self._whole = None
+
+    def _exchange(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """After a step: send what this process has stepped, and take what the others have."""
+        self._widen(optimizer)
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        for source in range(self.world.size):
+            broadcast([p for p in trained if self.owner[p] == source], self.world, source)
+
+    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of all parameters, in the form of the plain optimizer's, on rank zero. All processes must ask.
+
+        Elsewhere what other processes keep is None.
+        """
+        state = optimizer.state_dict()
+        own = state["state"]
+        plans = self.world.gather_objects(
+            {i: {k: _plan(v) for k, v in entry.items()} for i, entry in own.items() if isinstance(i, int)}
+        )
+        whole: dict[Any, Any] = {}
+        for source, plan in enumerate(plans):
+            for index, entry in plan.items():
+                mine = own.get(index, {}) if source == self.world.rank else {}
+                whole[index] = {name: self._shared(value, mine.get(name), source) for name, value in entry.items()}
+        others = {key: value for key, value in own.items() if not isinstance(key, int)}
+        return {**state, "state": {index: whole[index] for index in sorted(whole)} | others}
+
+    def _shared(self, plan: Any, mine: Any, source: int) -> Any:
+        if not isinstance(plan, _Tensor):
+            return plan
+        if source == 0:  # it is there already
+            return mine
+        device = self.world.device
+        if source == self.world.rank:
+            self.world.broadcast_tensor(mine.detach().to(device).contiguous(), source)
+            return mine
+        buffer = torch.empty(plan.shape, dtype=plan.dtype, device=device)
+        self.world.broadcast_tensor(buffer, source)
+        return buffer.cpu() if self.world.is_main else None
+
+    def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take this process's part of a whole state."""
+        self._assign(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        others = {i for i, p in enumerate(parameters) if self.owner[p] != self.world.rank}
+        kept = {key: value for key, value in state["state"].items() if key not in others}
+        optimizer.load_state_dict({**state, "state": kept})
+
+
+class _Tensor:
+    """The form of a tensor that follows."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+
+
+def _plan(value: Any) -> Any:
+    return _Tensor(value) if isinstance(value, Tensor) else value

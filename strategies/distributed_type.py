@@ -1,0 +1,38 @@
+"""In one word, how the processes of a run work together: Accelerate's words for it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from .world import World
+
+
+class DistributedType(StrEnum):
+    """How the processes work together. Treadle says ``NO``, ``MULTI_CPU``, ``MULTI_GPU`` or ``FSDP``.
+
+    The others are here so that a script may compare with them.
+    """
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+
+
+def distributed_type(world: World, sharded: bool) -> DistributedType:
+    """The word for ``world``, where models are ``sharded`` over it or not."""
+    if sharded:
+        return DistributedType.FSDP
+    if world.size == 1:
+        return DistributedType.NO
+    return DistributedType.MULTI_GPU if world.device.type == "cuda" else DistributedType.MULTI_CPU

@@ -1,0 +1,130 @@
+"""Which parts of a model are sharded, or recomputed, as one: policies."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import nn
+
+from .messages import choose, nearest
+
+# A name, a class or several, a number of parameters, or a function of a module.
+Policy = str | type[nn.Module] | Collection[type[nn.Module] | str] | int | Callable[..., bool]
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module]:
+    """The modules of ``model`` that ``policy`` picks, inner ones before those around them; never ``model`` itself.
+
+    Args:
+        model: the user's module.
+        policy: ``"auto"`` (the repeated blocks), classes or their names, the least number of parameters, or
+            ``f(module) -> bool``. torch's and Lightning's policy objects for FSDP are understood.
+        flag: the argument's name, for errors.
+
+    Raises:
+        ValueError: if classes are named that the model has none of, or the number is not positive.
+        TypeError: for anything else.
+    """
+    if isinstance(policy, str) and policy == "auto":
+        return repeated_blocks(model)
+    if isinstance(policy, int) and not isinstance(policy, bool):
+        return _by_size(model, policy, flag)
+    classes = getattr(policy, "_module_classes", policy)  # torch's ModuleWrapPolicy
+    if isinstance(classes, str | type):
+        classes = {classes}
+    if isinstance(classes, Collection) and all(isinstance(one, str | type) for one in classes):
+        return _by_class(model, classes, flag)
+    if not callable(policy):
+        raise TypeError(
+            f"{flag}={policy!r} must be 'auto', module classes, a number of parameters or a function of a module."
+        )
+    size = _least_size(policy)
+    if size is not None:
+        return _by_size(model, size, flag)
+    return [module for module in _inner_first(model) if policy(module)]
+
+
+def self_contained(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Those of ``blocks`` that share no parameter with a part of ``model`` outside: a tied weight is gathered once."""
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for part in model.modules():
+        for parameter in part.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(part)
+
+    def alone(block: nn.Module) -> bool:
+        inside = set(block.modules())
+        return all(owner in inside for parameter in block.parameters() for owner in owners[parameter])
+
+    return [block for block in blocks if alone(block)]
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost parts that come more than once: layers of one class, with parts of their own, in one list."""
+    found: list[nn.Module] = []
+
+    def search(module: nn.Module) -> None:
+        children = list(module.children())
+        kinds = [type(child) for child in children]
+        for child, kind in zip(children, kinds, strict=True):
+            listed = isinstance(module, (*_LISTS, nn.Sequential)) and kinds.count(kind) > 1
+            if listed and any(True for _ in child.children()) and any(True for _ in child.parameters()):
+                found.append(child)
+            else:
+                search(child)
+
+    search(model)
+    return list(dict.fromkeys(found))
+
+
+def _inner_first(model: nn.Module) -> list[nn.Module]:
+    """Every part of ``model`` that can be called and has parameters, without itself."""
+    parts = list(reversed(list(model.modules())))[:-1]
+    return [part for part in parts if not isinstance(part, _LISTS) and any(True for _ in part.parameters())]
+
+
+def _by_class(model: nn.Module, classes: Collection[Any], flag: str) -> list[nn.Module]:
+    kinds = {type(part) for part in model.modules()}
+    for wanted in classes:
+        known = [kind.__name__ for kind in kinds] if isinstance(wanted, str) else kinds
+        if wanted not in known and not (isinstance(wanted, type) and any(issubclass(kind, wanted) for kind in kinds)):
+            name = wanted if isinstance(wanted, str) else wanted.__name__
+            raise ValueError(
+                f"{flag} names {name}, but {type(model).__name__} has no such module."
+                f"{nearest(name, sorted(kind.__name__ for kind in kinds))}"
+            )
+    types = tuple(one for one in classes if isinstance(one, type))
+    names = [one for one in classes if isinstance(one, str)]
+    return [part for part in _inner_first(model) if isinstance(part, types) or type(part).__name__ in names]
+
+
+def _by_size(model: nn.Module, least: int, flag: str) -> list[nn.Module]:
+    if least < 1:
+        raise ValueError(f"{flag}={least} must be a number of parameters of at least 1.")
+    chosen: list[nn.Module] = []
+    taken: set[Any] = set()
+    for part in _inner_first(model):
+        own = {parameter for parameter in part.parameters() if parameter not in taken}
+        if sum(parameter.numel() for parameter in own) >= least:
+            chosen.append(part)
+            taken |= own
+    return chosen
+
+
+def _least_size(policy: Any) -> int | None:
+    """The number in torch's ``functools.partial(size_based_auto_wrap_policy, min_num_params=...)``."""
+    parameters = inspect.signature(policy).parameters
+    if "nonwrapped_numel" not in parameters:
+        return None
+    return int(getattr(policy, "keywords", {}).get("min_num_params", 100_000_000))
+
+
+def check_policy(policy: Any, flag: str) -> Any:
+    """Refuse a policy by a name that is none, before there is a model to look at."""
+    if isinstance(policy, bool):
+        raise TypeError(f"{flag}={policy!r} must be 'auto', module classes, a number of parameters or a function.")
+    if isinstance(policy, str) and policy.islower():
+        choose(flag, policy, ("auto",))
+    return policy

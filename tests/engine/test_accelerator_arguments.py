@@ -1,0 +1,440 @@
+"""Each argument of Accelerate's Accelerator: honoured, or refused in words."""
+
+import inspect
+import json
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+import treadle
+from treadle import utils
+
+ARGUMENTS = [
+    "device_placement",
+    "split_batches",
+    "mixed_precision",
+    "gradient_accumulation_steps",
+    "cpu",
+    "dataloader_config",
+    "deepspeed_plugin",
+    "fsdp_plugin",
+    "torch_tp_plugin",
+    "megatron_lm_plugin",
+    "rng_types",
+    "log_with",
+    "project_dir",
+    "project_config",
+    "gradient_accumulation_plugin",
+    "step_scheduler_with_optimizer",
+    "kwargs_handlers",
+    "dynamo_backend",
+    "dynamo_plugin",
+    "deepspeed_plugins",
+    "parallelism_config",
+]
+
+
+def cpu(**options):
+    return treadle.Accelerator(cpu=True, **options)
+
+
+def test_the_arguments_are_accelerates_in_its_order():
+    names = list(inspect.signature(treadle.Accelerator).parameters)
+    assert names[: len(ARGUMENTS)] == ARGUMENTS
+    assert cpu(mixed_precision="bf16").mixed_precision == "bf16"
+    assert treadle.Accelerator(True, False, "bf16", 3, True).gradient_accumulation_steps == 3
+
+
+REFUSED = {
+    "deepspeed": ({"deepspeed_plugin": object()}, ValueError, "strategy='fsdp'"),
+    "deepspeeds": ({"deepspeed_plugins": {}}, ValueError, "strategy='fsdp'"),
+    "megatron": ({"megatron_lm_plugin": object()}, ValueError, "ParallelismConfig"),
+    "tensor": ({"torch_tp_plugin": object()}, ValueError, "tp_size"),
+    "fp8": ({"mixed_precision": "fp8"}, ValueError, "use mixed_precision='bf16'"),
+    "precision": ({"mixed_precision": "bff16"}, ValueError, "Did you mean 'bf16'"),
+    "steps": ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps=0"),
+    "both steps": (
+        {
+            "gradient_accumulation_steps": 2,
+            "gradient_accumulation_plugin": utils.GradientAccumulationPlugin(num_steps=3),
+        },
+        ValueError,
+        "contradicts",
+    ),
+    "random": ({"rng_types": ["generator", "torch"]}, ValueError, "rng_types has 'torch'"),
+    "tracker": ({"log_with": "tensorbord", "project_dir": "."}, ValueError, "Did you mean 'tensorboard'"),
+    "directory": ({"log_with": "tensorboard"}, ValueError, "project_dir"),
+    "projects": (
+        {"project_dir": "a", "project_config": utils.ProjectConfiguration("b")},
+        ValueError,
+        "contradicts project_config",
+    ),
+    "handler": ({"kwargs_handlers": [object()]}, TypeError, "not object"),
+    "handlers": ({"kwargs_handlers": [utils.AutocastKwargs(), utils.AutocastKwargs()]}, ValueError, "two"),
+    "backend": ({"dynamo_backend": "indcutor"}, ValueError, "Did you mean 'inductor'"),
+    "compilers": (
+        {"dynamo_backend": "eager", "dynamo_plugin": utils.TorchDynamoPlugin("eager")},
+        ValueError,
+        "give one",
+    ),
+    "grid": ({"parallelism_config": utils.ParallelismConfig(dp_shard_size=2)}, ValueError, "this run has 1"),
+    "typo": ({"gradient_acumulation_steps": 2}, TypeError, "Did you mean 'gradient_accumulation_steps'"),
+    "logging_dir": ({"logging_dir": "x"}, TypeError, "ProjectConfiguration"),
+    "strategies": (
+        {"strategy": "single", "fsdp_plugin": utils.FullyShardedDataParallelPlugin()},
+        ValueError,
+        "give one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_says_why(case):
+    options, error, words = REFUSED[case]
+    with pytest.raises(error, match=words):
+        cpu(**options)
+
+
+OWN = {
+    "dispatch": (lambda: utils.DataLoaderConfiguration(dispatch_batches=True), "dispatch_batches=True"),
+    "DeepSpeedPlugin": (lambda: utils.DeepSpeedPlugin(zero_stage=3), "strategy='fsdp'"),
+    "FP8": (lambda: utils.TERecipeKwargs(), "bf16"),
+    "context": (lambda: utils.ParallelismConfig(cp_size=2), "cp_size=2"),
+    "init": (lambda: utils.InitProcessGroupKwargs(init_method="tcp://x"), "init_method"),
+    "limit": (lambda: utils.ProjectConfiguration(total_limit=0), "total_limit=0"),
+    "format": (lambda: utils.FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT"), "save_model"),
+    "ignored": (lambda: utils.FullyShardedDataParallelPlugin(ignored_modules=[1]), "ignored_modules"),
+    "sharding": (lambda: utils.FullyShardedDataParallelPlugin(sharding_strategy="FULL_SHRAD"), "FULL_SHARD"),
+    "wrapping": (lambda: utils.FullyShardedDataParallelPlugin(auto_wrap_policy="size_based_wrap"), "min_num_params"),
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_what_a_plugin_can_not_mean(case):
+    make, words = OWN[case]
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_names_that_are_not_there_say_why():
+    for name in ("lomo_backward", "maybe_context_parallel", "fp8_backend"):
+        with pytest.raises(AttributeError, match=f"'{name}': "):
+            getattr(cpu(), name)
+    with pytest.raises(AttributeError, match="no 'nonsense'"):
+        _ = cpu().nonsense
+
+
+def test_facts():
+    accelerator = cpu(project_dir="x", dataloader_config=utils.DataLoaderConfiguration(even_batches=False))
+    assert (accelerator.project_dir, accelerator.logging_dir, accelerator.save_iteration) == ("x", "x", 0)
+    assert not accelerator.split_batches
+    assert accelerator.dispatch_batches is None
+    assert not accelerator.even_batches
+    assert not accelerator.use_seedable_sampler
+    assert not accelerator.non_blocking
+    assert not accelerator.use_stateful_dataloader
+    assert not accelerator.native_amp
+    assert not accelerator.multi_device
+    assert accelerator.state.num_processes == 1
+    assert accelerator.state.deepspeed_plugin is None
+    assert accelerator.gradient_state.num_steps == 1
+    assert not accelerator.gradient_state.in_dataloader
+    assert accelerator.distributed_type == utils.DistributedType.NO
+    assert not accelerator.is_fsdp2
+    assert accelerator.should_save_model
+    assert accelerator.deepspeed_plugin is None
+    assert "Num processes: 1" in repr(accelerator)
+    assert not accelerator.verify_device_map(nn.Linear(1, 1))
+
+
+def test_prepare_takes_none_and_says_what_else_it_takes():
+    accelerator = cpu()
+    model, nothing = accelerator.prepare(nn.Linear(1, 1), None)
+    assert nothing is None
+    with pytest.raises(TypeError, match="not dict"):
+        accelerator.prepare(model, {})
+    with pytest.raises(ValueError, match="2 values for 1 objects"):
+        accelerator.prepare(model, device_placement=[True, True])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert accelerator.prepare(optimizer) is accelerator.prepare(optimizer)
+    assert accelerator.prepare(nothing, model) == (None, model)
+    assert len(accelerator.optimizers) == len(accelerator.models) == 1
+
+
+def test_without_placement_a_model_has_to_be_there():
+    with pytest.raises(ValueError, match="weight is on meta"):
+        cpu(device_placement=False).prepare(nn.Linear(1, 1, device="meta"))
+    with pytest.raises(ValueError, match="weight is on meta"):
+        cpu().prepare(nn.Linear(1, 1, device="meta"), device_placement=[False])
+
+
+def test_float16_is_scaled_and_computed_on_the_cpu_too():
+    scaling = utils.GradScalerKwargs(init_scale=8.0, growth_interval=1)
+    accelerator = cpu(mixed_precision="fp16", kwargs_handlers=[scaling])
+    seen = []
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            seen.append(super().forward(x).dtype)
+            return super().forward(x)
+
+    model, optimizer = accelerator.prepare(net := Net(1, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    assert accelerator.scaler.get_scale() == 8.0
+    assert net.weight.grad.item() == 8.0
+    optimizer.step()
+    assert seen == [torch.float16]
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    assert accelerator.scaler.get_scale() == 16.0
+    assert cpu(mixed_precision="fp16", kwargs_handlers=[utils.GradScalerKwargs(enabled=False)]).scaler is None
+
+
+def test_autocast_as_the_handler_says():
+    x, layer = torch.ones(2, 2), nn.Linear(2, 2)
+    accelerator = cpu(mixed_precision="bf16")
+    with accelerator.autocast():
+        assert layer(x).dtype == torch.bfloat16
+        with accelerator.autocast(utils.AutocastKwargs(enabled=False)):
+            assert layer(x).dtype == torch.float32
+    off = cpu(mixed_precision="bf16", kwargs_handlers=[utils.AutocastKwargs(enabled=False)])
+    with off.autocast():
+        assert layer(x).dtype == torch.float32
+    assert off.mixed_precision == "bf16"
+    uncached = cpu(mixed_precision="bf16", kwargs_handlers=[utils.AutocastKwargs(cache_enabled=False)])
+    with uncached.autocast():
+        assert not torch.is_autocast_cache_enabled()
+
+
+def test_plain_schedulers_step_at_each_call():
+    accelerator = cpu(step_scheduler_with_optimizer=False, gradient_accumulation_steps=2)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+    rates = []
+    for _ in range(2):
+        with accelerator.accumulate():
+            optimizer.step()
+            scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.5, 0.25]
+
+
+def gradients_over(epochs, **options):
+    """The gradient of each optimizer step of w * x, over epochs of x = 0, 1, ... 4, one sample per batch."""
+    accelerator = cpu(gradient_accumulation_plugin=utils.GradientAccumulationPlugin(num_steps=2, **options))
+    weight = nn.Parameter(torch.ones(()))
+    optimizer, loader = accelerator.prepare(torch.optim.SGD([weight], lr=0.0), DataLoader(torch.arange(5.0)))
+    found = []
+    for _ in range(epochs):
+        for x in loader:
+            with accelerator.accumulate():
+                accelerator.backward((weight * x).mean())
+                if accelerator.sync_gradients:
+                    accelerator.finish_gradients()
+                    found.append(weight.grad.item())
+                optimizer.step()
+                optimizer.zero_grad()
+    return found, accelerator
+
+
+def test_groups_end_with_the_loader_unless_told_otherwise():
+    assert gradients_over(2)[0] == [0.5, 2.5, 4.0, 0.5, 2.5, 4.0]
+    assert gradients_over(2, sync_with_dataloader=False)[0] == [0.5, 2.5, 2.0, 1.5, 3.5]
+    _, accelerator = gradients_over(1, sync_with_dataloader=False)
+    with pytest.raises(ValueError, match="inside a group"):
+        accelerator.save_state("never")
+    assert not Path("never").exists()
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](x))
+
+
+def test_compiled_in_place():
+    seen = []
+
+    def backend(graph, _):
+        seen.append(graph)
+        return graph.forward
+
+    net = nn.Sequential(nn.Linear(1, 1))
+    accelerator = cpu(dynamo_plugin=utils.TorchDynamoPlugin(backend=backend))
+    model = accelerator.prepare(net)
+    model(torch.ones(1, 1))
+    assert len(seen) == 1
+    assert list(accelerator.get_state_dict(model)) == ["0.weight", "0.bias"]
+    plugin = utils.TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
+    blocks = cpu(dynamo_plugin=plugin).prepare(Blocks())
+    assert blocks(torch.ones(1, 1)).shape == (1, 1)
+    assert len(seen) > 1
+    assert blocks._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_by_the_user(when, tmp_path):
+    net, accelerator = nn.Linear(1, 1), cpu(mixed_precision="bf16")
+    if when == "before":
+        compiled = torch.compile(net, backend="eager")
+        model = accelerator.prepare(compiled)
+        assert accelerator.unwrap_model(model) is compiled
+    else:
+        model = torch.compile(accelerator.prepare(net), backend="eager")
+        assert accelerator.unwrap_model(model) is net
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is net
+    assert sorted(accelerator.get_state_dict(model)) == ["bias", "weight"]
+    accelerator.save_state(tmp_path / "c")
+    plain = cpu()
+    other = plain.prepare(nn.Linear(1, 1))
+    plain.load_state(tmp_path / "c")
+    assert torch.equal(other.weight, net.weight)
+
+
+def test_a_part_that_is_compiled(tmp_path):
+    accelerator = cpu()
+    net = nn.Sequential(nn.Linear(1, 1))
+    net[0] = torch.compile(net[0], backend="eager")
+    model = accelerator.prepare(net)
+    assert sorted(accelerator.get_state_dict(model)) == ["0.bias", "0.weight"]
+    accelerator.save_state(tmp_path / "c")
+    with torch.no_grad():
+        before, _ = net[0].weight.clone(), net[0].weight.zero_()
+    accelerator.load_state(tmp_path / "c")
+    assert torch.equal(net[0].weight, before)
+
+
+def test_profile(tmp_path):
+    handler = utils.ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))
+    with cpu(kwargs_handlers=[handler]).profile() as profiler:
+        torch.ones(2) + 1
+    assert any(event.key == "aten::add" for event in profiler.key_averages())
+    assert json.loads((tmp_path / "profile_0.json").read_text())["traceEvents"]
+    ready = []
+    option = {"wait": 0, "warmup": 1, "active": 1, "repeat": 2}
+    scheduled = utils.ProfileKwargs(activities=["cpu"], schedule_option=option, on_trace_ready=ready.append)
+    with cpu().profile(scheduled) as profiler:
+        for _ in range(4):
+            torch.ones(2) + 1
+            profiler.step()
+    assert len(ready) == 2
+    with pytest.raises(ValueError, match="activities='gpu'"), cpu().profile(utils.ProfileKwargs(activities=["gpu"])):
+        pass
+
+
+# -- two processes ---------------------------------------------------------------------------------------------------
+
+
+def on_two():
+    found = {}
+    group = utils.InitProcessGroupKwargs(timeout=timedelta(seconds=7), backend="gloo")
+    options = utils.DistributedDataParallelKwargs(comm_hook=utils.DDPCommunicationHookType.BF16, bucket_cap_mb=1)
+    accelerator = cpu(kwargs_handlers=[group, options])
+    found["timeout"] = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
+    with pytest.raises(ValueError, match="nccl"):
+        cpu(kwargs_handlers=[utils.InitProcessGroupKwargs(backend="nccl")])
+    rank = accelerator.process_index
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(net.weight)
+    model = accelerator.prepare(net)
+    value = 1.0 + 2.0**-10 * (rank + 1)  # rounds to 1 in bfloat16
+    accelerator.backward(model(torch.full((1, 1), value)).sum())
+    found["rounded"] = net.weight.grad.item()
+
+    plain = cpu()
+    model = plain.prepare(net)
+    net.weight.grad = None
+    with plain.no_sync(model):
+        loss = model(torch.full((1, 1), rank + 1.0)).sum()
+    with plain.trigger_sync_in_backward(model):
+        plain.backward(loss)
+    found["triggered"] = net.weight.grad.item()
+
+    every = cpu(gradient_accumulation_plugin=utils.GradientAccumulationPlugin(num_steps=2, sync_each_batch=True))
+    net.weight.grad = None
+    model = every.prepare(net)
+    with every.accumulate(model):
+        every.backward(model(torch.full((1, 1), rank + 1.0)).sum())
+    found["each"] = net.weight.grad.item()
+
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+            self.b.requires_grad_(False)
+
+        def forward(self, x):
+            return self.a(x) + self.b(x)
+
+    net = Frozen()
+    again = cpu()
+    first = again.prepare(net)
+    assert again.prepare(first) is first
+    net.b.requires_grad_(True)
+    second = again.prepare(first)
+    assert second is not first
+    assert again.models == [second]
+    again.backward(second(torch.full((1, 1), rank + 1.0)).sum())
+    found["unfrozen"] = net.b.weight.grad.item()
+    found["split"] = split_batches()
+    found["grid"] = type(cpu(parallelism_config=utils.ParallelismConfig(dp_replicate_size=2)).strategy).__name__
+    return found
+
+
+def split_batches():
+    accelerator = cpu(split_batches=True)
+    loader = accelerator.prepare(DataLoader(range(10), batch_size=4))
+    found = [batch.tolist() for batch in loader]
+    assert loader.total_batch_size == 4
+    assert loader.total_dataset_length == 10
+    assert len(loader) == 3
+    with pytest.raises(ValueError, match="multiple of 2; this loader has batch_size=3"):
+        accelerator.prepare(DataLoader(range(10), batch_size=3))
+    with pytest.raises(ValueError, match="a batch sampler of its own"):
+        accelerator.prepare(DataLoader(range(4), batch_sampler=Own(SequentialSampler(range(4)), 2, False)))
+    with pytest.raises(ValueError, match="can be indexed"):
+        accelerator.prepare(DataLoader(Stream(), batch_size=4))
+    return found
+
+
+class Own(BatchSampler):
+    pass
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+def test_on_two_processes():
+    first, second = run(on_two, 2)
+    assert first.pop("split") == [[0, 1], [4, 5], [8]]
+    assert second.pop("split") == [[2, 3], [6, 7], [9]]
+    assert first == second
+    assert first["timeout"] == timedelta(seconds=7)
+    assert first["rounded"] == 1.0
+    assert (first["triggered"], first["each"], first["unfrozen"]) == (1.5, 0.75, 1.5)
+    assert first["grid"] == "DDP"
+
+
+def test_the_data_seed_decides_the_order():
+    def order(loader):
+        return [i for batch in loader for i in batch.tolist()]
+
+    config = utils.DataLoaderConfiguration(data_seed=5, use_seedable_sampler=True)
+    torch.manual_seed(1)
+    loader = cpu(dataloader_config=config).prepare(DataLoader(range(8), batch_size=4, shuffle=True))
+    drawn = torch.rand(())
+    torch.manual_seed(1)
+    assert drawn == torch.rand(())
+    torch.manual_seed(5)
+    assert order(loader) == order(DataLoader(range(8), batch_size=4, shuffle=True))

@@ -1,0 +1,243 @@
+"""Batch sizes that are found by trying: where memory ran out on one process, all start over."""
+
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader
+from treadle.engine import find_executable_batch_size
+from treadle.engine.batch_size import is_out_of_memory
+
+import treadle
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (MemoryError(), True),
+        (torch.cuda.OutOfMemoryError("x"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+        (RuntimeError(), False),
+    ],
+    ids=["MemoryError", "CUDA", "CPU", "cuDNN", "MPS", "driver", "shapes", "ValueError", "empty"],
+)
+def test_what_counts_as_out_of_memory(error, memory):
+    assert is_out_of_memory(error) is memory
+
+
+def test_torch_itself_runs_out():
+    @find_executable_batch_size(starting_batch_size=2**50)
+    def allocate(batch_size):
+        return torch.empty(batch_size if batch_size > 2**46 else 1, dtype=torch.uint8).numel()
+
+    assert allocate() == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [(128, [128, 64, 32, 16]), (100, [100, 50, 25, 10]), (12, [12]), (127, [127, 1]), (30, [30, 15])],
+    ids=str,
+)
+def test_sizes_divide_and_the_global_batch_stays(start, expected, caplog):
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=start)
+    def train(batch_size, word, gradient_accumulation_steps=2):
+        tried.append(batch_size)
+        assert batch_size * gradient_accumulation_steps == 2 * start
+        if batch_size > 16 or (start == 100 and batch_size > 10):
+            raise MemoryError
+        return word
+
+    if start == 30:
+        expected = [30, 15]
+    assert train("found") == "found"
+    assert tried == expected
+    assert train("again") == "again"
+    assert tried == expected * 2  # nothing is remembered
+
+
+def test_it_says_what_it_does(monkeypatch):
+    logger = logging.getLogger("treadle")
+    lines = []
+    monkeypatch.setattr(logger, "info", lines.append)
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size, gradient_accumulation_steps):
+        if batch_size > 2:
+            raise MemoryError
+        return gradient_accumulation_steps
+
+    assert train(gradient_accumulation_steps=3) == 12
+    assert lines == [
+        "Memory ran out in train: batch_size=4 is next. gradient_accumulation_steps=6: "
+        "the global batch stays what it was.",
+        "Memory ran out in train: batch_size=2 is next. gradient_accumulation_steps=12: "
+        "the global batch stays what it was.",
+    ]
+
+
+def test_a_reduction_of_ones_own():
+    sizes = iter([90, 81, 81])
+
+    @find_executable_batch_size(starting_batch_size=100, reduce_batch_size_fn=lambda: next(sizes))
+    def train(batch_size, limit):
+        if batch_size > limit:
+            raise MemoryError
+        return batch_size
+
+    assert train(90) == 90
+    with pytest.raises(ValueError, match="81 did not, and reduce_batch_size_fn returned 81, which is not from 1 to 80"):
+        train(10)
+
+
+def test_other_errors_are_left_alone():
+    error = RuntimeError("size mismatch")
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size):
+        raise error
+
+    with pytest.raises(RuntimeError) as caught:
+        train()
+    assert caught.value is error
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def hungry(batch_size):
+        raise MemoryError
+
+    with pytest.raises(MemoryError, match="not even a batch of 1"):
+        hungry()
+    with pytest.raises(TypeError, match="train gets its batch size from find_executable_batch_size"):
+        train(64)
+    with pytest.raises(TypeError, match="must take the batch size as its first parameter"):
+        find_executable_batch_size(lambda: None)
+    with pytest.raises(ValueError, match="starting_batch_size=0"):
+        find_executable_batch_size(starting_batch_size=0)(hungry)
+
+
+def test_nothing_of_a_failed_attempt_is_kept():
+    alive = []
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size):
+        assert [reference() for reference in alive] == [None] * len(alive)
+        activations = torch.zeros(batch_size)
+        alive.append(weakref.ref(activations))
+        try:
+            if batch_size > 1:
+                raise KeyError("what the error came from holds frames too")
+        except KeyError as error:
+            inner(activations, error)
+        return batch_size
+
+    def inner(tensor, cause):
+        raise MemoryError from cause
+
+    gc.disable()
+    try:
+        assert train() == 1
+    finally:
+        gc.enable()
+    assert len(alive) == 3
+
+
+# -- several processes -----------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Runs out of memory on one rank, while the others go on into the gradient reduction."""
+
+    def __init__(self, rank, limit, place):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        self.rank, self.limit, self.place = rank, limit, place
+
+    def forward(self, x):
+        if self.rank == 1 and len(x) > self.limit and self.place == "forward":
+            raise MemoryError("on rank 1 alone")
+        return self.layer(x)
+
+
+def searching(outside, place):
+    outer = treadle.Accelerator(cpu=True) if outside else None
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size, gradient_accumulation_steps=1):
+        accelerator = outer or treadle.Accelerator(cpu=True)
+        accelerator.free_memory()
+        accelerator.gradient_accumulation_steps = gradient_accumulation_steps
+        tried.append((batch_size, gradient_accumulation_steps))
+        model = Net(accelerator.process_index, 2, place)
+        data = torch.arange(64.0).view(16, 4) / 64
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size)
+        )
+        steps = 0
+        for _ in range(2):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch).pow(2).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    steps += accelerator.sync_gradients
+        if place == "end" and accelerator.process_index == 1 and batch_size > 2:
+            raise MemoryError("once the others are through")
+        return steps, accelerator.unwrap_model(model).layer.weight.detach().flatten().tolist()
+
+    found = [train(), train()]
+    after = treadle.Accelerator(cpu=True)
+    return tried, found, after.gather(torch.tensor(after.process_index)).tolist()
+
+
+def by_hand():
+    torch.manual_seed(0)
+    layer, data = nn.Linear(4, 1), torch.arange(64.0).view(16, 4) / 64
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(2):
+        layer(data).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return layer.weight.detach().flatten().tolist()
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["made inside", "made outside"])
+@pytest.mark.parametrize("place", ["forward", "end"])
+def test_memory_runs_out_on_one_of_two(outside, place):
+    for tried, found, after in run(searching, 2, outside, place, timeout=60):
+        assert tried == [(8, 1), (4, 2), (2, 4)] * 2
+        assert after == [0, 1]
+        for steps, weights in found:
+            assert steps == 2
+            assert weights == pytest.approx(by_hand(), abs=1e-6)
+
+
+def failing():
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size):
+        accelerator = treadle.Accelerator(cpu=True)
+        if accelerator.process_index == 1:
+            raise KeyError("a real mistake")
+
+    try:
+        train()
+    except BaseException as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_real_mistake_on_one_of_two_reaches_the_other():
+    assert run(failing, 2) == [
+        ("RuntimeError", "rank 1 failed: KeyError: 'a real mistake'"),
+        ("KeyError", "'a real mistake'"),
+    ]

@@ -1,0 +1,102 @@
+"""What metrics gather, and the module-level exchanges, against values written by hand; 9 samples, batches of 2."""
+
+import pytest
+import torch
+from processes import run
+from torch.utils.data import DataLoader
+
+import treadle
+from treadle.utils import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    set_seed,
+    synchronize_rng_states,
+)
+
+
+def metrics(evaluation, n):
+    accelerator = treadle.Accelerator(cpu=True)
+    loader = accelerator.prepare_data_loader(DataLoader(torch.arange(n), batch_size=2), evaluation=evaluation)
+    found = {"samples": [], "tokens": [], "words": [], "mixed": [], "pairs": [], "weighed": [], "records": []}
+    for batch in loader:
+        found["samples"] += accelerator.gather_for_metrics(batch).tolist()
+        found["tokens"] += accelerator.gather_for_metrics(batch.repeat_interleave(3)).tolist()
+        found["words"] += accelerator.gather_for_metrics([f"w{i}" for i in batch.tolist()])
+        mixed = accelerator.gather_for_metrics({"id": batch, "word": [f"w{i}" for i in batch.tolist()]})
+        found["mixed"] += list(zip(mixed["id"].tolist(), mixed["word"], strict=True))
+        ids, squares = accelerator.gather_for_metrics((batch, batch**2))
+        found["pairs"] += list(zip(ids.tolist(), squares.tolist(), strict=True))
+        # A batch's mean is one entry per process; with the count beside it the mean over the samples is exact.
+        means, counts = accelerator.gather_for_metrics((batch.double().mean(), torch.tensor(len(batch))))
+        found["weighed"] += list(zip(means.tolist(), counts.tolist(), strict=True))
+        found["records"] += accelerator.gather_for_metrics([{"id": i} for i in batch.tolist()])
+        text = accelerator.gather_for_metrics("a text")
+        assert set(text) == {"a text"}
+        assert len(text) == len(means)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_sample_once_and_in_order(world):
+    for evaluation, n in ((True, 9), (False, 9), (False, 1)):
+        for found in run(metrics, world, evaluation, n):
+            assert found["samples"] == list(range(n))
+            assert found["tokens"] == [i for i in range(n) for _ in range(3)]
+            assert found["words"] == [f"w{i}" for i in range(n)]
+            assert found["mixed"] == [(i, f"w{i}") for i in range(n)]
+            assert found["pairs"] == [(i, i * i) for i in range(n)]
+            assert found["records"] == [{"id": i} for i in range(n)]
+            assert sum(count for _, count in found["weighed"]) == n
+            mean = sum(mean * count for mean, count in found["weighed"]) / n
+            assert mean == pytest.approx((n - 1) / 2)
+
+
+def functions():
+    rank, size = int(__import__("os").environ["RANK"]), int(__import__("os").environ["WORLD_SIZE"])
+    # No Accelerator: the first of them connects.
+    assert gather(torch.tensor([rank])).tolist() == list(range(size))
+    assert gather_object([rank, "x"]) == [item for r in range(size) for item in (r, "x")]
+    assert gather_object("text") == ["text"] * size
+    assert gather_object({"a": rank}) == [{"a": r} for r in range(size)]
+    assert gather_object([]) == []
+    last = size - 1
+    given = {"x": torch.tensor([rank, rank]), "name": "kept"}
+    assert broadcast(given, from_process=last)["x"].tolist() == [last, last]
+    assert given["x"].tolist() == [rank, rank]
+    objects = [rank, {"of": rank}]
+    assert broadcast_object_list(objects, from_process=last) is objects
+    assert objects == [last, {"of": last}]
+    with pytest.raises(ValueError, match=f"from_process={size}: the {size} process"):
+        broadcast(given, from_process=size)
+    with pytest.raises(TypeError, match="not a tuple"):
+        broadcast_object_list((1, 2))
+    assert reduce(torch.tensor([2.0 * rank])).item() == last
+    assert reduce(torch.tensor([2.0 * rank]), "sum", scale=0.5).item() == last * size / 2
+    padded = pad_across_processes({"a": torch.ones(rank + 1, 2), "b": torch.ones(1, rank + 1)}, pad_index=-1)
+    assert padded["a"].shape == (size, 2)
+    assert padded["a"].sum().item() == 2 * (rank + 1) - 2 * (size - rank - 1)
+    assert padded["b"].shape == (1, rank + 1)
+    assert pad_across_processes(torch.ones(1, rank + 1), dim=-1, pad_first=True)[0, 0].item() == (rank == last)
+    if size > 1:
+        with pytest.raises(ValueError, match="rank 0: 1, rank 1: 2"):
+            pad_across_processes([torch.ones(1)] * (rank + 1))
+    set_seed(5, device_specific=True)
+    own = torch.rand(()).item()
+    torch.manual_seed(5 + rank)
+    assert torch.rand(()).item() == own
+    generator = torch.Generator().manual_seed(rank)
+    synchronize_rng_states(["torch", "generator"], generator)
+    drawn = gather(torch.stack([torch.rand(()), torch.rand((), generator=generator)]).view(1, 2))
+    assert (drawn == drawn[0]).all()
+    with pytest.raises(ValueError, match="Did you mean 'torch'"):
+        synchronize_rng_states(["torhc"])
+    return True
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_functions_without_an_accelerator(world):
+    assert run(functions, world) == [True] * world

@@ -1,0 +1,136 @@
+"""Steps taken apart, against two workers written by hand in one process."""
+
+import itertools
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader
+from treadle.engine import LocalSGD
+from treadle.strategies import DDP
+
+import treadle
+
+SAMPLES, WIDTH = 56, 4  # 7 global batches of 8
+
+
+def samples():
+    return list(torch.randn(SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def stepper(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def weights(net):
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def by_hand(every, k):
+    nets = [network(), network()]
+    steppers = [stepper(net) for net in nets]
+    batches = torch.stack(samples()).view(-1, 2, WIDTH, 3)
+    starts = range(0, len(batches), k)
+    trace = []
+    for number, start in enumerate(starts, start=1):
+        group = batches[start : start + k]
+        for rank, (net, optimizer) in enumerate(zip(nets, steppers, strict=True)):
+            optimizer.zero_grad()
+            net(group[:, rank].reshape(-1, 3)).pow(2).mean().backward()
+            optimizer.step()
+        trace.append([weights(net) for net in nets])
+        if number % every == 0 or number == len(starts):
+            with torch.no_grad():
+                for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+                    mean = (a + b) / 2
+                    a.copy_(mean), b.copy_(mean)
+    return trace, weights(nets[0])
+
+
+def apart(every, k, enabled=True):
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=k)
+    net = network()
+    model, optimizer, loader = accelerator.prepare(net, stepper(net), DataLoader(samples(), WIDTH))
+    trace = []
+    context = LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=every, enabled=enabled)
+    with context as local_sgd:
+        for x in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).pow(2).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    trace.append(weights(net))
+                local_sgd.step()
+    inside = weights(net)
+    for x in loader:  # reduced again
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return trace, inside
+
+
+def refusals():
+    words = []
+    for strategy in (DDP(zero=True), DDP(local_sgd_steps=2), DDP(static_graph=True)):
+        accelerator = treadle.Accelerator(cpu=True, strategy=strategy)
+        model = accelerator.prepare(network())
+        try:
+            LocalSGD(accelerator, model, 2).__enter__()
+        except ValueError as error:
+            words.append(str(error))
+    return words
+
+
+def failing():
+    """An error inside is not held up by an average that the other process never comes to."""
+    accelerator = treadle.Accelerator(cpu=True)
+    model = accelerator.prepare(network())
+    if accelerator.process_index == 0:
+        try:
+            with LocalSGD(accelerator, model, 2) as local_sgd:
+                local_sgd.step()
+                raise ZeroDivisionError
+        except ZeroDivisionError:
+            return "raised"
+    return "went on"
+
+
+def everything():
+    cases = {(every, k): apart(every, k) for every, k in itertools.product((1, 3), (1, 2))}
+    return cases, apart(2, 1, enabled=False), refusals(), failing()
+
+
+def test_two_workers_meet_every_few_steps_and_at_the_end():
+    ranks = run(everything, 2)
+    exact = {"rtol": 1e-12, "atol": 1e-12}
+    for rank, (cases, _, words, end) in enumerate(ranks):
+        assert end == ("raised", "went on")[rank]
+        for (every, k), (trace, end) in cases.items():
+            wanted, last = by_hand(every, k)
+            assert len(trace) == len(wanted)
+            for ours, theirs in zip(trace, wanted, strict=True):
+                torch.testing.assert_close(ours, theirs[rank], **exact)
+            torch.testing.assert_close(end, last, **exact)
+        assert [word in text for word, text in zip(("zero", "local_sgd", "static"), words, strict=True)] == [True] * 3
+    (_, (plain, _), _, _), (_, (other, _), _, _) = ranks
+    assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+
+
+def test_on_one_process_it_does_nothing():
+    trace, end = apart(2, 1)
+    assert torch.equal(trace[-1], end)
+
+
+@pytest.mark.parametrize("steps", [0, True, 2.0])
+def test_a_number_that_is_none(steps):
+    accelerator = treadle.Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="local_sgd_steps="):
+        LocalSGD(accelerator, network(), steps)

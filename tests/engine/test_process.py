@@ -1,0 +1,229 @@
+"""Who runs what: on one, on all, first, in one process and in several."""
+
+import contextlib
+import time
+
+import pytest
+from processes import run
+from treadle.engine import AcceleratorState, GradientState, PartialState
+
+import treadle
+from treadle import utils
+from treadle.utils import DistributedType
+
+
+def decorated():
+    state = PartialState(cpu=True)
+    rank, size = state.process_index, state.num_processes
+    done = []
+
+    @state.on_main_process
+    def main(word):
+        """Kept."""
+        done.append(word)
+        return word
+
+    @state.on_process(process_index=1)
+    def second():
+        done.append("second")
+
+    assert main.__name__ == "main"
+    assert main.__doc__ == "Kept."
+    assert main("main") == ("main" if rank == 0 else None)
+    second()
+    state.on_process(lambda: done.append("called"), process_index=0)()
+    state.on_last_process(lambda: done.append("last"))()
+    state.on_local_main_process(lambda: done.append("local main"))()
+    state.on_local_process(lambda: done.append("local"), local_process_index=0)()
+    with pytest.raises(TypeError, match="process_index"):
+        state.on_process(main)
+    if size > 1:
+        with pytest.raises(ValueError, match=r"process_index=2: the 2 process\(es\) are numbered 0 to 1"):
+            state.on_process(main, process_index=2)
+    with pytest.raises(ValueError, match="process_index=-1"):
+        state.on_process(main, process_index=-1)
+    return done
+
+
+def test_on_some_processes():
+    everything = ["main", "second", "called", "last", "local main", "local"]
+    assert run(decorated, 1) == [everything]
+    assert run(decorated, 2) == [["main", "called", "local main", "local"], ["second", "last"]]
+
+
+class Stop(BaseException):
+    """As a signal's handler raises."""
+
+
+def first(folder):
+    state = treadle.Accelerator(cpu=True)
+    path = folder / "prepared"
+    with state.main_process_first():
+        if state.is_main_process:
+            time.sleep(0.3)
+            path.write_text("data")
+        assert path.read_text() == "data"
+    with state.local_main_process_first():
+        if not state.is_local_main_process:
+            assert (folder / "local").exists()
+        else:
+            time.sleep(0.3)
+            (folder / "local").touch()
+    found = []
+    for error in (KeyError("lost"), Stop(), SystemExit(3), KeyboardInterrupt()):
+        try:
+            with state.main_process_first():
+                if state.is_main_process:
+                    raise error
+                found.append("ran on")
+        except BaseException as caught:
+            found.append((type(caught).__name__, str(caught)))
+    for _ in range(2):  # leaving it early frees the others too
+        with state.main_process_first():
+            continue
+    with contextlib.suppress(ValueError), state.main_process_first():
+        if not state.is_main_process:
+            raise ValueError("on another process, after rank zero")
+    state.wait_for_everyone()  # all are still in step
+    return found
+
+
+def test_the_main_process_first(tmp_path):
+    own = [("KeyError", "'lost'"), ("Stop", ""), ("SystemExit", "3"), ("KeyboardInterrupt", "")]
+    (tmp_path / "1").mkdir()
+    (tmp_path / "3").mkdir()
+    assert run(first, 1, tmp_path / "1") == [own]
+    main, *others = run(first, 3, tmp_path / "3")
+    assert main == own
+    told = [
+        "rank 0 failed: KeyError: 'lost'",
+        "rank 0 failed: Stop: ",
+        "rank 0 failed: SystemExit: 3",
+        "rank 0 failed: KeyboardInterrupt: ",
+    ]
+    assert others == [[("RuntimeError", text) for text in told]] * 2
+
+
+# -- state objects ---------------------------------------------------------------------------------------------------
+
+
+def states():
+    early = PartialState()  # under a launcher it is not alone
+    accelerator = treadle.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    state, gradient = AcceleratorState.of(accelerator), GradientState(accelerator)
+    with pytest.raises(ValueError, match=r"accelerator\.state\.mixed_precision"):
+        _ = AcceleratorState().mixed_precision
+    assert AcceleratorState(mixed_precision="fp16").mixed_precision == "fp16"
+    loader = accelerator.prepare_data_loader([[i] for i in range(5)])
+    seen = []
+    for _ in loader:
+        with accelerator.accumulate():
+            seen.append((gradient.sync_gradients, gradient.end_of_dataloader, gradient.remainder))
+    assert gradient.num_steps == 2
+    assert not gradient.in_dataloader
+    assert "num_steps: 2" in repr(gradient)
+    place = (early.process_index, early.num_processes, early.local_process_index, early.is_last_process)
+    types = {early.distributed_type, accelerator.distributed_type, state.distributed_type}
+    return place, types, early.backend, early.use_distributed, repr(state), state.mixed_precision, len(seen)
+
+
+def test_states():
+    (alone,) = run(states, 1)
+    assert alone[:4] == ((0, 1, 0, True), {DistributedType.NO}, None, False)
+    first, second = run(states, 2)
+    assert first[:4] == ((0, 2, 0, False), {"MULTI_CPU"}, "gloo", True)
+    assert second[0] == (1, 2, 1, True)
+    assert second[4].splitlines() == [
+        "Distributed environment: MULTI_CPU  Backend: gloo",
+        "Num processes: 2",
+        "Process index: 1",
+        "Local process index: 1",
+        "Device: cpu",
+        "",
+        "Mixed precision type: bf16",
+    ]
+
+
+def test_the_end_of_a_loader():
+    accelerator = treadle.Accelerator(cpu=True)
+    gradient = GradientState(accelerator)
+    from torch.utils.data import DataLoader
+
+    loader = accelerator.prepare(DataLoader(range(5), batch_size=2))
+    seen = [(gradient.end_of_dataloader, gradient.remainder, gradient.active_dataloader is loader) for _ in loader]
+    assert seen == [(False, -1, True), (False, -1, True), (True, 1, True)]
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match=r"no argument 'timeuot'. Did you mean 'timeout'\?"):
+        PartialState(timeuot=3)
+    with pytest.raises(TypeError, match="timedelta"):
+        PartialState(timeout=3)
+    with pytest.raises(TypeError):
+        GradientState()
+
+
+def test_distributed_types_compare_with_words():
+    assert DistributedType.XLA != DistributedType.NO
+    assert (DistributedType.FSDP, str(DistributedType.MULTI_GPU)) == ("FSDP", "MULTI_GPU")
+    names = "NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU MULTI_HPU MULTI_NEURON"
+    assert {*DistributedType} == {*names.split(), "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"}
+
+
+# -- one run after the other -----------------------------------------------------------------------------------------
+
+
+def runs_in_turn(count):
+    import gc
+    import os
+
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    def train(strategy, precision):
+        torch.manual_seed(0)
+        model, data = nn.Linear(4, 1), torch.arange(48.0).view(12, 4) / 48
+        accelerator = treadle.Accelerator(cpu=True, strategy=strategy, mixed_precision=precision)
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, 12 // accelerator.num_processes)
+        )
+        for _ in range(3):
+            for batch in loader:
+                accelerator.backward(model(batch).pow(2).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        losses = accelerator.gather(model(data).pow(2).mean().detach())
+        accelerator.destroy_process_group()
+        return [round(loss, 4) for loss in losses.tolist()]
+
+    def sockets():
+        names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return sum(os.path.exists(name) and os.readlink(name).startswith("socket") for name in names)
+
+    def tensors():
+        gc.collect()
+        return sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects())
+
+    found, open_after, alive = [], [], []
+    for number in range(count):
+        found.append(train("ddp", "bf16" if number % 2 else "no"))
+        open_after.append(sockets())
+        alive.append(tensors())
+    return found, open_after, alive
+
+
+def test_one_run_after_the_other():
+    ((alone, _, _),) = run(runs_in_turn, 1, 2)
+    first, second = run(runs_in_turn, 2, 5)
+    for found, open_after, alive in (first, second):
+        for number, losses in enumerate(found):
+            expected = alone[number % 2][0]
+            assert losses == pytest.approx([expected, expected], abs=1e-3 if number % 2 else 1e-4)
+        assert open_after[-1] == open_after[1]
+        assert alive[-1] == alive[1]
+
+
+def test_every_name_of_utils_is_there():
+    assert [name for name in utils.__all__ if not hasattr(utils, name)] == []
+    assert len(set(utils.__all__)) == len(utils.__all__)

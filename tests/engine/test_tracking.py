@@ -1,0 +1,135 @@
+"""Trackers: what is asked for is logged, once, or the start fails."""
+
+import csv
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run
+
+import treadle
+from treadle import loggers, utils
+
+
+def cpu(**options):
+    return treadle.Accelerator(cpu=True, **options)
+
+
+class Memory(utils.GeneralTracker):
+    name = "memory"
+    requires_logging_directory = False
+
+    def __init__(self, everywhere=False):
+        super().__init__()
+        self.main_process_only = not everywhere
+        self.calls = []
+
+    @property
+    def tracker(self):
+        return self.calls
+
+    def start(self):
+        self.calls.append("start")
+
+    def store_init_configuration(self, values):
+        self.calls.append(values)
+
+    def log(self, values, step=None, **kwargs):
+        self.calls.append((values, step, kwargs))
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+def lines(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def track(folder):
+    own, every = Memory(), Memory(everywhere=True)
+    every.name = "every"
+    accelerator = cpu(log_with=["csv", "tensorboard", own, every], project_dir=folder)
+    with pytest.raises(RuntimeError, match=r"before accelerator\.init_trackers"):
+        accelerator.log({"x": 1})
+    accelerator.init_trackers("digits", {"rate": 0.1}, {"csv": {"flush_logs_every_n_steps": 1}})
+    accelerator.log({"loss": torch.tensor(2.5), "rank": accelerator.process_index}, step=3)
+    accelerator.log({"loss": 1.0}, step=4, log_kwargs={"memory": {"commit": True}})
+    writer = accelerator.get_tracker("tensorboard", unwrap=True)
+    writer.add_scalar("direct", 1.0, 0)
+    assert accelerator.get_tracker("memory") is own
+    with pytest.raises(ValueError, match="Did you mean 'memory'"):
+        accelerator.get_tracker("memori")
+    accelerator.end_training()
+    assert accelerator.trackers == []
+    other = cpu(log_with="csv", project_dir=folder)  # after the end, in the same process
+    other.init_trackers("second")
+    other.log({"y": 1}, step=0)
+    other.end_training()
+    return own.calls, every.calls, type(writer).__name__
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_trackers(world, tmp_path):
+    found = run(track, world, str(tmp_path))
+    calls = [{"rate": 0.1}, ({"loss": 2.5, "rank": 0}, 3, {}), ({"loss": 1.0}, 4, {"commit": True})]
+    assert found[0][0] == ["start", *calls, "finish"]
+    assert found[0][2] == "SummaryWriter"
+    if world == 2:
+        assert found[1][0] == []
+        assert found[1][1][2] == ({"loss": 2.5, "rank": 1}, 3, {})
+    assert lines(tmp_path / "digits" / "metrics.csv") == [
+        {"step": "3", "loss": "2.5", "rank": "0"},
+        {"step": "4", "loss": "1.0", "rank": ""},
+    ]
+    assert (tmp_path / "digits" / "hparams.yaml").read_text() == "rate: 0.1\n"
+    assert len(lines(tmp_path / "second" / "metrics.csv")) == 1
+    assert len([p for p in (tmp_path / "digits").iterdir() if p.name.startswith("events.out")]) == 1
+
+
+def test_a_logger_of_ones_own(tmp_path):
+    logger = loggers.CSVLogger(tmp_path, name="mine", version=0)
+    accelerator = cpu(log_with=logger)
+    accelerator.init_trackers("ignored by a logger that has a name")
+    accelerator.log({"x": torch.tensor([4.0])}, step=1)
+    accelerator.end_training()
+    assert lines(Path(logger.log_dir) / "metrics.csv") == [{"step": "1", "x": "4.0"}]
+
+
+def test_logging_without_trackers_is_nothing():
+    accelerator = cpu()
+    accelerator.init_trackers("none")
+    accelerator.log({"x": 1})
+    accelerator.end_training()
+    with pytest.raises(ValueError, match=r"init_kwargs names 'csv', log_with none"):
+        accelerator.init_trackers("none", init_kwargs={"csv": {}})
+
+
+def test_all_are_those_that_can_be_used(tmp_path):
+    accelerator = cpu(log_with="all", project_dir=tmp_path)
+    assert {"csv", "tensorboard"} <= set(accelerator.log_with)
+    assert not {"csv", "tensorboard"} & set(cpu(log_with="all").log_with)
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_package_that_is_not_there(name):
+    if importlib.util.find_spec(name) is not None:
+        pytest.skip(f"{name} is installed")
+    with pytest.raises(ValueError, match=f"pip install {name}"):
+        cpu(log_with=name)
+
+
+def test_a_tracker_that_is_none():
+    class Half(utils.GeneralTracker):
+        name = "half"
+
+    with pytest.raises(NotImplementedError, match="requires_logging_directory, tracker"):
+        Half()
+    for value, words in ((Memory, "make one"), (7, "is no tracker")):
+        with pytest.raises(TypeError, match=words):
+            cpu(log_with=value)
+    needy = Memory()
+    needy.requires_logging_directory = True
+    with pytest.raises(ValueError, match="project_dir"):
+        cpu(log_with=needy)

@@ -1,0 +1,207 @@
+"""What each launcher says, and every way it can say too little. With SLURM itself: `tests/slurm`."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+from processes import clean_environment
+from treadle.strategies import LaunchEnvironment
+from treadle.strategies.environment import host_names, task_counts
+
+# As slurm 22.05 sets them for the third of `srun -N2 -n3`.
+SLURM = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_JOB_NAME": "interactive",  # that of every srun under salloc
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_GTIDS": "2",
+    "SLURM_NTASKS": "3",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_STEP_NODELIST": "n[07-08]",
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_TASKS_PER_NODE": "8(x4)",
+    "SLURM_JOB_NODELIST": "n[05-08]",
+}
+# A batch script's: no step, and a rank all the same.
+BATCH = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_GTIDS": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+TORCHRUN |= {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "MASTER_ADDR": "host",
+    "MASTER_PORT": "1234",
+}
+MPICH = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
+MPICH |= {"MASTER_ADDR": "host", "MASTER_PORT": "1234"}
+G01 = {"SLURM_GTIDS": "0,1"}
+
+
+def without(env, *names):
+    return {name: value for name, value in env.items() if name not in names}
+
+
+def test_a_task_of_srun():
+    place = LaunchEnvironment.read(SLURM)
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (2, 3, 0, 1)
+    assert (place.node_rank, place.node_count, place.launcher, place.run_id) == (1, 2, "srun", "17.2")
+    assert place.address == ("n07", 15000 + 172)
+    first = LaunchEnvironment.read({**SLURM, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"} | G01)
+    assert (first.local_rank, first.local_world_size) == (1, 2)
+    mine = LaunchEnvironment.read({**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
+    assert mine.address == ("10.0.0.1", 4000)
+
+
+def test_ports_differ_for_the_steps_of_a_job_and_stay_in_their_range():
+    ports = [
+        LaunchEnvironment.read({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).address[1]
+        for job in (1, 1499, 1500, 123456789)
+        for step in range(10)
+    ]
+    assert all(15000 <= port < 30000 for port in ports)
+    assert len(set(ports[:20])) == 20
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        BATCH,
+        without(BATCH, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),  # a shell of salloc
+        {**SLURM, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "4"},  # salloc's interactive step
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "1"},  # srun -n1: may start more itself
+        {**SLURM, **BATCH, "SLURM_NODEID": "0"},  # a batch script that a task submitted
+    ],
+    ids=["nothing", "batch", "salloc", "interactive", "one-task", "batch-from-a-task"],
+)
+def test_no_launch(env):
+    assert LaunchEnvironment.read(env) is None
+
+
+@pytest.mark.parametrize("name", [n for n in SLURM if n in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")])
+def test_half_of_slurms_variables_names_what_is_missing(name):
+    with pytest.raises(ValueError, match=rf"^{name} is not set, but SLURM_STEP_NUM_TASKS=3 is"):
+        LaunchEnvironment.read(without(SLURM, name))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"SLURM_PROCID": "3"}, "SLURM_PROCID=3 is out of range; it must be from 0 to 2"),
+        ({"SLURM_LOCALID": "1"}, "SLURM_LOCALID=1 is out of range; it must be from 0 to 0"),
+        ({"SLURM_NODEID": "x"}, "SLURM_NODEID='x' is not a whole number"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, r"SLURM_STEP_TASKS_PER_NODE=2\(x2\) does not agree with"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2;1"}, "SLURM_STEP_TASKS_PER_NODE='2;1' is not of the form"),
+        ({"SLURM_STEP_NODELIST": "n[7"}, r"SLURM_STEP_NODELIST='n\[7' is not of the form"),
+        ({"SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE=2: the parts of a heterogeneous job"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is out of range"),
+    ],
+)
+def test_bad_values_of_slurm(change, says):
+    with pytest.raises(ValueError, match=says):
+        LaunchEnvironment.read({**SLURM, **change})
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n[1-3,07-09],m5", ["n1", "n2", "n3", "n07", "n08", "n09", "m5"]),
+        ("host-1.example", ["host-1.example"]),
+        ("r[1-2]n[01,10]", ["r1n01", "r1n10", "r2n01", "r2n10"]),
+        ("a[098-101]", ["a098", "a099", "a100", "a101"]),
+    ],
+)
+def test_host_names(text, names):
+    assert host_names(text) == names
+
+
+@pytest.mark.parametrize("text", ["", "n[1-3", "n[a-b]", "n1,,n2", "n[1-]x]", "n 1"])
+def test_what_is_no_list_of_hosts(text):
+    with pytest.raises(ValueError, match="SLURM_STEP_NODELIST"):
+        host_names(text)
+
+
+def test_task_counts():
+    assert task_counts("2(x3),1") == [2, 2, 2, 1]
+    assert task_counts("4") == [4]
+
+
+@pytest.mark.parametrize("env", [MPI, MPICH], ids=["openmpi", "mpich"])
+def test_mpi(env):
+    place = LaunchEnvironment.read(env)
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (3, 4, 1, 2)
+    assert (place.node_rank, place.node_count, place.address) == (1, 2, ("host", 1234))
+    for name in env.keys() - {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"}:
+        with pytest.raises(ValueError, match=f"^{name} is not set, but"):
+            LaunchEnvironment.read(without(env, name))
+
+
+def test_torchrun_counts_before_mpi_and_mpi_before_slurm():
+    assert LaunchEnvironment.read({**TORCHRUN, **MPI, **SLURM}).launcher == "torchrun"
+    assert LaunchEnvironment.read({**MPI, **SLURM}).launcher == "mpirun"
+    assert LaunchEnvironment.read(TORCHRUN).node_count == 2
+
+
+def test_a_pod_per_process():
+    """PyTorchJob sets no local variables; Ray Train sets all of torchrun's but those of the group."""
+    pod = LaunchEnvironment.read({"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"})
+    assert (pod.rank, pod.local_rank, pod.local_world_size, pod.node_rank, pod.node_count) == (2, 0, 1, 2, 3)
+    ray = LaunchEnvironment.read(without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE") | {"NODE_RANK": "1"})
+    assert (ray.rank, ray.local_rank, ray.local_world_size, ray.node_rank, ray.node_count) == (3, 1, 2, 1, 2)
+
+
+def test_flags_are_held_against_the_job():
+    place = LaunchEnvironment.read(SLURM)
+    place.check("auto", 1, 2)
+    with pytest.raises(ValueError, match=r"devices=2 asks for 2 .* `#SBATCH --ntasks-per-node=2`"):
+        place.check(2, 2, 1)
+    with pytest.raises(ValueError, match=r"num_nodes=4, but the launcher started 2 .* `#SBATCH --nodes=4`"):
+        place.check("auto", 1, 4)
+
+
+def test_a_task_that_sees_its_own_gpu_only_uses_that():
+    place = LaunchEnvironment.read({**SLURM, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"} | G01)
+    assert place.device_index([0, 1], 1) == 0  # --gpus-per-task=1
+    assert place.device_index([0, 1], 8) == 1
+    with pytest.raises(ValueError, match="LOCAL_RANK=1 wants CUDA device 5, but torch sees 2"):
+        place.device_index([4, 5], 2)
+    with pytest.raises(ValueError, match="LOCAL_RANK=1 wants CUDA device 1, but torch sees 1"):
+        LaunchEnvironment.read(TORCHRUN).device_index([0, 1], 1)
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun: apt-get install openmpi-bin")
+def test_mpirun_itself(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import torch\nfrom treadle.strategies import World\nworld = World.from_env('cpu')\n"
+        "total = world.all_reduce(torch.tensor([world.rank + 1]))\n"
+        "import os; os.write(1, f'{(world.rank, world.local_rank, world.size, int(total))}\\n'.encode())\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = clean_environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    command = ["mpirun", *root, "--oversubscribe", "-n", "2", sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n"))[1:] == ["(0, 0, 2, 3)", "(1, 1, 2, 3)"]

@@ -1,0 +1,590 @@
+"""Shards against one process: what each holds, what is whole when, and that nothing else differs."""
+
+import collections
+import contextlib
+import functools
+import logging
+import resource
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.strategies import DDP, FSDP, World
+from treadle.strategies.deferred import Tape
+from treadle.strategies.wrapping import chosen_blocks
+
+import treadle
+
+WIDTH, CLASSES, BLOCKS = 8, 5, 3
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x):
+        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Blocks between an embedding and a head that share their weight, and a parameter of its own."""
+
+    def __init__(self, width=WIDTH, blocks=BLOCKS):
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, CLASSES, bias=False)
+        self.head.weight = self.embed.weight
+        self.shift = nn.Parameter(torch.randn(width) * 0.1)
+        self.register_buffer("table", torch.arange(width) / width)
+        self.apply(self.start)
+
+    @staticmethod
+    def start(module):
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.3)
+
+    def forward(self, x):
+        x = self.embed(x) + self.shift + self.table
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, late=False, frozen=False):
+        super().__init__()
+        self.late, self.frozen, self.net = late, frozen, None
+        self.losses = []
+        if not late:
+            self.build()
+
+    def build(self):
+        if self.net is None:
+            self.net = Net()
+            self.net.blocks[0].requires_grad_(not self.frozen)
+
+    def configure_model(self):
+        self.build()
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0]).argmax(-1)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+def dataset(samples=22):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(0, CLASSES, (samples,), generator=generator)
+    return TensorDataset(x, (x * 2 + 1) % CLASSES)
+
+
+def trainer(strategy, epochs=2, **options):
+    options = {"precision": "64-true", "gradient_clip_val": 0.5, **options}
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return treadle.Trainer(accelerator="cpu", strategy=strategy, max_epochs=epochs, **quiet, **options)
+
+
+def whole(task):
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+        for name, value in task.state_dict().items()
+    }
+
+
+def fit(options, late=False, frozen=False, world=2, strategy=None, **trainer_options):
+    """Train; the weights that come out."""
+    torch.manual_seed(11)
+    task = Task(late, frozen)
+    one = trainer(strategy or FSDP(**options), **trainer_options)
+    one.fit(task, DataLoader(dataset(), batch_size=4 // world, shuffle=True))
+    return whole(task)
+
+
+@functools.cache
+def in_one_process(late=False, frozen=False, accumulate=1):
+    return fit({}, late, frozen, 1, "single", accumulate_grad_batches=accumulate)
+
+
+def same(found, wanted, tolerance=1e-10):
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert torch.allclose(found[name], wanted[name], rtol=0, atol=tolerance), name
+
+
+VARIANTS = {
+    "plain": {},
+    "whole": {"auto_wrap_policy": {nn.Embedding}},
+    "by size": {"auto_wrap_policy": 200},
+    "kept": {"reshard_after_forward": False},
+    "recomputed": {"activation_checkpointing_policy": True},
+    "recomputed parts": {"activation_checkpointing_policy": {nn.LayerNorm, "Linear"}},
+    "offloaded": {"cpu_offload": True},
+    "sync each": {"sync_each_batch": True},
+}
+
+
+def all_variants(accumulate):
+    return {name: fit(options, accumulate_grad_batches=accumulate) for name, options in VARIANTS.items()}
+
+
+@functools.cache
+def variants(accumulate):
+    return run(all_variants, 2, accumulate)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_trains_as_one_process_does(name, accumulate):
+    for rank in variants(accumulate):
+        same(rank[name], in_one_process(accumulate=accumulate))
+
+
+def settings():
+    return {
+        "late": fit({}, late=True),
+        "frozen": fit({}, frozen=True),
+        "late and frozen": fit({}, late=True, frozen=True),
+        "other seeds": other_seeds(),
+    }
+
+
+def other_seeds():
+    """Each process starts with other weights; rank zero's count."""
+    rank = treadle.strategies.World.from_env("cpu").rank
+    torch.manual_seed(11 + rank)
+    task = Task()
+    trainer(FSDP()).fit(task, DataLoader(dataset(), batch_size=2, shuffle=True))
+    return whole(task)
+
+
+@functools.cache
+def all_settings():
+    return run(settings, 2)
+
+
+@pytest.mark.parametrize("name", ["late", "frozen", "late and frozen", "other seeds"])
+def test_built_in_place_frozen_or_unequal(name):
+    for rank in all_settings():
+        same(rank[name], in_one_process("late" in name, "frozen" in name))
+
+
+def test_a_model_built_late_is_the_one_built_at_once():
+    """The reference draws in float64, as the trainer asks for, so the two differ where the format is another."""
+    for late in (False, True):
+        torch.manual_seed(11)
+        if late:
+            torch.set_default_dtype(torch.float64)
+        try:
+            wanted = Net()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        after = torch.rand(3)
+        torch.manual_seed(11)
+        tape = Tape()
+        with torch.device("meta"), tape.recording():
+            if late:
+                torch.set_default_dtype(torch.float64)
+            try:
+                built = Net()
+            finally:
+                torch.set_default_dtype(torch.float32)
+        assert torch.equal(torch.rand(3), after)  # what is drawn next is as after the real one
+        for name, value in built.state_dict().items():
+            assert value.is_meta
+            assert torch.equal(tape.values(value), wanted.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LSTM(4, 4, 2, bidirectional=True),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 2, 2)),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        lambda: nn.MultiheadAttention(8, 2),
+        lambda: nn.Embedding(9, 4, padding_idx=2),
+        lambda: nn.ParameterList([torch.tensor([1.0, 2.0]), nn.init.orthogonal_(torch.empty(4, 3)), torch.randn(2)]),
+        lambda: nn.Linear(6, 6).apply(lambda m: nn.init.sparse_(m.weight, 0.5)),
+        lambda: nn.Bilinear(3, 3, 2),
+    ],
+    ids=["lstm", "encoder", "convolution", "weight_norm", "attention", "padding", "by_hand", "sparse", "bilinear"],
+)
+def test_values_that_a_tape_remembers(make):
+    torch.manual_seed(5)
+    wanted = make()
+    torch.manual_seed(5)
+    tape = Tape()
+    with torch.device("meta"), tape.recording():
+        built = make()
+    for (name, value), real in zip(built.state_dict().items(), wanted.state_dict().values(), strict=True):
+        assert value.is_meta
+        assert torch.equal(tape.values(value), real), name
+
+
+# -- what each process holds ------------------------------------------------------------------------------------------
+
+
+def held():
+    accelerator = treadle.Accelerator(cpu=True, strategy="fsdp")
+    torch.manual_seed(0)
+    with accelerator.init_module():
+        net = Net(width=16)
+    model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters()))
+    accelerator.backward(model(torch.arange(4)).square().mean())
+    optimizer.step()
+
+    def bytes_of(tensors):
+        return sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in tensors)
+
+    states = [s for slots in optimizer.state.values() for s in slots.values() if s.ndim]
+    parameters = list(net.parameters())
+    return bytes_of(parameters), bytes_of(p.grad for p in parameters), bytes_of(states), len(states)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_each_process_holds_its_share(world):
+    total = sum(p.nbytes for p in Net(width=16).parameters())
+    ranks = run(held, world)
+    for parameters, gradients, states, count in ranks:
+        assert count == 2 * len(list(Net().parameters()))
+        assert gradients == parameters
+        assert states == 2 * parameters
+    assert sum(rank[0] for rank in ranks) == total
+    # The embedding has five rows, which four processes can't share evenly.
+    assert max(rank[0] for rank in ranks) <= total / world + 5 * 16 * 4
+
+
+def watched():
+    """The most bytes of blocks that are whole at once, in units of a block, over two steps."""
+    accelerator = treadle.Accelerator(cpu=True, strategy="fsdp")
+    torch.manual_seed(0)
+    net = Net(width=32, blocks=6)
+    block = sum(p.nbytes for p in net.blocks[0].parameters())
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    most = 0
+
+    def look(*_):
+        nonlocal most
+        groups = [b._get_fsdp_state()._fsdp_param_group for b in net.blocks]
+        now = sum(o.untyped_storage().size() for g in groups for p in g.fsdp_params for o in p.all_gather_outputs)
+        most = max(most, now)
+
+    for part in net.modules():
+        if not list(part.children()):
+            part.register_forward_hook(look)
+            part.register_full_backward_hook(look)
+    for _ in range(2):
+        accelerator.backward(model(torch.arange(4)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return most / block
+
+
+def test_one_block_is_whole_at_a_time_and_the_next_on_its_way():
+    for most in run(watched, 2):
+        assert 0.9 < most < 2.1
+
+
+def memory_of_construction(width, blocks):
+    accelerator = treadle.Accelerator(cpu=True, strategy="fsdp")
+    accelerator.prepare(Net(4, 2))  # what torch imports and sets up
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with accelerator.init_module():
+        net = Net(width, blocks)
+    built = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    accelerator.prepare(net)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    total = sum(p.nbytes if not hasattr(p, "full_tensor") else p.numel() * p.element_size() for p in net.parameters())
+    return [1024 * (point - before) / total for point in (built, after)]
+
+
+def test_a_model_is_never_whole():
+    at_once = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is freed goes back to the system
+    for built, after in run(memory_of_construction, 2, 1024, 24, env=at_once):  # 400 MB, 24 blocks of 17
+        assert built < 0.2
+        assert after < 0.5 + 0.2
+
+
+# -- hybrid, tensor parallel -------------------------------------------------------------------------------------------
+
+
+class Parallel(Task):
+    def parallelize(self, mesh):
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        for block in self.net.blocks:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def hybrid_and_tensor():
+    found = {"hybrid": fit({"data_parallel_replicate": 2}, world=4)}
+    for name, late in (("tensor", False), ("tensor late", True)):
+        torch.manual_seed(11)
+        task = Parallel(late)
+        one = trainer(FSDP(tensor_parallel_size=2), accumulate_grad_batches=2)
+        one.fit(task, DataLoader(dataset(), batch_size=2, shuffle=True))
+        one.validate(task, DataLoader(dataset(7), batch_size=2))
+        seen = one.predict(task, DataLoader(dataset(7), batch_size=2))
+        found[name] = whole(task), one.callback_metrics, torch.cat(seen).tolist()
+    return found
+
+
+def test_hybrid_and_tensor_parallel():
+    ranks = run(hybrid_and_tensor, 4)
+    for rank in ranks:
+        same(rank["hybrid"], in_one_process())
+        same(rank["tensor"][0], in_one_process(accumulate=2))
+        same(rank["tensor late"][0], in_one_process(late=True, accumulate=2))
+        for name in ("tensor", "tensor late"):
+            assert rank[name][1] == ranks[0][name][1]
+            assert len(rank[name][2]) == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"data_parallel_replicate": 3}, "data_parallel_replicate=3 does not divide"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide"),
+        ({"data_parallel_size": 4}, "data_parallel_size=4 times tensor_parallel_size=1 is not"),
+    ],
+)
+def test_grids_that_do_not_fit(options, says):
+    with pytest.raises(ValueError, match=says):
+        treadle.Accelerator(cpu=True, strategy=FSDP(**{**options}))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"data_parallel_size": 0}, ValueError, "data_parallel_size=0"),
+        ({"tensor_parallel_size": True}, ValueError, "tensor_parallel_size=True"),
+        ({"auto_wrap_policy": "atuo"}, ValueError, "Did you mean 'auto'"),
+        ({"auto_wrap_policy": True}, TypeError, "auto_wrap_policy=True"),
+        ({"activation_checkpointing_policy": "on"}, ValueError, "activation_checkpointing_policy='on'"),
+    ],
+)
+def test_wrong_arguments(options, error, says):
+    with pytest.raises(error, match=says):
+        FSDP(**options)
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+def names(net, policy):
+    known = {module: name for name, module in net.named_modules()}
+    return sorted(known[block] for block in chosen_blocks(net, policy, "auto_wrap_policy"))
+
+
+def test_policies():
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+    net = Net()
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    assert names(net, "auto") == blocks
+    assert names(net, {Block}) == names(net, Block) == names(net, "Block") == names(net, ["Block"]) == blocks
+    assert names(net, ModuleWrapPolicy({Block})) == blocks
+    assert names(net, lambda module: isinstance(module, Block)) == blocks
+    assert names(net, 200) == blocks
+    assert names(net, functools.partial(size_based_auto_wrap_policy, min_num_params=200)) == blocks
+    linear = [f"{block}.{part}" for block in blocks for part in ("down", "up")]
+    assert names(net, {nn.Linear}) == [*linear, "head"]
+    assert names(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "auto") == []
+    nested = nn.ModuleDict({"a": nn.Sequential(Net(), Net()), "b": nn.Linear(2, 2)})
+    assert names(nested, "auto") == ["a.0", "a.1"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "says"),
+    [
+        ({nn.Conv2d}, ValueError, "names Conv2d, but Net has no such module"),
+        ("Blok", ValueError, "Did you mean 'Block'"),
+        (0, ValueError, "at least 1"),
+        (1.5, TypeError, "must be 'auto'"),
+    ],
+)
+def test_policies_that_fit_nothing(policy, error, says):
+    with pytest.raises(error, match=says):
+        chosen_blocks(Net(), policy, "auto_wrap_policy")
+
+
+# -- precision, saving, evaluation, several runs -----------------------------------------------------------------------
+
+
+def precisions():
+    found = {}
+    for precision in ("32-true", "bf16-mixed", "16-mixed", "bf16-true"):
+        torch.manual_seed(11)
+        task = Task()
+        trainer(FSDP(), precision=precision, epochs=30).fit(task, DataLoader(dataset(), batch_size=2, shuffle=True))
+        parameter = next(task.parameters())
+        with torch.no_grad():
+            loss = float(trainer(FSDP(), precision=precision).validate(task, DataLoader(dataset(), 2))[0]["val_loss"])
+        found[precision] = loss, str(parameter.dtype)
+    return found
+
+
+def test_precisions():
+    for rank in run(precisions, 2, timeout=200):
+        for precision, (loss, dtype) in rank.items():
+            assert loss < 0.1, precision
+            assert dtype == ("torch.bfloat16" if precision == "bf16-true" else "torch.float32")
+
+
+def own_loop(accelerator, steps, folder=None, load=None):
+    """Steps of a loop of one's own over a fixed batch, with token weights; saved or loaded on the way."""
+    torch.manual_seed(1)
+    net = Net().double()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    model, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+    if load is not None:
+        accelerator.load_state(load)
+    x = torch.arange(4)[accelerator.process_index :: accelerator.num_processes]
+    for _ in range(steps):
+        loss = nn.functional.cross_entropy(model(x), (x + 1) % CLASSES)
+        accelerator.backward(loss, weight=float(len(x)))
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    if folder is not None:
+        accelerator.save_state(folder)
+    state = accelerator.get_state_dict(model)
+    return {"norm": norm.item(), "lr": scheduler.get_last_lr(), "whole": whole(net), "state": state}
+
+
+def save_then_go_on(folder):
+    accelerator = treadle.Accelerator(cpu=True, strategy="fsdp")
+    own_loop(accelerator, 2, folder / "fsdp")
+    on = own_loop(treadle.Accelerator(cpu=True, strategy="fsdp"), 3, load=folder / "fsdp")
+    own_loop(treadle.Accelerator(cpu=True, strategy=DDP()), 2, folder / "ddp")
+    crossed = own_loop(treadle.Accelerator(cpu=True, strategy="fsdp"), 3, load=folder / "ddp")
+    back = own_loop(treadle.Accelerator(cpu=True, strategy=DDP()), 3, load=folder / "fsdp")
+    return on, crossed, back
+
+
+def test_state_goes_from_any_strategy_to_any_other(tmp_path):
+    wanted = own_loop(treadle.Accelerator(cpu=True), 5)
+    for rank, found in enumerate(run(save_then_go_on, 2, tmp_path)):
+        for one in found:
+            same(one["whole"], wanted["whole"], 1e-12)
+            assert one["norm"] == pytest.approx(wanted["norm"], abs=1e-12)
+            assert one["lr"] == wanted["lr"]
+        if rank == 0:
+            same(found[0]["state"], wanted["state"], 1e-12)
+    for name in ("fsdp", "ddp"):
+        same(own_loop(treadle.Accelerator(cpu=True), 3, load=tmp_path / name)["whole"], wanted["whole"], 1e-12)
+
+
+def stages():
+    """Train sharded, measure, train on; then a smaller model as replicas; all in the same processes."""
+    logging.getLogger("treadle").setLevel(logging.ERROR)
+    torch.manual_seed(11)
+    task, loader = Task(), DataLoader(dataset(), batch_size=2)
+    one = trainer("fsdp", epochs=1)
+    one.fit(task, loader, DataLoader(dataset(5), batch_size=2))
+    within = one.callback_metrics["val_loss"].item()
+    after = trainer("fsdp").validate(task, DataLoader(dataset(5), batch_size=2))[0]["val_loss"]
+    seen = torch.cat(one.predict(task, DataLoader(dataset(5), batch_size=2))).tolist()
+    single = Task().double()
+    single.load_state_dict(whole(task))
+    wanted = single.loss(dataset(5).tensors).item()
+    labels = single.net(dataset(5).tensors[0]).argmax(-1).tolist()
+    trainer("fsdp", epochs=1).fit(task, loader)
+    fresh = trainer("fsdp").validate(Task(late=True), DataLoader(dataset(5), batch_size=2))  # never trained
+    replicas = Task()
+    trainer("ddp", epochs=1).fit(replicas, loader)
+    trainer("fsdp", epochs=1).fit(replicas, loader)
+    errors = []
+    for strategy, precision in (("ddp", "64-true"), ("fsdp", "bf16-mixed")):
+        with contextlib.suppress(ValueError):
+            trainer(strategy, precision=precision).fit(task, loader)
+            errors.append("none")
+    return within, after, wanted, seen, labels, len(fresh), errors
+
+
+def test_one_run_after_the_other_in_the_same_processes():
+    for within, after, wanted, seen, labels, fresh, errors in run(stages, 2):
+        assert within == pytest.approx(wanted, abs=1e-6)  # logged as float32
+        assert after == pytest.approx(wanted, abs=1e-6)
+        assert seen == labels
+        assert fresh == 1
+        assert errors == []
+
+
+class Counts(TorchDispatchMode):
+    """How often each operator ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.of = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.of[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def reductions(accumulate, options):
+    """How often gradients are reduced in one optimizer step."""
+    accelerator = treadle.Accelerator(cpu=True, strategy=FSDP(**options), gradient_accumulation_steps=accumulate)
+    net = Net()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with Counts() as counts:
+        for _ in range(accumulate):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.arange(4)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    return sum(count for name, count in counts.of.items() if "reduce_scatter" in name)
+
+
+def test_gradients_are_reduced_once_per_step():
+    groups = BLOCKS + 1
+    for options, wanted in (({}, groups), ({"sync_each_batch": True}, 4 * groups)):
+        assert run(reductions, 2, 4, options) == [wanted] * 2
+
+
+def test_optimizers_of_other_models():
+    accelerator = treadle.Accelerator(cpu=True, strategy="fsdp")
+    with pytest.raises(ValueError, match="no prepared model has"):
+        accelerator.prepare(torch.optim.SGD(Net().parameters(), lr=0.1))
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.arange(3)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="has taken steps"):
+        accelerator.prepare(net, optimizer)
+
+
+def test_a_model_without_values():
+    accelerator = treadle.Accelerator(cpu=True, strategy="fsdp")
+    with torch.device("meta"):
+        net = Net()
+    with pytest.raises(ValueError, match="neither memory nor values"):
+        accelerator.prepare(net)
+
+
+def test_a_mesh_of_the_wrong_size():
+    with pytest.raises(ValueError, match="a mesh of a=2 x b=3 needs 6 processes, not 1"):
+        World().mesh(a=2, b=3)

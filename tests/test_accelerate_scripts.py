@@ -1,0 +1,330 @@
+"""Scripts for Accelerate run after their imports are changed, on one process and on two.
+
+Each is kept as a user wrote it for ``accelerate``, and prints one line of JSON. A loop written out by hand, without any
+library and in one process, says what is right.
+"""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from processes import clean_environment
+from torch import nn
+from torch.utils.data import DataLoader
+
+HEAD = """
+import json, os, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+from accelerate.utils import set_seed, ProjectConfiguration
+
+def make_data(n):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(n, 4, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+def make_model():
+    set_seed(42)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+folder = sys.argv[1]
+"""
+
+CLASSIFY = """
+def training_function():
+    accelerator = Accelerator()
+    size = 8 // accelerator.num_processes
+    train = DataLoader(make_data(40), shuffle=True, batch_size=size)
+    evaluation = DataLoader(make_data(13), shuffle=False, batch_size=size)
+    model = make_model().to(accelerator.device)
+    optimizer = torch.optim.AdamW(params=model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=1000)
+    model, optimizer, train, evaluation, scheduler = accelerator.prepare(model, optimizer, train, evaluation, scheduler)
+    history = []
+    for epoch in range(2):
+        model.train()
+        for inputs, targets in train:
+            inputs.to(accelerator.device)
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        model.eval()
+        predictions, references = [], []
+        for inputs, targets in evaluation:
+            with torch.no_grad():
+                outputs = model(inputs)
+            outputs, targets = accelerator.gather_for_metrics((outputs, targets))
+            predictions.append(outputs)
+            references.append(targets)
+        predictions, references = torch.cat(predictions), torch.cat(references)
+        history.append(nn.functional.cross_entropy(predictions, references).item())
+        assert len(references) == 13
+    accelerator.wait_for_everyone()
+    accelerator.print(json.dumps({"losses": history, "rate": round(scheduler.get_last_lr()[0], 8)}))
+    accelerator.end_training()
+
+training_function()
+"""
+
+ACCUMULATE = """
+accelerator = Accelerator(gradient_accumulation_steps=2)
+model = make_model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+loader = DataLoader(make_data(int(os.environ.get("SAMPLES", 48))), batch_size=8 // accelerator.num_processes)
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+norms = []
+for inputs, targets in loader:
+    with accelerator.accumulate(model):
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.3)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+weights = torch.cat([p.detach().flatten() for p in accelerator.unwrap_model(model).parameters()])
+accelerator.print(json.dumps({"norms": norms, "weights": weights.norm().item()}))
+"""
+
+CHECKPOINT = """
+def run(stop, resume):
+    config = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(project_config=config)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(make_data(40), batch_size=8 // accelerator.num_processes, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.register_for_checkpointing(counter := Counter())
+    starting_epoch, skipped = 0, 0
+    if resume:
+        accelerator.load_state()
+        starting_epoch, skipped = divmod(counter.steps, len(loader))
+    losses = []
+    for epoch in range(starting_epoch, 2):
+        active = loader
+        if epoch == starting_epoch and skipped:
+            active = accelerator.skip_first_batches(loader, skipped)
+        for inputs, targets in active:
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            counter.steps += 1
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            if counter.steps == stop:
+                accelerator.save_state()
+                return losses
+    return losses
+
+class Counter:
+    steps = 0
+    def state_dict(self):
+        return {"steps": self.steps}
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+whole = run(None, False)
+first = run(7, False)
+second = run(None, True)
+Accelerator().print(json.dumps({"whole": whole, "pieces": first + second}))
+"""
+
+TRACK = """
+accelerator = Accelerator(log_with="tensorboard", project_dir=folder)
+accelerator.init_trackers("run", config={"lr": 0.1})
+model = make_model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(make_data(24), batch_size=8 // accelerator.num_processes)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+logged = []
+for step, (inputs, targets) in enumerate(loader):
+    loss = nn.functional.cross_entropy(model(inputs), targets)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    value = accelerator.reduce(loss.detach(), reduction="mean")
+    accelerator.log({"train_loss": value.item()}, step=step)
+    logged.append(value.item())
+accelerator.end_training()
+if accelerator.is_main_process:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events = EventAccumulator(os.path.join(folder, "run")).Reload()
+    print(json.dumps({"losses": logged, "read": [round(e.value, 6) for e in events.Scalars("train_loss")]}))
+"""
+
+STOP = """
+accelerator = Accelerator()
+model = make_model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+loader = DataLoader(make_data(64), batch_size=8 // accelerator.num_processes)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+class EarlyStopping:
+    def __init__(self, threshold):
+        self.threshold = threshold
+    def __call__(self, loss):
+        return loss < self.threshold
+
+should_stop = EarlyStopping(0.5)
+steps = 0
+for epoch in range(5):
+    for inputs, targets in loader:
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+        if should_stop(loss.item()):
+            accelerator.set_trigger()
+        if accelerator.check_trigger():
+            break
+    else:
+        continue
+    break
+states = accelerator.gather(torch.tensor([steps])).tolist()
+assert len(set(states)) == 1, states
+accelerator.wait_for_everyone()
+accelerator.save_model(model, os.path.join(folder, "model"))
+unwrapped = accelerator.unwrap_model(model)
+accelerator.print(json.dumps({"steps": steps, "weight": unwrapped[0].weight.sum().item()}))
+"""
+
+SCRIPTS = {
+    "classify": CLASSIFY,
+    "accumulate": ACCUMULATE,
+    "checkpoint": CHECKPOINT,
+    "track": TRACK,
+    "stop": STOP,
+}
+
+
+def treadles(source):
+    """The only change that a user makes."""
+    return source.replace("from accelerate", "from treadle")
+
+
+def output(name, world, folder, **env):
+    path = folder / f"{name}.py"
+    path.write_text(treadles(HEAD + SCRIPTS[name]))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
+    environment = clean_environment({"CUDA_VISIBLE_DEVICES": "", **env})
+    found = subprocess.run(
+        [sys.executable, *launch, str(path), str(folder)], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    return json.loads(found.stdout.strip().splitlines()[-1])
+
+
+def data(n):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(n, 4, generator=generator)
+    return torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def model():
+    torch.manual_seed(42)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def classified():
+    """`CLASSIFY`, written out for one process without any library."""
+    torch.manual_seed(42)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=1000)
+    train, evaluation = DataLoader(data(40), shuffle=True, batch_size=8), DataLoader(data(13), batch_size=8)
+    losses = []
+    for _ in range(2):
+        for inputs, targets in train:
+            nn.functional.cross_entropy(net(inputs), targets).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        with torch.no_grad():  # the loader draws a seed from the same generator as the shuffle, so it is read here too
+            outputs, references = zip(*((net(x), y) for x, y in evaluation), strict=True)
+        losses.append(nn.functional.cross_entropy(torch.cat(outputs), torch.cat(references)).item())
+    return {"losses": losses, "rate": round(scheduler.get_last_lr()[0], 8)}
+
+
+def accumulated(samples):
+    """`ACCUMULATE`, each step on its whole group at once."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    norms = []
+    for inputs, targets in DataLoader(data(samples), batch_size=16):
+        nn.functional.cross_entropy(net(inputs), targets).backward()
+        norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.3).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] *= 0.9
+    return {"norms": norms, "weights": torch.cat([p.flatten() for p in net.parameters()]).norm().item()}
+
+
+def close(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+WORLDS = pytest.mark.parametrize("world", [1, 2])
+
+
+@WORLDS
+def test_classification(world, tmp_path):
+    close(output("classify", world, tmp_path), classified())
+
+
+@WORLDS
+@pytest.mark.parametrize("samples", [48, 42])  # 42: the last group holds one short batch
+def test_accumulation_clipping_and_a_schedule(world, samples, tmp_path):
+    close(output("accumulate", world, tmp_path, SAMPLES=str(samples)), accumulated(samples))
+
+
+@WORLDS
+def test_checkpoints_in_the_middle_of_an_epoch(world, tmp_path):
+    found = output("checkpoint", world, tmp_path)
+    assert len(found["whole"]) == 10
+    assert found["pieces"] == found["whole"]
+
+
+@WORLDS
+def test_tracking(world, tmp_path):
+    found = output("track", world, tmp_path)
+    net, wanted = model(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for inputs, targets in DataLoader(data(24), batch_size=8):
+        loss = nn.functional.cross_entropy(net(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    close(found, {"losses": wanted, "read": wanted})
+
+
+@WORLDS
+def test_a_stop_that_one_process_asks_for(world, tmp_path):
+    found = output("stop", world, tmp_path)
+    assert 1 < found["steps"] < 40
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def rows():
+    text = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text()
+    return re.findall(r"^\| `(accelerate[\w.]*)` \| `(treadle[\w.]*)` \|", text, re.MULTILINE)
+
+
+def test_every_new_path_can_be_imported():
+    assert len(rows()) > 30
+    for old, new in rows():
+        module, name = new.rsplit(".", 1)
+        assert hasattr(importlib.import_module(module), name), (old, new)

@@ -1,0 +1,48 @@
+"""The command line: `treadle COMMAND ...`, or `python -m treadle COMMAND ...`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+# name: module with main(arguments) -> exit status, what it does; a command's module is imported when it is asked for
+COMMANDS = {
+    "launch": ("treadle.strategies.launch_command", "start a script in several processes, on one machine or many"),
+}
+
+
+def usage() -> str:
+    """What `treadle --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {words}" for name, (_, words) in COMMANDS.items()]
+    return "\n".join(["usage: treadle COMMAND ...", "", *lines, "", "`treadle COMMAND --help` tells more of each."])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status.
+
+    Args:
+        arguments: What follows `treadle`. Default: the command line.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    name = given.pop(0)
+    if name in ("-V", "--version"):
+        from . import __version__
+
+        print(__version__)
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        print(f"treadle: there is no command {name!r}.{hint}\n\n{usage()}", file=sys.stderr)
+        return 2
+    return int(importlib.import_module(COMMANDS[name][0]).main(given))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
