@@ -1,6 +1,5 @@
 """The machinery under both doors: data, accumulation, exchange, metrics, random state, checkpoints."""
 
-from . import big_models
 from .accelerator import Accelerator
 from .batch_size import find_executable_batch_size
 from .checkpoint import CheckpointStore
@@ -22,7 +21,6 @@ __all__ = [
     "LocalSGD",
     "Metrics",
     "PartialState",
-    "big_models",
     "find_executable_batch_size",
     "get_logger",
     "isolated_random_state",

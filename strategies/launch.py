@@ -76,15 +76,10 @@ def supervise(
         ValueError: `nproc` is no positive number, there is no script to run again, or this is not the main thread.
         OSError: The program can't be started.
     """
-    own = argv is None
-    job = Job(
-        nproc=nproc,
-        command=[] if own else [str(part) for part in argv],
-        run_id=run_id or uuid.uuid4().hex,
-        grace=grace,
-        failure_grace=failure_grace,
-    )
-    return supervise_job(dataclasses.replace(job, command=own_command(nproc)) if own else job)
+    given = [] if argv is None else [str(part) for part in argv]
+    run_id = run_id or uuid.uuid4().hex
+    job = Job(nproc=nproc, command=given, run_id=run_id, grace=grace, failure_grace=failure_grace)
+    return supervise_job(dataclasses.replace(job, command=own_command(nproc)) if argv is None else job)
 
 
 def supervise_job(job: Job) -> int:

@@ -168,3 +168,18 @@ def test_files_and_functions_stay_small(room):
                 if length > MOST_LINES_OF_A_FUNCTION:
                     long.append(f"{room}/{path.name}:{node.lineno} {node.name}: {length} lines")
     assert long == []
+
+
+def test_the_public_names_are_those_that_checkers_see():
+    """What is imported when it is first used, and what type checkers are told, are written down twice."""
+    told = {}
+    for node in ast.walk(tree(Path(treadle.__file__))):
+        if isinstance(node, ast.If) and for_types_only(node):
+            for line in node.body:
+                home = getattr(line, "module", None) or ""
+                told |= {alias.name: home for alias in line.names}
+    assert told == {**dict.fromkeys(treadle._ROOMS, ""), **treadle._HOMES}
+    for name in treadle.__all__:
+        assert getattr(treadle, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Trianer'"):
+        _ = treadle.Trianer

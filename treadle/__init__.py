@@ -1,73 +1,95 @@
-"""Treadle: a trainer framework for PyTorch. Exact, nearly free, unbreakable."""
+"""Treadle: a trainer framework for PyTorch. Exact, nearly free, unbreakable.
 
-from . import callbacks, loggers, strategies
-from .callbacks import Callback
-from .engine import Accelerator, LocalSGD, PartialState, find_executable_batch_size, seed_everything
-from .engine.big_models import (
-    cpu_offload,
-    cpu_offload_with_hook,
-    disk_offload,
-    dispatch_model,
-    infer_auto_device_map,
-    init_empty_weights,
-    init_on_device,
-    load_checkpoint_and_dispatch,
-    load_checkpoint_in_model,
-)
-from .engine.plugins import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DeepSpeedPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    ProfileKwargs,
-)
-from .engine.skip import skip_first_batches
-from .strategies.launchers import debug_launcher, notebook_launcher
-from .strategies.plugins import (
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
-    ParallelismConfig,
-)
-from .trainer import DataModule, TaskModule, Trainer
+What a name stands for is imported when it is first used, so that nobody waits for a part that is not needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import callbacks, engine, loggers, strategies, trainer, utils
+    from .callbacks import Callback
+    from .engine import Accelerator, LocalSGD, PartialState, find_executable_batch_size, seed_everything
+    from .engine.big_models import (
+        cpu_offload,
+        cpu_offload_with_hook,
+        disk_offload,
+        dispatch_model,
+        infer_auto_device_map,
+        init_empty_weights,
+        init_on_device,
+        load_checkpoint_and_dispatch,
+        load_checkpoint_in_model,
+    )
+    from .engine.plugins import (
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DeepSpeedPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ProfileKwargs,
+    )
+    from .engine.skip import skip_first_batches
+    from .strategies.launchers import debug_launcher, notebook_launcher
+    from .strategies.plugins import (
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+    )
+    from .trainer import DataModule, TaskModule, Trainer
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Accelerator",
-    "AutocastKwargs",
-    "Callback",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DataModule",
-    "DeepSpeedPlugin",
-    "DistributedDataParallelKwargs",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "InitProcessGroupKwargs",
-    "LocalSGD",
-    "ParallelismConfig",
-    "PartialState",
-    "ProfileKwargs",
-    "TaskModule",
-    "Trainer",
-    "__version__",
-    "callbacks",
-    "cpu_offload",
-    "cpu_offload_with_hook",
-    "debug_launcher",
-    "disk_offload",
-    "dispatch_model",
-    "find_executable_batch_size",
-    "infer_auto_device_map",
-    "init_empty_weights",
-    "init_on_device",
-    "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model",
-    "loggers",
-    "notebook_launcher",
-    "seed_everything",
-    "skip_first_batches",
-    "strategies",
-]
+_ROOMS = ("callbacks", "engine", "loggers", "strategies", "trainer", "utils")
+_NAMES = {
+    "callbacks": ("Callback",),
+    "engine": ("Accelerator", "LocalSGD", "PartialState", "find_executable_batch_size", "seed_everything"),
+    "engine.big_models": (
+        "cpu_offload",
+        "cpu_offload_with_hook",
+        "disk_offload",
+        "dispatch_model",
+        "infer_auto_device_map",
+        "init_empty_weights",
+        "init_on_device",
+        "load_checkpoint_and_dispatch",
+        "load_checkpoint_in_model",
+    ),
+    "engine.plugins": (
+        "AutocastKwargs",
+        "DataLoaderConfiguration",
+        "DeepSpeedPlugin",
+        "GradScalerKwargs",
+        "InitProcessGroupKwargs",
+        "ProfileKwargs",
+    ),
+    "engine.skip": ("skip_first_batches",),
+    "strategies.launchers": ("debug_launcher", "notebook_launcher"),
+    "strategies.plugins": (
+        "DDPCommunicationHookType",
+        "DistributedDataParallelKwargs",
+        "FullyShardedDataParallelPlugin",
+        "ParallelismConfig",
+    ),
+    "trainer": ("DataModule", "TaskModule", "Trainer"),
+}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+
+__all__ = ["__version__", *_ROOMS, *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f".{name}", __name__)
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+        globals()[name] = value  # found without a detour from now on
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -36,7 +36,7 @@ class StandIn(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Another of the same shape; torch's own way is not for subclasses on device ``meta``."""
-        new = torch.empty(self.shape, dtype=self.dtype, device="meta").as_subclass(type(self))
+        new: Tensor = torch.empty(self.shape, dtype=self.dtype, device="meta").as_subclass(type(self))
         if isinstance(self, nn.Parameter):
             new = nn.Parameter(new, requires_grad=self.requires_grad)
         memo[id(self)] = new

@@ -111,6 +111,7 @@ sys.addaudithook(audit)
 threads = threading.active_count()
 began = time.process_time()
 import treadle
+treadle.Trainer, treadle.Accelerator
 took = time.process_time() - began
 result = {
     "took": took,
