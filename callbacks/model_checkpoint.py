@@ -312,6 +312,8 @@ class ModelCheckpoint(Callback):
             old.add(before["best_model_path"])
         for path in sorted(old - {"", self.best_model_path, self.last_model_path, *self.best_k_models}):
             self._remove(trainer, path)
+        if paths:
+            trainer.logbook.call("after_save_checkpoint", self)
 
     def _is_worth_it(self, score: Tensor | None) -> bool:
         worst = self._replaced() if score is not None else ""

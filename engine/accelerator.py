@@ -34,7 +34,7 @@ from .plugins import (
     TorchDynamoPlugin,
 )
 from .profiling import Profiling
-from .random_state import RandomStream, isolated_random_state, random_state, seed_everything
+from .random_state import RandomStream, draw_apart, isolated_random_state, random_state, seed_everything
 from .saving import Saving
 from .scale import LossScale
 from .skip import skip_first_batches
@@ -139,7 +139,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         scaling = handlers["scaler"] or GradScalerKwargs()
         scaled = self.precision.scaled and scaling.enabled
         self.scaler = torch.amp.GradScaler(self.device.type, **scaling.to_kwargs()) if scaled else None
-        self.loss_scale = None if self.scaler is None else LossScale(self.scaler)
+        self.loss_scale = None if self.scaler is None else LossScale(self.scaler, self.strategy)
         self.agreement = Agreement(self.world, self.strategy)
         self.profile_handler = handlers["profile"]
         self.models: list[nn.Module] = []
@@ -302,6 +302,9 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
     def start_order(self) -> None:
         """Take the random state that data order is drawn from: rank zero's, as it is now.
 
+        The other processes draw numbers of their own from here on: one seed on all of them would drop the same units of
+        different samples. Those that work on one sample together draw alike.
+
         Happens when the first loader is prepared; call it for a new run with the same Accelerator.
         """
         with isolated_random_state():
@@ -310,12 +313,14 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
             state = random_state()
         # A CUDA generator's state is of no use to others, and of different size where they see other devices.
         self.stream = RandomStream(self.world.broadcast({name: state[name] for name in ("python", "numpy", "torch")}))
+        if self.world.rank:
+            draw_apart(self.stream.state, self.data_world.rank)
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
         """The context to build a model in, so that it is made where and as it will be used.
 
         Where the strategy shards, parameters get no memory in it: `prepare_model` gives each process its shard, with
-        the values that ``reset_parameters`` of each module draws.
+        the values of a model that is built for real.
 
         Args:
             empty_init: leave parameters without values, as a checkpoint will be loaded.

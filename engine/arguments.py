@@ -137,7 +137,10 @@ def precision_of(mixed_precision: Any, autocast: AutocastKwargs | None) -> tuple
     """
     mixed_precision = getattr(mixed_precision, "value", mixed_precision)
     if mixed_precision == "fp8":
-        raise ValueError("mixed_precision='fp8': float8 is not computed here; use mixed_precision='bf16'.")
+        raise ValueError(
+            "precision='fp8': float8 is not computed here; use mixed_precision='bf16' (Accelerator) or "
+            "precision='bf16-mixed' (Trainer)."
+        )
     precision = Precision.parse(mixed_precision)
     word = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(precision.compute, "no")  # type: ignore[arg-type]
     if autocast is None:

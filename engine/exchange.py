@@ -117,8 +117,14 @@ def gather_objects(value: Any, world: World) -> list[Any]:
 
 
 def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
-    """Combine every tensor in a nested value over the processes; the input is left as it is."""
+    """Combine every tensor in a nested value over the processes; the input is left as it is.
+
+    Raises:
+        ValueError: on every process, if their tensors differ in number, shape or format.
+    """
     choose("reduction", reduction, REDUCTIONS)
+    if world.size > 1 and world.debug is None and reduction != "none":
+        _check_forms(value, world)  # gloo returns what was in memory, NCCL hangs
 
     def one(tensor: Tensor) -> Tensor:
         result = tensor.detach().clone()
@@ -129,6 +135,15 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
         return world.all_reduce(result, reduction) * scale if scale != 1.0 else world.all_reduce(result, reduction)
 
     return apply_to_collection(value, Tensor, one)
+
+
+def _check_forms(value: Any, world: World) -> None:
+    own: list[str] = []
+    apply_to_collection(value, Tensor, lambda t: own.append(f"{tuple(t.shape)} {t.dtype}"))
+    forms = world.gather_objects(own)
+    if any(form != own for form in forms):
+        each = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
+        raise ValueError(f"reduce needs tensors of the same shapes and formats on every process, but got {each}.")
 
 
 def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, pad_first: bool) -> Any:

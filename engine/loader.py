@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ..strategies import World
 from .draws import Draws
+from .fingerprint import check_same_data
 from .order import GroupPlanner, Micro, ShardedBatches, sized
 from .random_state import RandomStream, State
 from .reading import SeededSamples, read_here
@@ -292,8 +293,12 @@ class Loader:
     # -- position ------------------------------------------------------------------------------------------------
 
     def agree(self, world: World) -> None:
-        """Take rank zero's private generators, so that every process draws one order."""
-        if world.size > 1 and self._plan.draws.private and self._plan.planner.size > 1:
+        """See that the data is the same on every process, and take rank zero's private generators: one order."""
+        if world.size == 1 or self._plan.planner.size == 1:
+            return
+        if isinstance(self._plan, ShardedBatches):
+            check_same_data(self.source.dataset, world)  # type: ignore[attr-defined]
+        if self._plan.draws.private:
             self._plan.draws.load_private(world.broadcast(self._plan.draws.private_states()))
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..strategies import Strategy
+from ..strategies.shards import local
+
 
 class LossScale:
     """torch's ``GradScaler``, for any number of optimizers that share a backward.
@@ -18,10 +21,12 @@ class LossScale:
 
     Args:
         scaler: the scaler.
+        strategy: lets the processes agree on an overflow.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+    def __init__(self, scaler: torch.amp.GradScaler, strategy: Strategy) -> None:
         self.scaler = scaler
+        self._strategy = strategy
         self._due = False
         self._unscaled: set[int] = set()
 
@@ -42,17 +47,21 @@ class LossScale:
         for optimizer in optimizers:
             if id(optimizer) not in self._unscaled:
                 self.scaler.unscale_(optimizer)
+                for flag in self._overflows(optimizer):
+                    self._strategy.agree_on_overflow(flag)
                 self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
         """Step unless a gradient overflowed; returns what the optimizer did, and whether it was skipped."""
         self.unscale((optimizer,))
-        # The only place where torch keeps which optimizer's gradients overflowed; `update` reads it too.
-        found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-        skipped = any(flag.item() for flag in found)
+        skipped = any(flag.item() for flag in self._overflows(optimizer))
         self._due = True
         arguments = () if closure is None else (closure,)
         return self.scaler.step(optimizer, *arguments), skipped
+
+    def _overflows(self, optimizer: Optimizer) -> Iterable[Tensor]:
+        """Whether gradients overflowed, per device; the only place where torch keeps it. `update` reads it too."""
+        return self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
 
 
 def divide_gradients(parameters: Iterable[Tensor], weight: float | Tensor, size: int) -> None:
@@ -61,7 +70,7 @@ def divide_gradients(parameters: Iterable[Tensor], weight: float | Tensor, size:
     Where nothing weighs anything, the gradient is zero.
     """
     # Once each, also where two models share a parameter.
-    gradients = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
+    gradients = [local(p.grad) for p in dict.fromkeys(parameters) if p.grad is not None]
     if gradients:
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)
         weight = torch.as_tensor(weight, device=gradients[0].device, dtype=dtype)

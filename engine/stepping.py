@@ -156,6 +156,8 @@ class Stepping(Process):
     def drop_gradients(self) -> None:
         """Forget the micro-batches of the group so far: the group will not be finished."""
         self.forget_group()
+        for model in self.models:
+            self.strategy.drop_gradients(model)
         for optimizer in self.optimizers:
             optimizer.optimizer.zero_grad()
 

@@ -86,6 +86,15 @@ class LoggerTracker(GeneralTracker):
         self.logger.finalize("success")
 
 
+class RunTracker(LoggerTracker):
+    """A logger whose run stays open after its `finalize`, as a tracker, which ends the run."""
+
+    def finish(self) -> None:
+        """See `GeneralTracker`."""
+        super().finish()
+        self.logger.finish()
+
+
 Source = Callable[[str, dict[str, Any]], GeneralTracker]
 
 
@@ -132,7 +141,8 @@ def _as_tracker(value: Any) -> GeneralTracker:
 
 def _installed(name: str) -> bool:
     package = _LOGGERS[name][1]
-    return not package or find_spec(package) is not None
+    spec = find_spec(package) if package else None
+    return not package or (spec is not None and spec.origin is not None)  # a folder ./wandb is no package
 
 
 def _no_directory(name: str) -> str:
@@ -153,7 +163,10 @@ def _by_name(name: str, project: ProjectConfiguration) -> Source:
 
         if name in _WITH_FILES:  # logging_dir/project_name, no numbered directory below
             options = {"save_dir": project.logging_dir, "version": "", **options}
-        return LoggerTracker(getattr(loggers, kind)(**{project_argument: project_name, **options}), name)
+        elif project.logging_dir is not None and not {"save_dir", "dir"} & set(options):
+            options = {"save_dir": project.logging_dir, **options}
+        logger = getattr(loggers, kind)(**{project_argument: project_name, **options})
+        return RunTracker(logger, name) if name == "wandb" else LoggerTracker(logger, name)
 
     return make
 

@@ -2,6 +2,7 @@
 
     python examples/gpt.py                                    0.8 M parameters, two minutes on two CPU cores
     python examples/gpt.py --size small --devices 2           11 M, two processes
+    python examples/gpt.py --devices 2 --strategy fsdp        each keeps a half of every parameter
     torchrun --nproc-per-node 8 examples/gpt.py --size gpt2 --batch-size 32 --accumulate 4
 
 Nothing is downloaded: the text lies beside the interpreter. Losses are in bits per byte, so 8 is knowing nothing.
@@ -159,7 +160,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="blocks per process and micro-batch")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per optimizer step")
     parser.add_argument("--devices", default="auto")
-    parser.add_argument("--strategy", default="auto", help="auto, single or ddp")
+    parser.add_argument("--strategy", default="auto", help="auto, single, ddp or fsdp")
     parser.add_argument("--precision", default=precision)
     parser.add_argument("--max-bytes", type=int, default=8_000_000, help="how much source text to read")
     parser.add_argument("--seed", type=int, default=0)

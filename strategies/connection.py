@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import socket
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -34,8 +35,8 @@ def connect(
         backend: what carries tensors. Default: gloo on the host, nccl beside it on GPUs.
 
     Raises:
-        ValueError: if a group is there in which this process is another rank, or ``address`` or ``backend`` can't be
-            used.
+        ValueError: if a group is there in which this process is another rank, ``address`` or ``backend`` can't be
+            used, or rank 0 runs other versions.
     """
     if backend == "nccl" and device.type != "cuda":
         raise ValueError(f"backend='nccl' carries tensors between GPUs, and this process computes on {device.type}.")
@@ -55,6 +56,7 @@ def connect(
             # A group that comes after another one must not read the addresses that the first one's processes left.
             number = store.add(f"treadle/{run_id}/groups of {rank}", 1)
             store = dist.PrefixStore(f"treadle/{run_id}/{number}", store)
+            _check_versions(store, rank)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         # With the store, which ends with its last reference: the next group's processes meet there again.
         atexit.unregister(disconnect)  # with the store of the group before
@@ -64,6 +66,16 @@ def connect(
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in the process group that is "
             f"already initialised, but rank {rank} of {size} by its environment."
         )
+
+
+def _check_versions(store: dist.Store, rank: int) -> None:
+    """See that every process runs rank zero's torch and Treadle; others may exchange something else, or nothing."""
+    treadle = sys.modules[__name__.partition(".")[0]]
+    own = f"torch {torch.__version__}, treadle {treadle.__version__}"
+    if rank == 0:
+        store.set("versions", own)
+    elif (first := store.get("versions").decode()) != own:
+        raise ValueError(f"rank {rank} runs {own} (on {socket.gethostname()}), but rank 0 {first}: install the same.")
 
 
 def set_timeout(timeout: timedelta) -> None:
@@ -102,6 +114,7 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
 
 def disconnect(store: dist.Store | None = None) -> None:
     """End the process group, so that the next `connect` makes another."""
+    _await_gloo_threads()
     # After an uncaught exception the other ranks may be gone, and a backend's shutdown would wait for them.
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
@@ -111,22 +124,28 @@ def disconnect(store: dist.Store | None = None) -> None:
 def _await_gloo_threads(limit: float = 1.0) -> None:
     """Let gloo's threads put down what they hold, for at most ``limit`` seconds.
 
-    DistributedDataParallel keeps the process group, and so these threads, beyond its destruction. One that lets go of
-    a tensor while the interpreter ends asks for the GIL and aborts the process ("terminate called without an active
-    exception", exit status 134), after all its work was done: seen in 1 of 6 runs of torch 2.13 on two busy cores.
+    One of them may still hold the last reference to a tensor, and needs the GIL to let go of it. Before the group's
+    destruction: torch 2.6 joins the threads there without releasing the GIL, which never ends (seen in 3 of 3 runs of
+    100 groups, five small reductions each). And after it, as DistributedDataParallel keeps the process group beyond
+    its destruction: while the interpreter ends, to ask for the GIL aborts the process ("terminate called without an
+    active exception", exit status 134), after all its work was done: seen in 1 of 6 runs of torch 2.13 on two cores.
     """
     tasks = Path("/proc/self/task")
     deadline, at_rest = time.monotonic() + limit, 0
     while tasks.exists() and at_rest < 3 and time.monotonic() < deadline:
         time.sleep(0.002)  # without the GIL, which they may be waiting for
-        states = [_thread_state(task) for task in tasks.iterdir()]
+        mine = str(threading.get_native_id())
+        name, _ = _thread(tasks / mine)
+        others = [_thread(task) for task in tasks.iterdir() if task.name != mine]
+        # In torch 2.6 gloo's threads have no name of their own, but that of the thread which started them.
+        states = [state for other, state in others if "gloo" in other or other == name]
         at_rest = 0 if "R" in states else at_rest + 1
 
 
-def _thread_state(task: Path) -> str:
-    """``"R"`` for one of gloo's threads that runs or wants to; ``""`` for one that is not gloo's, or is gone."""
+def _thread(task: Path) -> tuple[str, str]:
+    """Name and state of a thread; ``"R"`` is one that runs or wants to. Both empty for one that is gone."""
     try:
         name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
     except OSError:
-        return ""
-    return rest.split()[0] if "gloo" in name else ""
+        return "", ""
+    return name, rest.split()[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,12 +11,52 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as registration
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 # In-place operations that read nothing of what they write to: what was there before is of no use.
 _OVERWRITES = ("aten::uniform_", "aten::normal_", "aten::zero_", "aten::fill_", "aten::copy_", "aten::bernoulli_")
+_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+_SMALL = 1 << 20  # bytes of a tensor from outside that are copied, rather than trusted to stay as they are
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in a storage a tensor without memory lies, at the time of a call: ``tensor.data = ...`` may move it."""
+
+    key: int
+    storage_bytes: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it takes up its whole storage."""
+        return self.size.numel() * self.dtype.itemsize == self.storage_bytes
+
+    def seen(self, storage: Any) -> Tensor:
+        """The tensor in that place of ``storage``."""
+        return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A tensor from outside, whose values must be the same when they are needed."""
+
+    tensor: Tensor
+    version: int
+
+    def value(self) -> Tensor:
+        if _version(self.tensor) != self.version:
+            raise ValueError(
+                f"a tensor of shape {tuple(self.tensor.shape)}, that a model built without memory took its values "
+                "from, was changed before the model was prepared. Prepare the model first, or give it a clone()."
+            )
+        return self.tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,10 +65,10 @@ class _Call:
 
     Attributes:
         function: the operator.
-        arguments: positional and by name; tensors of the model are on the meta device.
+        arguments: positional and by name; tensors of the model by their places.
         reads, writes: the storages it takes from, and changes or makes.
-        output: what it returned.
-        random: the state of the random number generator before it, if it drew.
+        output: the places of what it returned.
+        random: a generator of random numbers and its state before the call, if it drew.
         default: the default floating-point format then, on which results may depend.
     """
 
@@ -35,9 +76,18 @@ class _Call:
     arguments: tuple[Any, Any]
     reads: frozenset[int]
     writes: frozenset[int]
-    output: Any
-    random: Tensor | None
+    output: list[Any]
+    random: tuple[torch.Generator, Tensor] | None
     default: torch.dtype
+
+    def starts_afresh(self) -> bool:
+        """Whether it gives every element of a storage a value that does not depend on the one before."""
+        if not self.function._schema.name.startswith(_OVERWRITES):
+            return False
+        target, *others = self.arguments[0]
+        if any(isinstance(other, _Place) and other.key == target.key for other in others):
+            return False  # copied within itself
+        return bool(target.is_all)
 
 
 class Tape(TorchDispatchMode):
@@ -56,24 +106,32 @@ class Tape(TorchDispatchMode):
         self._touched: dict[int, list[int]] = {}  # storage: the calls that change it
         self._storages: dict[int, Any] = {}  # kept, so that no other takes the same address
         self._scratch = mmap.mmap(-1, mmap.PAGESIZE)
+        self._built: dict[int, weakref.ref[Tensor]] = {}  # parameters and buffers, by their ids
+        self._versions: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and note it if it makes or changes a tensor without memory."""
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and _is_meta(args[0]):
-            return self.values(args[0]).item()  # the model's own code, or torch's, looks at what it has drawn
-        random = _kept(torch.get_rng_state()) if torch.Tag.nondeterministic_seeded in func.tags else None
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        taken = {self._key(t) for t in tensors if _is_meta(t)}
+        if taken and _needs_values(func, args, kwargs):
+            # The model's own code, or torch's, looks at what it has made.
+            return func(*tree_map(self._looked_up, args), **tree_map(self._looked_up, kwargs))
+        if taken and len(taken) < len(tensors) and func not in _COPIES:
+            args, kwargs = tree_map(self._entered, args), tree_map(self._entered, kwargs)
+            taken = {self._key(t) for t in tree_leaves((args, kwargs)) if _is_meta(t)}
+        random = self._generator(args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
+        # Noted before the call, which may change its arguments.
+        noted = tree_map(self._note, (args, kwargs))
         output = func(*args, **kwargs)
         made = {self._key(t) for t in tree_leaves(output) if _is_meta(t)}
-        if not made:
-            return output
-        taken = {self._key(t) for t in tree_leaves((args, kwargs)) if _is_meta(t)}
-        if made <= taken and not func._schema.is_mutable:
-            return output  # a view of what is there
+        if not made or (made <= taken and not func._schema.is_mutable):
+            return output  # nothing of the model's, or a view of what is there
         if random is not None:
             self._draw(func, args, kwargs)
+        places = [self._note(leaf) for leaf in tree_leaves(output)]
         default = torch.get_default_dtype()
-        call = _Call(func, (args, kwargs), frozenset(taken), frozenset(made), output, random, default)
+        call = _Call(func, noted, frozenset(taken), frozenset(made), places, random, default)
         for key in made:
             self._touched.setdefault(key, []).append(len(self._calls))
         self._calls.append(call)
@@ -82,14 +140,40 @@ class Tape(TorchDispatchMode):
     def _key(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
         self._storages.setdefault(storage._cdata, storage)
-        return storage._cdata
+        return int(storage._cdata)
+
+    def _note(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if _is_meta(value):
+            self._key(value)
+            return _place(value)
+        kept = value.detach().clone() if value.nbytes <= _SMALL else value
+        return _Given(kept, _version(kept))
+
+    def _looked_up(self, value: Any) -> Any:
+        """The values of what is on the meta device, and the CPU where that device is named."""
+        return self.values(value) if _is_meta(value) else _cpu_for_meta(value)
+
+    def _entered(self, value: Any) -> Any:
+        """A tensor from outside as one without memory; single numbers may be mixed with these as they are."""
+        if not isinstance(value, Tensor) or _is_meta(value) or not value.ndim:
+            return value
+        to_meta = torch.ops.aten._to_copy.default
+        return self.__torch_dispatch__(to_meta, (), (value,), {"device": torch.device("meta")})
+
+    @staticmethod
+    def _generator(args: Any, kwargs: Any) -> tuple[torch.Generator, Tensor]:
+        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator))
+        generator = next(given, torch.default_generator)
+        return generator, _kept(generator.get_state())
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> None:
         """Draw as the operator would have."""
 
         def real(value: Any) -> Any:
             if not _is_meta(value):
-                return value
+                return _cpu_for_meta(value)
             if not value.numel():
                 return torch.empty(value.shape, dtype=value.dtype, device="cpu")
             size = value.numel() * value.element_size()
@@ -97,32 +181,58 @@ class Tape(TorchDispatchMode):
                 self._scratch = mmap.mmap(-1, size)
             return torch.frombuffer(self._scratch, dtype=value.dtype, count=value.numel()).view(value.shape)
 
-        func(*tree_map(real, args), **_on_cpu(tree_map(real, kwargs)))
+        func(*tree_map(real, args), **tree_map(real, kwargs))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Build models in this context, with ``meta`` as the default device."""
-        with _Pretence(), self:
-            yield
+
+        def seen(part: Any, name: str, value: Tensor | None) -> None:
+            if _is_meta(value):
+                self._built[id(value)] = weakref.ref(value)  # type: ignore[arg-type]
+
+        hooks = (
+            registration.register_module_parameter_registration_hook(seen),
+            registration.register_module_buffer_registration_hook(seen),
+        )
+        try:
+            with _Pretence(self), self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            alive = [tensor for built in self._built.values() if (tensor := built()) is not None]
+            self._versions = {id(tensor): _version(tensor) for tensor in alive}
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` was built while this recorded."""
         return tensor.untyped_storage()._cdata in self._touched
 
+    def is_done(self) -> bool:
+        """Whether nothing is left of the models that were built while this recorded."""
+        return all(tensor() is None for tensor in self._built.values())
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """Whether nothing was written to ``tensor``, which has no memory to keep it, since recording ended."""
+        built = self._built.get(id(tensor))
+        return built is None or built() is not tensor or _version(tensor) == self._versions.get(id(tensor))
+
     def values(self, tensor: Tensor) -> Tensor:
         """The values that ``tensor`` would have, in memory of the CPU. The random state is left as it is."""
-        key = tensor.untyped_storage()._cdata
-        wanted = self._needed(key)
+        place = _place(tensor)
+        calls = [self._calls[index] for index in sorted(self._needed(place.key))]
+        drawn = {call.random[0] for call in calls if call.random is not None}
+        states, default = [(generator, generator.get_state()) for generator in drawn], torch.get_default_dtype()
         real: dict[int, Any] = {}
-        state, default = torch.get_rng_state(), torch.get_default_dtype()
         try:
             with torch.no_grad():
-                for index in sorted(wanted):
-                    self._replay(self._calls[index], real)
+                for call in calls:
+                    _replay(call, real)
         finally:
-            torch.set_rng_state(state)
+            for generator, state in states:
+                generator.set_state(state)
             torch.set_default_dtype(default)
-        return _seen(real[key], tensor)
+        return place.seen(real[place.key])
 
     def _needed(self, key: int) -> set[int]:
         """The calls that the last value of a storage depends on."""
@@ -131,75 +241,92 @@ class Tape(TorchDispatchMode):
         while open_ends:
             storage, before = open_ends.pop()
             for index in reversed([i for i in self._touched.get(storage, ()) if i < before]):
-                if index in wanted:
-                    continue
-                wanted.add(index)
                 call = self._calls[index]
-                open_ends += [(other, index) for other in call.reads - {storage}]
-                if _starts_afresh(call):
+                if index not in wanted:
+                    wanted.add(index)
+                    open_ends += [(other, index) for other in call.reads - {storage}]
+                if call.starts_afresh():
                     break
         return wanted
 
-    @staticmethod
-    def _replay(call: _Call, real: dict[int, Any]) -> None:
-        def value(item: Any) -> Any:
-            return _seen(real[item.untyped_storage()._cdata], item) if _is_meta(item) else item
 
-        args, kwargs = call.arguments
-        torch.set_default_dtype(call.default)
-        if call.random is not None:
-            torch.set_rng_state(call.random)
-        if _starts_afresh(call):
-            whole = args[0].untyped_storage()
-            real.setdefault(whole._cdata, torch.empty(whole.nbytes(), dtype=torch.uint8).untyped_storage())
-        output = call.function(*tree_map(value, args), **_on_cpu(tree_map(value, kwargs)))
-        for promised, made in zip(tree_leaves(call.output), tree_leaves(output), strict=True):
-            if _is_meta(promised):
-                real.setdefault(promised.untyped_storage()._cdata, made.untyped_storage())
+def _replay(call: _Call, real: dict[int, Any]) -> None:
+    """Run a call with real memory; ``real`` holds the storages that have some, by those of the meta device."""
 
+    def value(item: Any) -> Any:
+        if isinstance(item, _Place):
+            return item.seen(real[item.key])
+        return item.value() if isinstance(item, _Given) else _cpu_for_meta(item)
 
-def _starts_afresh(call: _Call) -> bool:
-    """Whether a call gives every element of a storage a value that does not depend on the one before."""
-    if not call.function._schema.name.startswith(_OVERWRITES):
-        return False
-    target, *others = call.arguments[0]
-    key = target.untyped_storage()._cdata
-    if any(_is_meta(other) and other.untyped_storage()._cdata == key for other in others):
-        return False  # copied within itself
-    return target.numel() * target.element_size() == target.untyped_storage().nbytes()
+    args, kwargs = call.arguments
+    torch.set_default_dtype(call.default)
+    if call.random is not None:
+        generator, state = call.random
+        generator.set_state(state)
+    if call.starts_afresh() and args[0].key not in real:
+        real[args[0].key] = torch.empty(args[0].storage_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
+    output = call.function(*tree_map(value, args), **tree_map(value, kwargs))
+    for promised, made in zip(call.output, tree_leaves(output), strict=True):
+        if isinstance(promised, _Place):
+            real.setdefault(promised.key, made.untyped_storage())
 
 
 class _Pretence(TorchFunctionMode):
     """Lets no one see that there is no memory: torch's own initialisers would do nothing then (2.13)."""
 
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == _IS_META:
             return False
-        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is None:
+        if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "meta").type == "meta":
             # On the meta device these would drop their data unseen.
             return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
+        if func in _LOOKS and _is_meta(args[0]):
+            args = (self._tape.values(args[0]), *args[1:])
+        elif func == _SET_DATA and _is_meta(args[0]) is not _is_meta(args[1]):
+            target, value = args
+            args = (target, value.to("meta") if _is_meta(target) else self._tape.values(value))
         return func(*args, **kwargs)
 
 
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_LOOKS = (Tensor.numpy, Tensor.tolist, Tensor.__array__)
+
+
+def _needs_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator on tensors without memory answers with their values, or with a number of them."""
+    if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        return True
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != "meta":
+        return func is torch.ops.aten._to_copy.default
+    return func._schema.is_mutable and isinstance(args[0], Tensor) and not _is_meta(args[0])
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "meta"
 
 
+def _place(tensor: Tensor) -> _Place:
+    storage = tensor.untyped_storage()
+    where = tensor.size(), tensor.stride(), tensor.storage_offset()
+    return _Place(storage._cdata, storage.nbytes(), tensor.dtype, *where)
+
+
+def _cpu_for_meta(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value
+
+
 def _kept(state: Tensor) -> Tensor:
     """A copy outside of the heap: small things that stay, among large ones that go, keep it from shrinking (glibc)."""
     kept = torch.frombuffer(mmap.mmap(-1, state.nbytes), dtype=state.dtype)
     return kept.copy_(state)
-
-
-def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
-
-
-def _seen(storage: Any, like: Tensor) -> Tensor:
-    """A tensor over ``storage`` that lies in it as ``like`` does in its own."""
-    plain = torch.empty(0, dtype=like.dtype, device="cpu")
-    return plain.set_(storage, like.storage_offset(), like.size(), like.stride())

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .construction import built_in_place
 from .deferred import Tape
+from .fsdp_checks import check_parallelized, check_parameters, check_unchanged
+from .fsdp_kept import ShardedRouter, forget_gradients, put_away, start_anew
+from .fsdp_optimizer import hand_over
 from .layout import TENSOR, Layout
 from .messages import announce
 from .precision import Precision
 from .router import Router
-from .shards import clip_to_norm, cut_like, is_sharded, local, whole
+from .shards import clip_to_norm, cut_like, local, whole
 from .strategy import Strategy
 from .world import World
 from .wrapping import Policy, check_policy, chosen_blocks, self_contained
@@ -83,12 +87,19 @@ class FSDP(Strategy):
         if recomputed is not None and not isinstance(recomputed, bool):
             check_policy(recomputed, "activation_checkpointing_policy")
         self.activation_checkpointing_policy = recomputed
+        if tensor_parallel_size != 1 and not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward={reshard_after_forward} with tensor_parallel_size={tensor_parallel_size}: "
+                "torch can't reshard to a part of the processes there (2.13); use True or False."
+            )
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
         self.mixed_precision = mixed_precision
         self.layout = Layout(data_parallel_size, data_parallel_replicate, tensor_parallel_size)
         self.sync_each_batch = sync_each_batch
         self._tapes: list[Tape] = []
+        self._recording = False
+        self._roots: WeakSet[Any] = WeakSet()
         # The parameters before and after sharding, for optimizers that were made before.
         self._moved: Any = WeakIdKeyDictionary()
 
@@ -112,14 +123,20 @@ class FSDP(Strategy):
 
         All processes must enter it: they draw rank zero's random numbers.
         """
+        if self._recording:  # the context around this one remembers
+            with built_in_place(torch.device("meta"), self.precision.storage, empty):
+                yield
+            return
         own = torch.get_rng_state()
         shared = self.world.broadcast(own)
         torch.set_rng_state(shared)
         tape = Tape()
+        self._recording = True
         try:
             with built_in_place(torch.device("meta"), self.precision.storage, empty), tape.recording():
                 yield
         finally:
+            self._recording = False
             if not torch.equal(own, shared):
                 torch.set_rng_state(own)
         self._tapes.append(tape)
@@ -129,6 +146,7 @@ class FSDP(Strategy):
         root = module.__dict__.get(_ROOT)
         if root is None:
             root = self._shard(module)
+            self._tapes = [tape for tape in self._tapes if not tape.is_done()]
             root._layout, root._syncs = self._describe(), True
             object.__setattr__(module, _ROOT, root)  # not as a part of the model
         elif root._layout != self._describe():
@@ -136,6 +154,9 @@ class FSDP(Strategy):
                 f"this {type(module).__name__} was sharded by an earlier run as {root._layout}, this one wants "
                 f"{self._describe()}. Sharding can't be undone: build the model anew and load the weights."
             )
+        elif root not in self._roots:
+            start_anew(root)  # the earlier run may have failed half-way
+        self._roots.add(root)
         return root
 
     def place(self, module: nn.Module) -> nn.Module:
@@ -153,27 +174,42 @@ class FSDP(Strategy):
         before = dict(module.named_parameters(remove_duplicate=False))
         unbuilt = {(part, name): tensor for part in module.modules() for name, tensor in _own_tensors(part)}
         unbuilt = {place: tensor for place, tensor in unbuilt.items() if tensor.is_meta}
+        blocks = self._blocks(module)
+        check_parameters(module, blocks, self.precision.storage)
         self._start_alike(module)
         if self.layout.tensor > 1:
             self._parallelize(module)
-        blocks = self_contained(module, chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
-        if not blocks:
-            announce(
-                f"FSDP: {type(module).__name__} is gathered as a whole, as auto_wrap_policy={self.auto_wrap_policy!r} "
-                "finds no repeated blocks in it. Name their classes to save memory."
-            )
+            blocks = self._blocks(module)  # the hook may have put other parts in
+        self._explain(module, blocks)
         self._recompute(module, blocks)
         for block in blocks:
             self._build(block, unbuilt)
             self._fully_shard(block, self.reshard_after_forward)
         self._build(module, unbuilt)
-        router = Router(module, self.precision.context(self.world.device), self.precision.compute is not None)
+        router = ShardedRouter(module, self.precision.context(self.world.device), self.precision.compute is not None)
         self._fully_shard(router, False)
-        self._tapes = [tape for tape in self._tapes if not any(tape.knows(tensor) for tensor in unbuilt.values())]
+        own = [part for part in module.modules() if part not in blocks and hasattr(part, "reshard")]
+        router._kept = [router, *own, *(blocks if self.reshard_after_forward is not True else ())]  # type: ignore
         after = dict(module.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
-            self._moved[parameter] = after[name]
+            if name in after:  # else the model's `parallelize` has put another in its place
+                self._moved[parameter] = after[name]
         return router
+
+    def _blocks(self, module: nn.Module) -> list[nn.Module]:
+        """What is gathered apart from the rest."""
+        return self_contained(module, chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
+
+    def _explain(self, module: nn.Module, blocks: list[nn.Module]) -> None:
+        """Say which parts are kept longer than the policy promises."""
+        name, flag = type(module).__name__, f"auto_wrap_policy={self.auto_wrap_policy!r}"
+        chosen = len(chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
+        if not chosen:
+            text = f"{name} is gathered as a whole, as {flag} finds no repeated blocks in it. Name their classes to "
+            announce(f"FSDP: {text}save memory.")
+        elif len(blocks) < chosen:
+            text = f"{chosen - len(blocks)} of the {chosen} parts of {name} that {flag} finds share parameters with "
+            announce(f"FSDP: {text}others. They are gathered with the rest of the model, once per step.")
 
     def _start_alike(self, module: nn.Module) -> None:
         """Give every process rank zero's values: each would contribute a shard of its own ones else."""
@@ -181,8 +217,9 @@ class FSDP(Strategy):
             if not tensor.is_meta:
                 if self.precision.storage is not None and tensor.is_floating_point():
                     tensor.data = tensor.data.to(self.precision.storage)
-                value = tensor.data.contiguous()
-                tensor.data.copy_(self.world.broadcast_tensor(value))
+                if not tensor.is_contiguous():
+                    tensor.data = tensor.data.contiguous()  # torch shards no others (2.13)
+                self.world.broadcast_tensor(tensor.data)
 
     def _parallelize(self, module: nn.Module) -> None:
         if not hasattr(module, "parallelize"):
@@ -191,6 +228,7 @@ class FSDP(Strategy):
                 "calls torch.distributed.tensor.parallel.parallelize_module on the model's parts."
             )
         module.parallelize(self._mesh[TENSOR])
+        check_parallelized(module, self.layout.tensor)
 
     def _recompute(self, module: nn.Module, blocks: list[nn.Module]) -> None:
         policy = self.activation_checkpointing_policy
@@ -216,7 +254,7 @@ class FSDP(Strategy):
                 origin = unbuilt[part, name]
                 if origin not in built:
                     built[origin] = self._value(origin, now, f"{name} of a {type(part).__name__}")
-                table = part._parameters if name in part._parameters else part._buffers
+                table = next(table for table in _tables(part) if name in table)
                 table[name] = built[origin]
 
     def _value(self, origin: Tensor, now: Tensor, words: str) -> Tensor:
@@ -226,11 +264,14 @@ class FSDP(Strategy):
                 f"{words} has neither memory nor values. Build the model in Accelerator.init_module() or in "
                 "TaskModule.configure_model, which remember them, rather than under torch.device('meta')."
             )
+        check_unchanged(tape, origin, words)
         value = tape.values(origin)
         if self.precision.storage is not None and value.is_floating_point():
             value = value.to(self.precision.storage)
-        value = cut_like(value, now)  # where tensor parallelism cuts it
-        return nn.Parameter(value, requires_grad=origin.requires_grad) if isinstance(origin, nn.Parameter) else value
+        value = cut_like(value.contiguous(), now)  # where tensor parallelism cuts it
+        if isinstance(origin, nn.Parameter):
+            return nn.Parameter(value, requires_grad=origin.requires_grad)
+        return value.to(self.world.device)
 
     def _fully_shard(self, module: nn.Module, reshard: bool | int) -> None:
         from torch.distributed.fsdp import (
@@ -282,27 +323,38 @@ class FSDP(Strategy):
         for gradient in (p.grad for p in parameters if p.grad is not None):
             local(gradient).clamp_(-clip_value, clip_value)
 
+    def drop_gradients(self, module: nn.Module) -> None:
+        """See `Strategy.drop_gradients`."""
+        forget_gradients(module)
+
+    def agree_on_overflow(self, found: Tensor) -> None:
+        """See `Strategy.agree_on_overflow`.
+
+        torch's scaler asks the processes over which the first gradient is sharded (2.13). Others have parts of other
+        gradients where the work on a sample is shared.
+        """
+        if self.layout.tensor > 1:
+            self.world.all_reduce(found, "max")
+
+    def explain(self, error: BaseException) -> BaseException:
+        """See `Strategy.explain`: a backward that fails here may be followed by another one."""
+        for root in self._roots:
+            start_anew(root)
+        return error
+
     # -- optimizers and state ------------------------------------------------------------------------------------
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """See `Strategy.wrap_optimizer`: an optimizer made before its model was sharded gets the shards.
+        """See `Strategy.wrap_optimizer`: an optimizer made before its model was sharded gets the shards."""
+        hand_over(optimizer, self._moved, self.world)
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        roots = [root for root in self._roots if any(parameter in held for parameter in root.parameters())]
 
-        Raises:
-            ValueError: if it holds state by now, or parameters of a model that is not prepared.
-        """
-        for group in optimizer.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                if is_sharded(parameter):
-                    continue
-                if parameter not in self._moved:
-                    raise ValueError(
-                        f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that no prepared model has. "
-                        "Prepare the model before its optimizer, or both in one call."
-                    )
-                if optimizer.state.get(parameter):
-                    raise ValueError("an optimizer that has taken steps can't be sharded; prepare it before the first.")
-                optimizer.state.pop(parameter, None)
-                group["params"][index] = self._moved[parameter]
+        def use_the_shards(*_: Any) -> None:
+            for root in roots:
+                put_away(root)
+
+        optimizer.register_step_pre_hook(use_the_shards)
         return optimizer
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
@@ -335,7 +387,11 @@ class FSDP(Strategy):
         optimizer.load_state_dict({**state, "state": cut_state})
 
 
+def _tables(part: nn.Module) -> tuple[dict[str, Any], ...]:
+    """Where ``part`` itself keeps parameters, buffers, and what it remembers in plain attributes."""
+    return part._parameters, part._buffers, part.__dict__
+
+
 def _own_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of ``part`` itself."""
-    for table in (part._parameters, part._buffers):
-        yield from ((name, tensor) for name, tensor in list(table.items()) if tensor is not None)
+    for table in _tables(part):
+        yield from ((name, tensor) for name, tensor in list(table.items()) if isinstance(tensor, Tensor))

@@ -177,6 +177,15 @@ class Strategy:
         """Load what `optimizer_state` returned, here or under any other strategy."""
         optimizer.load_state_dict(state)
 
+    def drop_gradients(self, module: nn.Module) -> None:
+        """Forget gradients of earlier micro-batches that lie elsewhere than in ``parameter.grad``."""
+
+    def agree_on_overflow(self, found: Tensor) -> None:
+        """Let ``found``, which is 1 where float16 gradients overflowed, be 1 on every process or on none.
+
+        Called once per optimizer step. Replicas have one gradient, so there is nothing to do.
+        """
+
     def explain(self, error: BaseException) -> BaseException:
         """Return what a backward raised in words that help, where there are any; else the error itself."""
         return error

@@ -17,10 +17,17 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nursery import Forked
+
+    Rank = subprocess.Popen[Any] | Forked
 
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NPROC_PER_NODE")
 LAUNCH_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TREADLE_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
+# What is read after torch was imported: a rank with another value of these may be forked from a process with torch.
+READ_LATE = ("PYTEST_", "MLFLOW_", "WANDB_", "SAMPLES")
 
 
 class RankError(RuntimeError):
@@ -89,19 +96,37 @@ def run(
         # The arguments are pickled apart: their classes may live in the test file, which the child loads first.
         payload = call | {"path": sys.path, "deadline": deadline, "parent": os.getpid(), "args": pickle.dumps(args)}
         (folder / "call").write_bytes(pickle.dumps(payload))
-        command = [sys.executable, os.path.abspath(__file__), name]
-        ranks: list[subprocess.Popen[bytes]] = []
+        ranks: list[Rank] = []
         try:
             for rank in range(world):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(subprocess.Popen(command, env=base | own, start_new_session=True))
+                ranks.append(_start(rank, folder, base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
             return [record["value"]() for record in _wait(fn, ranks, folder, deadline, timeout)]
         finally:
             _kill(ranks)
 
 
+def _early(env: Mapping[str, str]) -> dict[str, str]:
+    """The part of an environment that may matter while torch is imported."""
+    late = (*LAUNCH_PREFIXES, *READ_LATE)
+    return {k: v for k, v in env.items() if k not in LAUNCH_VARIABLES and not k.startswith(late)}
+
+
+# As it is before any test: what a nursery is started with.
+_USUAL = _early(clean_environment({"CUDA_VISIBLE_DEVICES": ""}))
+
+
+def _start(rank: int, folder: Path, env: dict[str, str]) -> Rank:
+    """Starts a process of `run`: forked from a nursery, which takes no time, unless its environment forbids that."""
+    if sys.platform == "linux" and _early(env) == _USUAL:
+        import nursery
+
+        return nursery.fork(rank, folder, env, _USUAL)
+    command = [sys.executable, os.path.abspath(__file__), str(folder)]
+    return subprocess.Popen(command, env=env, start_new_session=True)
+
+
 def _wait(
-    fn: Callable[..., Any], ranks: list[subprocess.Popen[bytes]], folder: Path, deadline: float, timeout: float
+    fn: Callable[..., Any], ranks: list[Rank], folder: Path, deadline: float, timeout: float
 ) -> list[dict[str, Any]]:
     """Waits for every rank's record of success; raises on the first failure or past the deadline."""
     while True:
@@ -163,7 +188,7 @@ def _stack(folder: Path, rank: int) -> str:
     return "never reached Python code\n"
 
 
-def _kill(processes: Iterable[subprocess.Popen[Any]]) -> None:
+def _kill(processes: Iterable[Rank]) -> None:
     """Kills each process with its session: a rank may have data workers."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -235,13 +260,17 @@ def _module(file: str, name: str) -> types.ModuleType:
     return module
 
 
-def _rank_main(folder: Path) -> int:
+def die_with(parent: int) -> None:
+    """Ends this process when its parent does: a killed test run leaves nothing behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def rank_main(folder: Path) -> int:
     """What each process of `run` does; returns its exit status."""
     call = pickle.loads((folder / "call").read_bytes())
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed test run leaves nothing behind
-        if os.getppid() != call["parent"]:
-            return 1
     stack = (folder / f"stack{os.environ['RANK']}").open("w")
     faulthandler.dump_traceback_later(max(0.1, call["deadline"] - time.time()), file=stack)
     sys.path[:] = call["path"]
@@ -263,6 +292,7 @@ def _rank_main(folder: Path) -> int:
     part.write_bytes(pickle.dumps(record))
     part.rename(folder / f"result{os.environ['RANK']}")
     if status == 0 and (torch := sys.modules.get("torch")) is not None and torch.distributed.is_initialized():
+        time.sleep(0.01)  # torch 2.6 joins gloo's threads with the GIL in hand, which they may need for a last tensor
         torch.distributed.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -271,5 +301,7 @@ def _rank_main(folder: Path) -> int:
 
 if __name__ == "__main__":
     # Leaving at once: a failed rank must not wait for the atexit hooks of a group whose other members still hang.
-    if (code := _rank_main(Path(sys.argv[1]))) != 0:
+    folder = Path(sys.argv[1])
+    die_with(pickle.loads((folder / "call").read_bytes())["parent"])
+    if (code := rank_main(folder)) != 0:
         os._exit(code)

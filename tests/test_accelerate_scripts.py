@@ -4,16 +4,20 @@ Each is kept as a user wrote it for ``accelerate``, and prints one line of JSON.
 library and in one process, says what is right.
 """
 
+import contextlib
 import importlib
+import io
 import json
+import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from processes import clean_environment
+from processes import clean_environment, run
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -213,11 +217,33 @@ def treadles(source):
     return source.replace("from accelerate", "from treadle")
 
 
-def output(name, world, folder, **env):
+def written(name, folder):
     path = folder / f"{name}.py"
     path.write_text(treadles(HEAD + SCRIPTS[name]))
+    return path
+
+
+def printed(path, world):
+    """What a rank does: the script, as the interpreter runs it, with what launched it in the environment or nothing."""
+    if world == 1:
+        for name in os.environ.keys() - clean_environment().keys():
+            del os.environ[name]
+    sys.argv = [str(path), str(path.parent)]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(path), run_name="__main__")
+    return out.getvalue()
+
+
+def output(name, world, folder, **env):
+    text, *_ = run(printed, world, written(name, folder), world, env=env)
+    return json.loads(text.strip().splitlines()[-1])
+
+
+def launched(name, world, folder):
+    """Like `output`, in a fresh interpreter that a user's command starts."""
+    path = written(name, folder)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
-    environment = clean_environment({"CUDA_VISIBLE_DEVICES": "", **env})
+    environment = clean_environment({"CUDA_VISIBLE_DEVICES": ""})
     found = subprocess.run(
         [sys.executable, *launch, str(path), str(folder)], env=environment, capture_output=True, text=True, timeout=100
     )
@@ -281,7 +307,7 @@ WORLDS = pytest.mark.parametrize("world", [1, 2])
 
 @WORLDS
 def test_classification(world, tmp_path):
-    close(output("classify", world, tmp_path), classified())
+    close(launched("classify", world, tmp_path), classified())
 
 
 @WORLDS

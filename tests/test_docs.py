@@ -455,7 +455,50 @@ def on_each_process(folder):
         stepped.step()
         optimizer.zero_grad()
         gathered += accelerator.gather_for_metrics(x).flatten().tolist()
-    return found | {"schedule": scheduler.last_epoch, "gathered": gathered}
+    return found | {"schedule": scheduler.last_epoch, "gathered": gathered} | losses_of(accelerator) | formats()
+
+
+def losses_of(accelerator):
+    """The mean loss of the samples 0 to 4, gathered in three ways; a sample's loss is its number."""
+    batch_size, repeated, own, weighed = 2, [], [], []
+    for (x,) in accelerator.prepare_data_loader(loader(5, batch_size), evaluation=True):
+        loss = x.mean()
+        repeated.append(accelerator.gather_for_metrics(loss.repeat(batch_size)))
+        own.append(accelerator.gather_for_metrics(loss.repeat(len(x))))
+        weighed.append(torch.stack(accelerator.gather_for_metrics((loss, torch.tensor(float(len(x)))))))
+    means, counts = torch.cat(weighed, dim=1)
+    return {
+        "repeated": torch.cat(repeated).mean().item(),
+        "own length": torch.cat(own).mean().item(),
+        "weighed": (means @ counts / counts.sum()).item(),
+    }
+
+
+class Seeing(nn.Module):
+    """Notes the formats of its weight, while that is whole, and of its product."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+        self.seen = set()
+
+    def forward(self, x):
+        product = x @ self.weight
+        self.seen.add((self.weight.dtype, tuple(self.weight.shape), product.dtype))
+        return product
+
+
+def formats():
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    seen = {}
+    for name, policy in (("stored", None), ("half", MixedPrecisionPolicy(torch.bfloat16, torch.float32))):
+        strategy = treadle.strategies.FSDP(auto_wrap_policy={Seeing}, mixed_precision=policy)
+        accelerator = treadle.Accelerator(cpu=True, strategy=strategy, mixed_precision="bf16")
+        net = nn.Sequential(Seeing())
+        accelerator.prepare(net)(torch.ones(1, 2))
+        seen[name] = net[0].seen
+    return {"formats": seen}
 
 
 @pytest.fixture(scope="module")
@@ -467,6 +510,18 @@ def two(tmp_path_factory):
 def test_evaluation_counts_each_sample_once(two):
     assert [found["validation"] for found in two[1]] == [2.0, 2.0]
     assert [found["gathered"] for found in two[1]] == [[0, 1, 2, 3, 4, 5]] * 2
+
+
+def test_a_repeated_loss_overweights_a_short_batch(two):
+    for found in two[1]:
+        assert found["own length"] == found["weighed"] == pytest.approx(2.0)
+        assert found["repeated"] > 2.2
+
+
+def test_parameters_are_gathered_as_they_are_stored(two):
+    for found in two[1]:
+        assert found["formats"]["stored"] == {(torch.float32, (2, 2), torch.bfloat16)}
+        assert found["formats"]["half"] == {(torch.bfloat16, (2, 2), torch.bfloat16)}
 
 
 def test_predictions_are_those_of_all_processes_in_order(two):

@@ -72,8 +72,13 @@ def test_digits(options, tmp_path, monkeypatch):
     assert done.stdout.count("Test accuracy") == 1
 
 
-def test_gpt(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "options",
+    [("--steps", "24", "--accumulate", "2"), ("--steps", "4", "--devices", "2", "--strategy", "fsdp")],
+    ids=["one", "fsdp"],
+)
+def test_gpt(options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = script(EXAMPLES / "gpt.py", "--steps", "24", "--accumulate", "2", "--max-bytes", "300000")
+    done = script(EXAMPLES / "gpt.py", *options, "--max-bytes", "300000", env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     assert "bits per byte" in done.stdout

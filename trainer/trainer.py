@@ -16,7 +16,7 @@ from ..engine import Accelerator, Metrics
 from ..loggers import Logger
 from ..strategies import Strategy, choose, nearest
 from ..strategies.devices import Devices
-from . import flags, restore, summary
+from . import diagnosis, flags, restore, summary
 from .datamodule import DataModule
 from .defaults import as_callbacks, choose_callbacks, choose_loggers
 from .evaluation import check_step, evaluate, predictions_in_order
@@ -383,6 +383,7 @@ class Trainer(TrainerNames):
             raise errors[0]
 
     def _tell_of(self, error: BaseException) -> None:
+        diagnosis.annotate(error, self)
         owners = () if self.datamodule is None else (self.datamodule.on_exception,)
         for hook in (*(self.hooks.on_exception if self.hooks is not None else ()), *owners):
             try:

@@ -1,7 +1,8 @@
 """Trackers: what is asked for is logged, once, or the start fails."""
 
 import csv
-import importlib.util
+import importlib.machinery
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,11 +114,65 @@ def test_all_are_those_that_can_be_used(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_package_that_is_not_there(name):
-    if importlib.util.find_spec(name) is not None:
-        pytest.skip(f"{name} is installed")
+def test_a_package_that_is_not_there(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match=f"pip install {name}"):
         cpu(log_with=name)
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_folder_is_no_package(name, monkeypatch, tmp_path):
+    (tmp_path / name).mkdir()  # such as W&B's own, of earlier runs
+    for module in [module for module in sys.modules if module == name or module.startswith(f"{name}.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder])
+    with pytest.raises(ValueError, match=f"pip install {name}"):
+        cpu(log_with=name)
+
+
+def track_wandb(folder):
+    ids = []
+    for value in (1.5, 2.5):  # the end of training ends the run: the next one is another
+        accelerator = cpu(log_with="wandb", project_dir=folder)
+        accelerator.init_trackers("digits", {"rate": 0.1}, {"wandb": {"name": "mine", "tags": ["a"]}})
+        accelerator.log({"loss": torch.tensor(value), "rank": accelerator.process_index}, step=3)
+        run = accelerator.get_tracker("wandb", unwrap=True)
+        if accelerator.is_main_process:
+            ids.append((run.id, run.project, run.name, run.tags, run.config["rate"], dict(run.summary)))
+        accelerator.end_training()
+    return ids
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_wandb(world, tmp_path):
+    pytest.importorskip("wandb")
+    quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
+    first, *others = run(track_wandb, world, str(tmp_path), env=quiet)
+    assert others == [[]] * (world - 1)
+    assert len({found[0] for found in first}) == 2
+    for (_, *found, summary), value in zip(first, (1.5, 2.5), strict=True):
+        assert found == ["digits", "mine", ("a",), 0.1]
+        assert {"loss": value, "rank": 0, "trainer/global_step": 3}.items() <= summary.items()
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
+
+
+def track_mlflow(folder):
+    accelerator = cpu(log_with="mlflow", project_dir=folder)
+    accelerator.init_trackers("digits", {"rate": 0.1}, {"mlflow": {"run_name": "mine"}})
+    accelerator.log({"loss": torch.tensor(2.5)}, step=3)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_mlflow(world, tmp_path):
+    pytest.importorskip("mlflow")
+    run(track_mlflow, world, str(tmp_path), env={"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"})
+    (found,) = [path.parent for path in tmp_path.glob("*/*/metrics")]
+    assert (found / "metrics" / "loss").read_text().split()[1:] == ["2.5", "3"]
+    assert (found / "params" / "rate").read_text() == "0.1"
+    assert (found / "tags" / "mlflow.runName").read_text() == "mine"
+    assert "name: digits" in (found.parent / "meta.yaml").read_text()
 
 
 def test_a_tracker_that_is_none():

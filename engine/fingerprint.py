@@ -1,0 +1,56 @@
+"""What tells one dataset from another, without reading a sample that is not in memory already."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from ..strategies import World, warn
+from .order import sized
+
+_LOOKED_AT = 256  # numbers at either end
+
+
+def fingerprint(dataset: Any) -> str:
+    """The kind of a dataset, and a checksum of the numbers at either end of what it holds as tensors or indices."""
+    parts = [type(dataset).__name__]
+    if isinstance(dataset, Subset):
+        indices = dataset.indices
+        parts += [_checksum([*indices[:_LOOKED_AT], *indices[-_LOOKED_AT:]]), fingerprint(dataset.dataset)]
+    elif isinstance(dataset, ConcatDataset):
+        parts += map(fingerprint, dataset.datasets)
+    elif isinstance(dataset, TensorDataset):
+        parts += [_ends(tensor) for tensor in dataset.tensors]
+    return " ".join(parts)
+
+
+def _ends(tensor: Tensor) -> str:
+    first, last = (tensor[rows].flatten() for rows in (slice(1), slice(-1, None)))
+    return _checksum([*first[:_LOOKED_AT].tolist(), *last[-_LOOKED_AT:].tolist()])
+
+
+def _checksum(numbers: list[Any]) -> str:
+    return f"{zlib.crc32(repr(numbers).encode()):08x}"
+
+
+def check_same_data(dataset: Any, world: World) -> None:
+    """See that all processes share out one dataset. Call it on all of them.
+
+    Raises:
+        ValueError: on every process, if the lengths differ: then steps, and with them exchanges, would too.
+    """
+    found = world.gather_objects((sized(dataset), fingerprint(dataset)))
+    if len({length for length, _ in found}) > 1:
+        each = ", ".join(f"rank {rank}: {length}" for rank, (length, _) in enumerate(found))
+        raise ValueError(
+            f"the processes share out one dataset, but theirs differ in length: {each}. Build the same one everywhere, "
+            "or leave each process its own: use_distributed_sampler=False, prepare_data_loader(..., shard=False)."
+        )
+    if len({marks for _, marks in found}) > 1:
+        warn(
+            "the processes share out one dataset, but theirs hold different data, so samples are missing or in two "
+            "places. Call seed_everything(seed) before random data is made or split, or give it a seeded generator."
+        )

@@ -1,0 +1,43 @@
+"""Who draws which random numbers."""
+
+import random
+
+import numpy as np
+import torch
+from processes import run
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.strategies import FSDP
+
+import treadle
+
+
+def drawn(strategy="auto"):
+    treadle.seed_everything(3)
+    accelerator = treadle.Accelerator(cpu=True, strategy=strategy)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2, shuffle=True))
+    order = accelerator.gather_for_metrics(torch.cat([x for (x,) in loader])).tolist()
+    return sorted(order), torch.rand(4).tolist(), np.random.rand(), random.random()
+
+
+def both():
+    return drawn(), drawn()
+
+
+def parts_of_one_sample():
+    return drawn(FSDP(tensor_parallel_size=2))
+
+
+def test_each_process_draws_numbers_of_its_own_and_the_same_ones_again():
+    """One seed everywhere would drop the same units of different samples, and crop them alike."""
+    alone = drawn()
+    (zero, again), (one, one_again) = run(both, 2)
+    assert zero == again
+    assert one == one_again
+    assert zero[1:] == alone[1:]
+    assert all(mine != other for mine, other in zip(zero[1:], one[1:], strict=True))
+    assert zero[0] == one[0] == alone[0] == list(range(8))
+
+
+def test_processes_that_share_a_sample_draw_alike():
+    zero, one = run(parts_of_one_sample, 2)
+    assert zero[1:] == one[1:]

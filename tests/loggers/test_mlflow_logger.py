@@ -1,0 +1,347 @@
+"""What `MLFlowLogger` leaves in MLflow's files, read back from the files themselves."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import time
+import urllib.request
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning_utilities.core.rank_zero import rank_zero_only
+from processes import clean_environment, run
+from treadle.loggers import CSVLogger, MLFlowLogger, NullExperiment
+
+import treadle
+
+pytest.importorskip("mlflow")
+ALONE = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+
+
+def folder(root: Path, run: str) -> Path:
+    (found,) = root.glob(f"*/{run}")
+    return found
+
+
+def metric(root: Path, run: str, name: str) -> list[tuple[int, float]]:
+    """Steps and values of a metric; a line holds its time, value and step."""
+    lines = (folder(root, run) / "metrics" / name).read_text().splitlines()
+    return [(int(step), float(value)) for _, value, step in (line.split() for line in lines)]
+
+
+def texts(root: Path, run: str, kind: str) -> dict[str, str]:
+    here = folder(root, run) / kind
+    return {str(path.relative_to(here)): path.read_text() for path in here.rglob("*") if path.is_file()}
+
+
+def status(root: Path, run: str) -> int:
+    return yaml.safe_load((folder(root, run) / "meta.yaml").read_text())["status"]
+
+
+RUNNING, FINISHED, FAILED = 1, 3, 4
+
+
+def test_numbers_are_in_the_files(tmp_path):
+    root = tmp_path / "ml"
+    logger = MLFlowLogger("digits", "first", save_dir=root, prefix="run", tags={"team": "a"})
+    assert list(tmp_path.iterdir()) == []
+    assert (logger.version, logger.name, logger.save_dir, logger.log_dir) == (None, "digits", str(root), None)
+    logger.log_metrics({"loss": 0.1 + 0.2, "epoch": 0}, step=5)
+    logger.log_metrics({"loss": torch.tensor(0.5), "top": {"one": np.float32(1)}}, step=np.int64(10))
+    logger.log_metrics({"loss": float("nan")})
+    assert status(root, logger.version) == RUNNING
+    logger.finalize("success")
+    assert metric(root, logger.version, "run-loss")[:2] == [(5, 0.1 + 0.2), (10, 0.5)]
+    assert metric(root, logger.version, "run-loss")[2][0] == 11
+    assert np.isnan(metric(root, logger.version, "run-loss")[2][1])
+    assert metric(root, logger.version, "run-epoch") == [(5, 0.0)]
+    assert metric(root, logger.version, "run-top/one") == [(10, 1.0)]
+    assert status(root, logger.version) == FINISHED
+    tags = texts(root, logger.version, "tags")
+    assert (tags["team"], tags["mlflow.runName"]) == ("a", "first")
+    assert logger.run_id == logger.version
+    assert (root / logger.experiment_id / logger.version).is_dir()
+
+
+def test_hyperparameters(tmp_path):
+    class Color(enum.Enum):
+        RED = 1
+
+    logger = MLFlowLogger(save_dir=tmp_path)
+    logger.log_hyperparams({"net": {"width": [1, 2], "none": {}}, "act": torch.nn.ReLU(), "color": Color.RED})
+    logger.log_hyperparams({f"p{i}": i for i in range(101)}, {"best": 3})  # more than a request may hold
+    found = texts(tmp_path, logger.version, "params")
+    assert {name: found.pop(f"p{name}") for name in range(101)} == {i: str(i) for i in range(101)}
+    assert found == {"net/width": "[1, 2]", "net/none": "{}", "act": "ReLU()", "color": "Color.RED"}
+    assert metric(tmp_path, logger.version, "best") == [(0, 3.0)]
+
+
+def test_a_changed_hyperparameter_is_told_and_training_goes_on(tmp_path):
+    first = MLFlowLogger(save_dir=tmp_path)
+    first.log_hyperparams({"lr": 0.1, "same": 1})
+    for logger in (first, MLFlowLogger(save_dir=tmp_path, run_id=first.version)):
+        with pytest.warns(UserWarning, match=r"keeps lr=0\.1 .* and not the new value 0\.2") as told:
+            logger.log_hyperparams({"lr": 0.2, "same": 1, "new": 3})
+        assert len(told) == 1
+    assert texts(tmp_path, first.version, "params") == {"lr": "0.1", "same": "1", "new": "3"}
+
+
+def test_names_that_mlflow_refuses(tmp_path):
+    logger = MLFlowLogger(save_dir=tmp_path)
+    with pytest.warns(UserWarning, match="MLflow names 'f1@5' 'f15'"):
+        logger.log_metrics({"f1@5": 1}, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logger.log_metrics({f"m {i}/a-b_c.d": i for i in range(1001)}, 0)  # more than a request may hold
+    assert metric(tmp_path, logger.version, "f15") == [(0, 1.0)]
+    assert metric(tmp_path, logger.version, "m 1000/a-b_c.d") == [(0, 1000.0)]
+
+
+def test_a_run_is_continued_by_its_id(tmp_path):
+    first = MLFlowLogger(save_dir=tmp_path)
+    first.log_metrics({"x": 1}, 1)
+    first.finalize("failed")
+    assert status(tmp_path, first.version) == FAILED
+    first.log_metrics({"x": 2}, 2)
+    assert status(tmp_path, first.version) == RUNNING
+    for twin in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        twin.log_metrics({"x": 3}, 3)
+    again = MLFlowLogger("another", "named", save_dir=tmp_path, run_id=first.version, tags={"late": 1})
+    again.log_metrics({"x": 4}, 4)
+    assert again.experiment_id == first.experiment_id
+    assert status(tmp_path, first.version) == RUNNING
+    again.finalize("success")
+    assert status(tmp_path, first.version) == FINISHED
+    assert metric(tmp_path, first.version, "x") == [(1, 1.0), (2, 2.0), (3, 3.0), (3, 3.0), (4, 4.0)]
+    tags = texts(tmp_path, first.version, "tags")
+    assert (tags["late"], tags["mlflow.runName"]) == ("1", "named")
+
+
+def test_runs_share_an_experiment(tmp_path):
+    place = (tmp_path / "art").as_uri()
+    first = MLFlowLogger("e", save_dir=tmp_path / "ml", artifact_location=place)
+    first.log_metrics({"x": 1}, 1)
+    second = MLFlowLogger("e", save_dir=tmp_path / "ml", artifact_location="file:/elsewhere")
+    with pytest.warns(UserWarning, match="artifact_location='file:/elsewhere' is not used"):
+        second.log_metrics({"x": 1}, 1)
+    assert first.experiment_id == second.experiment_id
+    assert first.version != second.version
+
+
+def test_written_in_the_background(tmp_path):
+    logger = MLFlowLogger(save_dir=tmp_path, synchronous=False)
+    for step in range(150):
+        logger.log_metrics({"x": step}, step)
+    logger.finalize("success")
+    assert sorted(metric(tmp_path, logger.version, "x")) == [(step, float(step)) for step in range(150)]
+    assert status(tmp_path, logger.version) == FINISHED
+
+
+def test_the_environment_names_the_store(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/env")
+    logger = MLFlowLogger()
+    logger.log_metrics({"x": 1}, 1)
+    assert metric(tmp_path / "env", logger.version, "x") == [(1, 1.0)]
+    assert MLFlowLogger(tracking_uri="http://127.0.0.1:1").save_dir is None
+
+
+def test_rank_one_does_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_zero_only, "rank", 1, raising=False)
+    logger = MLFlowLogger(save_dir=tmp_path / "none")
+    assert isinstance(logger.experiment, NullExperiment)
+    logger.log_metrics({"x": 1}, 1)
+    logger.log_hyperparams({"a": 1}, {"x": 0})
+    logger.finalize("success")
+    assert (logger.version, logger.run_id, logger.log_dir) == (None, None, None)
+    logger.version = "told"
+    assert logger.run_id == "told"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"log_model": "best"}, ValueError, "log_model='best' is not one of"),
+        ({"experiment_name": 3}, TypeError, "experiment_name=3 must be a string"),
+        ({"run_name": "a", "tags": {"mlflow.runName": "b"}}, ValueError, "run_name='a' contradicts .*'b'"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        MLFlowLogger(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "step", "error", "message"),
+    [
+        ({"loss": "low"}, 0, TypeError, "metric 'loss' is 'low'.*must be one number"),
+        ({"loss": 1.0}, -1, ValueError, "step=-1 is negative"),
+        ({"loss": 1.0}, 0.5, TypeError, r"step=0\.5 must be an integer"),
+    ],
+)
+def test_a_wrong_metric_is_named(metrics, step, error, message):
+    with pytest.raises(error, match=message):
+        MLFlowLogger().log_metrics(metrics, step)
+
+
+def test_a_store_that_cannot_be_written_is_named_at_once(monkeypatch):
+    from mlflow import environment_variables
+
+    if importlib.util.find_spec("sqlalchemy") is None:
+        with pytest.raises(ModuleNotFoundError, match=r"'sqlite:///a\.db' needs more .* pip install mlflow"):
+            MLFlowLogger(tracking_uri="sqlite:///a.db")
+    if hasattr(environment_variables, "MLFLOW_ALLOW_FILE_STORE"):
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")
+        for arguments in ({}, {"tracking_uri": "runs"}):
+            with pytest.raises(ValueError, match=r"writes no files.*MLFLOW_ALLOW_FILE_STORE=true"):
+                MLFlowLogger(**arguments)
+
+
+@pytest.mark.parametrize("how", ["missing", "folder"])
+def test_a_missing_package_is_named_at_once(how, monkeypatch, tmp_path):
+    if how == "missing":
+        monkeypatch.setitem(sys.modules, "mlflow", None)
+    else:
+        (tmp_path / "mlflow").mkdir()
+        for name in [name for name in sys.modules if name == "mlflow" or name.startswith("mlflow.")]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+        monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder])
+    with pytest.raises(ModuleNotFoundError, match="pip install mlflow"):
+        MLFlowLogger()
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, width=2):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(width, 1)
+
+    def training_step(self, batch, batch_idx):
+        self.log("mean", batch.mean())
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(folder, logger, **options):
+    return treadle.Trainer(
+        accelerator="cpu",
+        logger=logger,
+        max_epochs=1,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+
+
+def loader():
+    return torch.utils.data.DataLoader(torch.arange(8.0).repeat(2, 1).T.contiguous(), batch_size=1)
+
+
+def fit(folder):
+    logger = MLFlowLogger(save_dir=Path(folder, "ml"))
+    table = CSVLogger(folder, "csv", 0)
+    for _ in range(2):  # the second fit continues the run
+        trainer(folder, [logger, table]).fit(Task(), loader())
+    return logger.version
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_trainer(world, tmp_path):
+    ids = run(fit, world, str(tmp_path), env=ALONE)
+    assert len(set(ids)) == 1
+    root = tmp_path / "ml"
+    assert len(list(root.glob("*/*/metrics"))) == 1
+    once = [(i + 1, float(i)) for i in range(8)] if world == 1 else [(i + 1, 2 * i + 0.5) for i in range(4)]
+    assert metric(root, ids[0], "mean") == once * 2
+    assert texts(root, ids[0], "params") == {"width": "2"}
+    assert status(root, ids[0]) == FINISHED
+
+
+class Tell(treadle.Callback):
+    def on_train_end(self, trainer, pl_module):
+        trainer.logbook.call("after_save_checkpoint", trainer.checkpoint_callback)
+
+
+@pytest.mark.parametrize("when", [True, "all"], ids=["end", "all"])
+def test_checkpoints_are_artifacts(when, tmp_path):
+    logger = MLFlowLogger(save_dir=tmp_path / "ml", log_model=when)
+    own = trainer(tmp_path, logger, callbacks=[Tell()])
+    own.fit(Task(), loader())
+    saved = Path(own.checkpoint_callback.best_model_path)
+    files = {str(path.relative_to(saved.parent)) for path in saved.rglob("*") if path.is_file()}
+    found = folder(tmp_path / "ml", logger.version) / "artifacts" / saved.stem
+    assert {str(path.relative_to(found)) for path in found.rglob("*") if path.is_file()} == {
+        *files,
+        "metadata.yaml",
+        "aliases.txt",
+    }
+    assert yaml.safe_load((found / "metadata.yaml").read_text())["original_filename"] == saved.name
+    assert (found / "aliases.txt").read_text() == "['latest', 'best']"
+
+
+def test_a_store_that_fails_does_not_end_training(tmp_path):
+    logger, table = MLFlowLogger(save_dir=tmp_path / "ml", run_id="0" * 32), CSVLogger(tmp_path, "csv", 0)
+    with pytest.warns(UserWarning, match=r"MLFlowLogger\.log_hyperparams failed and gets nothing more"):
+        trainer(tmp_path, [logger, table], enable_checkpointing=False).fit(Task(), loader())
+    assert (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().count("\n") == 9
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flask") is None, reason="mlflow-skinny has no server: pip install mlflow")
+def test_a_server(tmp_path):
+    import socket
+
+    from mlflow.tracking import MlflowClient
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    store = ["--backend-store-uri", f"sqlite:///{tmp_path}/a.db", "--artifacts-destination", str(tmp_path / "art")]
+    uri = f"http://127.0.0.1:{port}"
+    server = subprocess.Popen([*command, *store], env=clean_environment(ALONE), start_new_session=True)
+    try:
+        until = time.monotonic() + 60
+        while True:
+            try:
+                assert urllib.request.urlopen(f"{uri}/health", timeout=1).read() == b"OK"
+                break
+            except OSError:
+                assert server.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.1)
+        logger = MLFlowLogger("e", tracking_uri=uri, log_model=True)
+        own = trainer(tmp_path, logger, callbacks=[Tell()])
+        own.fit(Task(), loader())
+        client = MlflowClient(uri)
+        found = client.get_run(logger.version)
+        assert (found.info.status, found.data.params) == ("FINISHED", {"width": "2"})
+        steps = [(m.step, m.value) for m in client.get_metric_history(logger.version, "mean")]
+        assert sorted(steps) == [(i + 1, float(i)) for i in range(8)]
+        assert len(client.list_artifacts(logger.version)) == 1
+    finally:
+        os.killpg(server.pid, 15)
+        server.wait(20)

@@ -1,0 +1,374 @@
+"""What `WandbLogger` leaves in the file of a run without a network, read back record by record."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import importlib
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+from processes import run
+from treadle.loggers import CSVLogger, NullExperiment, WandbLogger
+
+import treadle
+
+pytest.importorskip("wandb")
+OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_CONSOLE": "off"}
+STEP = "trainer/global_step"
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    for name in ("WANDB_RUN_ID", "WANDB_PROJECT", "WANDB_DIR", "WANDB_API_KEY", "WANDB_NAME", "WANDB_ENTITY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    yield
+    while getattr(sys.modules.get("wandb"), "run", None) is not None:
+        sys.modules["wandb"].finish()
+
+
+def records(path: Path) -> list[Any]:
+    """The records of a .wandb file: LevelDB's log format, 32 KiB blocks of parts with 7 bytes before each."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole, found = path.read_bytes(), 7, b"", []
+    assert data[:4] == b":W&B"
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + size > len(data):
+            break  # it is being written
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            found.append(Record.FromString(whole))
+            whole = b""
+    return found
+
+
+def ended(path: Path) -> list[Any]:
+    """The records once the last one is there: without a network, `finish` does not wait until W&B has written them."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        found = records(path) if path.stat().st_size else []
+        if any(record.WhichOneof("record_type") == "exit" for record in found):
+            return found
+        time.sleep(0.01)
+    raise TimeoutError(f"{path} has no end")
+
+
+def name_of(item: Any) -> str:
+    return item.key or "/".join(item.nested_key)
+
+
+class Run:
+    """What is in the files of a run, in the order of writing."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self.files = sorted(folder.glob(f"wandb/offline-run-*-{run}*/run-{run}.wandb"))
+        self.history: list[dict[str, Any]] = []
+        self.config: dict[str, Any] = {}
+        self.artifacts: list[Any] = []
+        for record in [record for path in self.files for record in ended(path)]:
+            kind = record.WhichOneof("record_type")
+            if kind == "history":
+                row = {name_of(item): json.loads(item.value_json) for item in record.history.item}
+                self.history.append({key: value for key, value in row.items() if not key.startswith("_")})
+            elif kind in ("run", "config"):
+                self.begun = record.run if kind == "run" else self.begun
+                for item in (record.run.config if kind == "run" else record.config).update:
+                    self.config[name_of(item)] = json.loads(item.value_json)
+            elif kind == "request" and record.request.WhichOneof("request_type") == "log_artifact":
+                self.artifacts.append(record.request.log_artifact.artifact)
+            elif kind == "artifact":
+                self.artifacts.append(record.artifact)
+
+
+def test_numbers_are_in_the_file(tmp_path):
+    logger = WandbLogger(name="first", project="digits", save_dir=tmp_path / "new", prefix="run", tags=["a"])
+    assert list(tmp_path.iterdir()) == []
+    logger.log_metrics({"loss": 0.1 + 0.2, "epoch": 0}, step=5)
+    logger.log_metrics({"loss": torch.tensor(0.5), "top": {"one": np.float32(1)}}, step=np.int64(10))
+    logger.log_metrics({"loss": 0.25})
+    logger.finalize("success")
+    logger.finish()
+    found = Run(tmp_path / "new", logger.version)
+    assert found.history == [
+        {"run-loss": 0.1 + 0.2, "run-epoch": 0, STEP: 5},
+        {"run-loss": 0.5, "run-top/one": 1.0, STEP: 10},
+        {"run-loss": 0.25, STEP: 10},
+    ]
+    assert (found.begun.project, found.begun.display_name, found.begun.run_id) == ("digits", "first", logger.version)
+    assert list(found.begun.tags) == ["a"]
+    assert (logger.name, logger.save_dir) == ("digits", str(tmp_path / "new"))
+    assert logger.log_dir == str(tmp_path / "new" / "digits" / logger.version)
+
+
+def test_hyperparameters(tmp_path):
+    class Color(enum.Enum):
+        RED = 1
+
+    logger = WandbLogger(save_dir=tmp_path, config={"own": 1})
+    logger.log_hyperparams({"net": {"width": [1, 2]}, "act": torch.nn.ReLU(), "color": Color.RED}, {"best": 3})
+    logger.log_hyperparams({"own": 2})
+    logger.finish()
+    found = Run(tmp_path, logger.version)
+    wanted = {"net": {"width": [1, 2]}, "act": "ReLU()", "color": "Color.RED", "own": 2}
+    assert {key: value for key, value in found.config.items() if key in wanted} == wanted
+    assert found.history == [{"best": 3, STEP: 0}]
+
+
+def test_media_and_tables(tmp_path):
+    logger = WandbLogger(save_dir=tmp_path)
+    with pytest.raises(TypeError, match="must be a list"):
+        logger.log_image("x", np.zeros((2, 2)))
+    with pytest.raises(ValueError, match="caption has 2 items for 1 images"):
+        logger.log_image("x", [np.zeros((2, 2))], caption=["a", "b"])
+    logger.log_image("picture", [np.zeros((4, 4, 3), np.uint8)], step=1, caption=["black"])
+    logger.log_text("words", columns=["a", "b"], data=[["x", "y"], ["z", "w"]], step=2)
+    logger.finish()
+    picture, words = Run(tmp_path, logger.version).history
+    assert (picture["picture/captions"], picture["picture/width"], picture[STEP]) == (["black"], 4, 1)
+    assert (words["words/nrows"], words["words/ncols"], words[STEP]) == (2, 2, 2)
+    assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/images/*.png"))) == 1
+
+
+def test_watch_records_gradients(tmp_path):
+    logger = WandbLogger(save_dir=tmp_path)
+    model = torch.nn.Linear(2, 1)
+    logger.watch(model, log_freq=1, log_graph=False)
+    model(torch.ones(1, 2)).sum().backward()
+    logger.log_metrics({"loss": 1}, 1)
+    logger.experiment.unwatch(model)
+    logger.finish()
+    (row,) = Run(tmp_path, logger.version).history
+    assert (row["gradients/weight/values"], row["gradients/bias/values"], row["loss"]) == ([2], [1], 1)
+
+
+def test_a_run_is_continued_by_its_id(tmp_path):
+    first = WandbLogger(save_dir=tmp_path, id="known")
+    first.log_metrics({"x": 1}, 1)
+    copies = [copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for twin in copies:
+            assert twin.experiment is first.experiment
+    with pytest.raises(ValueError, match=r"version='b' cannot replace 'known' .* finish\(\)"):
+        first.version = "b"
+    first.finalize("success")
+    first.log_metrics({"x": 2}, 2)
+    first.finish()
+    second = WandbLogger(save_dir=tmp_path, version="known")
+    second.log_metrics({"x": 3}, 3)
+    second.finish()
+    found = Run(tmp_path, "known")
+    assert [row["x"] for row in found.history] == [1, 2, 3]
+    assert found.begun.run_id == "known"
+
+
+def test_a_run_that_is_active_is_used_or_left_alone(tmp_path):
+    import wandb
+
+    active = wandb.init(project="sweep", dir=tmp_path)
+    with pytest.warns(UserWarning, match=rf"logs into the active W&B run '{active.id}'"):
+        WandbLogger(save_dir=tmp_path).log_metrics({"x": 1}, 1)
+    other = WandbLogger(save_dir=tmp_path, project="other")
+    other.log_metrics({"y": 1}, 1)
+    given = WandbLogger(experiment=active)
+    given.log_metrics({"z": 1}, 1)
+    assert given.version == active.id != other.version
+    other.finish()
+    active.finish()
+    assert [set(row) for row in Run(tmp_path, active.id).history] == [{"x", STEP}, {"z", STEP}]
+    assert [set(row) for row in Run(tmp_path, other.version).history] == [{"y", STEP}]
+
+
+def test_the_environment_names_what_the_arguments_leave_open(tmp_path, monkeypatch):
+    for name, value in (("WANDB_PROJECT", "p"), ("WANDB_RUN_ID", "r"), ("WANDB_DIR", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    logger = WandbLogger()
+    assert (logger.name, logger.version, logger.save_dir) == ("p", "r", str(tmp_path))
+    assert WandbLogger(project="mine", id="own", dir="d").log_dir == os.path.join("d", "mine", "own")
+
+
+def test_ids_are_new_and_leave_random_state_alone():
+    state = torch.random.get_rng_state()
+    ids = {WandbLogger().version for _ in range(20)}
+    assert len(ids) == 20
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_rank_one_does_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_zero_only, "rank", 1, raising=False)
+    logger = WandbLogger(save_dir=tmp_path / "none")
+    assert (logger.version, logger.log_dir) == (None, None)
+    assert isinstance(logger.experiment, NullExperiment)
+    logger.log_metrics({"x": 1}, 1)
+    logger.log_hyperparams({"a": 1})
+    logger.log_image("x", [np.zeros((2, 2))])
+    logger.log_text("x", columns=["a"], data=[["b"]])
+    logger.watch(torch.nn.Linear(1, 1))
+    logger.finalize("success")
+    logger.finish()
+    assert WandbLogger.download_artifact("a/b/c:latest") is None
+    logger.version = "told"
+    assert logger.log_dir == str(tmp_path / "none" / "treadle_logs" / "told")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"save_dir": "a", "dir": "b"}, ValueError, "save_dir='a' and dir='b' mean the same"),
+        ({"version": "a", "id": "b"}, ValueError, "version='a' and id='b' mean the same"),
+        ({"offline": True, "mode": "online"}, ValueError, "offline=True contradicts mode='online'"),
+        ({"offline": True, "log_model": True}, ValueError, "log_model=True needs uploads"),
+        ({"mode": "offline", "log_model": "all"}, ValueError, "log_model='all' needs uploads"),
+        ({"log_model": "best"}, ValueError, "log_model='best' is not one of"),
+        ({"add_file_policy": "fast"}, ValueError, "add_file_policy='fast'"),
+        ({"porject": "x"}, TypeError, "porject='x' is no argument: wandb.init takes .*project"),
+        ({"project": 3}, TypeError, "project=3 must be a string"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        WandbLogger(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "step", "error", "message"),
+    [
+        ({"loss": "low"}, 0, TypeError, "metric 'loss' is 'low'.*must be one number"),
+        ({"loss": 1.0}, -1, ValueError, "step=-1 is negative"),
+        ({"loss": 1.0}, 0.5, TypeError, r"step=0\.5 must be an integer"),
+    ],
+)
+def test_a_wrong_metric_is_named(metrics, step, error, message):
+    with pytest.raises(error, match=message):
+        WandbLogger().log_metrics(metrics, step)
+
+
+@pytest.mark.parametrize("how", ["missing", "folder"])
+def test_a_missing_package_is_named_at_once(how, monkeypatch, tmp_path):
+    if how == "missing":
+        monkeypatch.setitem(sys.modules, "wandb", None)
+    else:  # W&B's own folder of earlier runs can be imported, as an empty package
+        (tmp_path / "wandb").mkdir()
+        for name in [name for name in sys.modules if name == "wandb" or name.startswith("wandb.")]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+        monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder])
+    with pytest.raises(ModuleNotFoundError, match="pip install wandb"):
+        WandbLogger()
+
+
+def test_the_import_brings_no_service():
+    code = (
+        "import sys, treadle.loggers as l; l.WandbLogger(); "
+        "print([m for m in ('wandb', 'mlflow', 'yaml') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, width=2):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(width, 1)
+
+    def training_step(self, batch, batch_idx):
+        self.log("mean", batch.mean())
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(folder, logger, **options):
+    return treadle.Trainer(
+        accelerator="cpu",
+        logger=logger,
+        max_epochs=1,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+
+
+def loader():
+    return torch.utils.data.DataLoader(torch.arange(8.0).repeat(2, 1).T.contiguous(), batch_size=1)
+
+
+def fit(folder):
+    logger = WandbLogger(project="p", save_dir=folder)
+    table = CSVLogger(folder, "csv", 0)
+    for _ in range(2):  # the second fit continues the run
+        trainer(folder, [logger, table]).fit(Task(), loader())
+    logger.finish()
+    return logger.version
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_trainer(world, tmp_path):
+    ids = run(fit, world, str(tmp_path), env=OFFLINE)
+    assert len(set(ids)) == 1
+    found = Run(tmp_path, ids[0])
+    assert len(found.files) == len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
+    steps = [(row[STEP], row["mean"]) for row in found.history if "mean" in row]
+    once = [(i + 1, float(i)) for i in range(8)] if world == 1 else [(i + 1, 2 * i + 0.5) for i in range(4)]
+    assert steps == once * 2
+    assert found.config["width"] == 2
+    assert len(list(tmp_path.glob(f"p/{ids[0]}/checkpoints/*.ckpt"))) == 2
+
+
+class Tell(treadle.Callback):
+    def on_train_end(self, trainer, pl_module):
+        trainer.logbook.call("after_save_checkpoint", trainer.checkpoint_callback)
+
+
+def test_checkpoints_are_artifacts(tmp_path):
+    logger = WandbLogger(project="p", save_dir=tmp_path, log_model=True)
+    own = trainer(tmp_path, logger, callbacks=[Tell()])
+    own.fit(Task(), loader())
+    logger.finalize("success")  # what was given is not given again
+    logger.finish()
+    (artifact,) = Run(tmp_path, logger.version).artifacts
+    assert (artifact.name, artifact.type) == (f"model-{logger.version}", "model")
+    assert sorted(artifact.aliases) == ["best", "latest"]
+    saved = Path(own.checkpoint_callback.best_model_path)
+    files = {str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()}
+    assert {entry.path for entry in artifact.manifest.contents} == files
+    assert json.loads(artifact.metadata)["original_filename"] == saved.name
+
+
+def test_checkpoints_nobody_tells_of_are_not_forgotten_in_silence(tmp_path):
+    with pytest.warns(UserWarning, match="log_model=True, but this logger was told of no checkpoint"):
+        WandbLogger(save_dir=tmp_path, log_model=True).finalize("success")
+
+
+def test_a_run_that_cannot_begin_does_not_end_training(tmp_path):
+    (tmp_path / "taken").write_text("no directory")
+    logger, table = WandbLogger(project="p", save_dir=tmp_path / "taken"), CSVLogger(tmp_path, "csv", 0)
+    with pytest.warns(UserWarning, match=r"WandbLogger\.log_hyperparams failed and gets nothing more"):
+        trainer(tmp_path, [logger, table], enable_checkpointing=False).fit(Task(), loader())
+    assert (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().count("\n") == 9

@@ -1,0 +1,455 @@
+"""The articles that Treadle was made from: their samples run, and what they promise holds.
+
+`articles_samples.py` has the samples. What has a test elsewhere has none here.
+"""
+
+import contextlib
+import io
+import json
+import logging
+import time
+import warnings
+from pathlib import Path
+
+import articles_samples
+import pytest
+import torch
+from processes import run, script
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+import treadle
+from treadle.utils import FullyShardedDataParallelPlugin
+
+QUIET = {
+    "accelerator": "cpu",
+    "max_epochs": 1,
+    "logger": False,
+    "num_sanity_val_steps": 0,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+# -- the samples -----------------------------------------------------------------------------------------------------
+
+
+def all_samples(folder):
+    """Every sample, one after the other in the same processes; returns what each printed."""
+    printed = {}
+    for name, source in articles_samples.SAMPLES.items():
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            exec(compile(source, name, "exec"), {"__name__": "__main__", "FOLDER": folder})
+        printed[name] = [json.loads(line) for line in text.getvalue().splitlines()]
+    return printed
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def by_hand(net, optimizer, batches, loss, clip=float("inf")):
+    """Steps without any library; returns the loss of each."""
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses.append(loss(net, *batch))
+        losses[-1].backward()
+        nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+    return [each.item() for each in losses]
+
+
+def cross_entropy(net, inputs, targets):
+    return nn.functional.cross_entropy(net(inputs), targets)
+
+
+def square(net, inputs):
+    return net(inputs).square().mean()
+
+
+def in_groups(batches, size):
+    batches = list(batches)
+    groups = [batches[start : start + size] for start in range(0, len(batches), size)]
+    return [tuple(map(torch.cat, zip(*group, strict=True))) for group in groups]
+
+
+def first_steps():
+    torch.manual_seed(0)
+    loader = DataLoader(TensorDataset(torch.randn(100, 10), torch.randn(100, 1)), 8, shuffle=True)
+    net = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    means = []
+    for _ in range(2):
+        batches = list(loader)
+        losses = by_hand(net, optimizer, batches, lambda net, x, y: (net(x) - y).square().mean())
+        means.append(sum(loss * len(x) for loss, (x, _) in zip(losses, batches, strict=True)) / 100)
+    return means
+
+
+def half_precision():
+    torch.manual_seed(1)
+    loader = DataLoader(TensorDataset(torch.randn(112, 20), torch.randint(0, 2, (112,))), 8)
+    net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
+    return sum(by_hand(net, torch.optim.AdamW(net.parameters(), lr=1e-3), loader, cross_entropy))
+
+
+def template():
+    torch.manual_seed(42)
+    x = torch.randn(90, 4)
+    train, val = random_split(TensorDataset(x, (x.sum(1) > 0).long()), [70, 20])
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer, loader = torch.optim.AdamW(net.parameters(), lr=1e-2), DataLoader(train, 4, shuffle=True)
+    steps = sum(len(by_hand(net, optimizer, in_groups(loader, 4), cross_entropy, clip=1.0)) for _ in range(2))
+    return steps, sum(x.sum().item() for x, _ in val), flat(net)
+
+
+def stages():
+    torch.manual_seed(7)
+    body, head = nn.Linear(4, 8), nn.Linear(8, 1)
+    net, loader = nn.Sequential(body, nn.Tanh(), head), DataLoader(TensorDataset(torch.randn(32, 4)), 8)
+    start = body.weight.tolist()
+    by_hand(net, torch.optim.SGD(head.parameters(), lr=0.1), loader, square)
+    by_hand(net, torch.optim.SGD(net.parameters(), lr=0.1), loader, square)
+    return start, body.weight.flatten().tolist()
+
+
+def experiment(lr):
+    torch.manual_seed(9)
+    net = nn.Linear(4, 1)
+    loader = DataLoader(TensorDataset(torch.randn(32, 4)), 8, shuffle=True)
+    by_hand(net, torch.optim.SGD(net.parameters(), lr=lr), loader, square)
+    return net.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_samples_run_and_say_what_a_loop_by_hand_says(world, tmp_path):
+    main, *others = run(all_samples, world, str(tmp_path))
+    assert all(printed == [] for other in others for printed in other.values())
+
+    assert main["S10"] == close(first_steps())
+
+    ((total, (formats, precision, scaled)),) = main["S23"]
+    assert total == pytest.approx(half_precision(), abs=0.02)
+    assert (formats, precision, scaled) == (["torch.float32"], "fp16", True)
+
+    ((steps, val, total, weights),) = main["S38"]
+    assert (steps, val) == (10, 20)
+    assert (steps, total, weights) == (template()[0], close(template()[1]), close(template()[2]))
+    assert len((tmp_path / "template" / "metrics.csv").read_text().splitlines()) == 11
+    assert (tmp_path / "state" / "manifest.json").is_file()
+
+    assert main["S46"] == [["b", "cd", "efg", "hijk", "lmnop"]]
+    assert main["S57"] == [[1.0, 1.0]]
+
+    (((whole_steps, whole), (rest_steps, rest)),) = main["S63"]
+    assert (whole_steps, rest_steps) == (6, 4)
+    assert rest == whole  # to the bit, dropout included
+
+    assert main["S64"] == [[list(range(15)), True]]
+    results = ["ONE", "TWO", "THREE", "FOUR", "FIVE"]
+    assert main["S77"] == [[5 if world == 1 else 6, results, results]]
+
+    ((start, ((first, frozen), (second, trained))),) = main["S84"]
+    assert (first, second) == ("single" if world == 1 else "ddp", "fsdp")
+    assert frozen == start == stages()[0]
+    assert torch.tensor(trained).flatten().tolist() == close(stages()[1])
+
+    ((found, alive),) = main["S85"]
+    assert found[0] == found[4] == close(experiment(0.1))
+    assert (found[1], found[3]) == (close(experiment(0.2)), close(experiment(0.3)))
+    assert found[2] == pytest.approx(experiment(0.1), abs=0.01)
+    assert alive == 0
+
+
+def close(wanted):
+    return pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+# -- two processes, started once -------------------------------------------------------------------------------------
+
+
+class Task(treadle.TaskModule):
+    """Goes wrong in the first step in the way that it is told to."""
+
+    def __init__(self, mistake=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.mistake = mistake
+
+    def training_step(self, batch, batch_idx):
+        if self.mistake == "dtype":
+            return self.net(batch[0].double()).mean()
+        if self.mistake == "device":
+            batch = {"pixels": batch[0], "label": torch.ones(2, 1, device="meta")}
+            return nn.functional.mse_loss(self.net(batch["pixels"]), batch["label"])
+        if self.mistake == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        loss = square(self.net, batch[0])
+        if self.mistake == "backward":
+            loss.backward()
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def samples(count=16, scale=1.0):
+    return TensorDataset(scale * torch.randn(count, 2, generator=torch.Generator().manual_seed(1)))
+
+
+def train(batch_size, accumulate=1, task=None, data=None):
+    task = task or Task()
+    trainer = treadle.Trainer(**QUIET, accumulate_grad_batches=accumulate)
+    trainer.fit(task, DataLoader(data or samples(), batch_size))
+    return flat(task)
+
+
+def error_of(call, *args, **kwargs):
+    """What a call raised, with its notes."""
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    return ""
+
+
+def words_of(call, *args, **kwargs):
+    """What was announced, and warned of, in a call."""
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("treadle").addHandler(handler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(*args, **kwargs)
+    logging.getLogger("treadle").removeHandler(handler)
+    return said.getvalue() + "\n".join(str(each.message) for each in caught)
+
+
+def metrics_of(accelerator):
+    """Nine samples on two processes, two to a batch, in each form that a metric may have."""
+    loader = accelerator.prepare(DataLoader(torch.arange(9.0), batch_size=2))
+    found = {"samples": [], "means": [], "tokens": [], "words": [], "mixed": []}
+    for batch in loader:
+        tokens = torch.cat([torch.full((int(i) + 1,), i) for i in batch])  # sample i has i + 1 of them
+        words = [f"sample {int(i)}" for i in batch]
+        found["samples"] += accelerator.gather_for_metrics(batch).tolist()
+        mean, count = accelerator.gather_for_metrics((batch.mean(), torch.tensor(len(batch))))
+        found["means"].append((mean * count).sum().item())
+        found["tokens"] += accelerator.gather_for_metrics(tokens).tolist()
+        found["words"] += accelerator.gather_for_metrics(words)
+        both = accelerator.gather_for_metrics({"value": batch, "word": words})
+        found["mixed"] += zip(both["value"].tolist(), both["word"], strict=True)
+    return found
+
+
+def on_each_process(folder):
+    """Everything that takes two processes but ends well; returns what this one saw."""
+    accelerator = treadle.Accelerator(cpu=True)
+    rank = accelerator.process_index
+    tracked = treadle.Accelerator(cpu=True, log_with="csv", project_dir=folder)
+    split = treadle.Accelerator(cpu=True, split_batches=True)
+    return {
+        "world": accelerator.num_processes,
+        "splits": {(size, k): train(size, k) for size, k in ((4, 1), (2, 2), (1, 4))},
+        "words": words_of(train, 2, 4),
+        "other data": words_of(train, 2, data=samples(scale=rank + 1.0)),
+        "other split": words_of(train, 2, data=torch.utils.data.Subset(samples(), [rank, *range(2, 9)])),
+        "same data": words_of(train, 2, data=random_split(samples(), [10, 6], torch.Generator().manual_seed(2))[0]),
+        "more data": error_of(train, 2, data=samples(8 + 4 * rank)),
+        **{name: error_of(train, 2, task=Task(name)) for name in ("dtype", "device", "memory", "backward")},
+        "gather": error_of(accelerator.gather_for_metrics, torch.ones(2, 3 + rank)),
+        "reduce": error_of(accelerator.reduce, {"a": torch.ones(1), "b": torch.ones(2, 3 + rank)}),
+        "number": error_of(accelerator.reduce, [torch.ones(1)] * (1 + rank)),
+        "metrics": metrics_of(accelerator),
+        "fp16": treadle.Accelerator(cpu=True, mixed_precision="fp16").precision.name,
+        "fsdp": treadle.Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()).strategy.name,
+        "split": [len(batch) for batch in split.prepare(DataLoader(torch.arange(8), batch_size=4))],
+        "odd split": error_of(lambda: list(split.prepare(DataLoader(torch.arange(6), batch_size=3)))),
+        "tracker": error_of(tracked.log, {"a": 1}),
+        "reduction": error_of(accelerator.reduce, torch.ones(1), "average"),
+    }
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run(on_each_process, 2, str(tmp_path_factory.mktemp("two")))
+
+
+def test_any_split_of_the_effective_batch_is_one_update(two):
+    task = Task()
+    by_hand(task.net, torch.optim.SGD(task.parameters(), lr=0.1), DataLoader(samples(), 8), square)
+    wanted = close(flat(task))
+    alone = {(size, k): train(size, k) for size, k in ((8, 1), (4, 2), (2, 4), (1, 8))}
+    for place in (alone, two[0]["splits"], two[1]["splits"]):
+        assert all(weights == wanted for weights in place.values()), place
+
+
+def test_what_was_decided_is_said_once(two):
+    assert "strategy ddp; precision 32-true" in two[0]["words"]
+    assert "effective batch 16 = 2 per process x 2 processes x 4 accumulated" in two[0]["words"]
+    assert two[1]["words"] == ""
+
+
+def test_data_that_differs_between_processes(two):
+    for found in ("other data", "other split"):
+        assert "hold different data, so samples are missing or in two places" in two[0][found]
+        assert two[1][found] == ""  # all know, one says
+    assert "different data" not in two[0]["same data"]
+    for process in two:
+        assert "theirs differ in length: rank 0: 8, rank 1: 12" in process["more data"]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("dtype", ["in net.0 (Linear).forward: its parameters are float32 on cpu", "input: float64 on cpu"]),
+        ("device", ["batch['pixels']: float32 on cpu", "batch['label']: float32 on meta"]),
+        ("memory", ["memory ran out", "accumulate_grad_batches", "find_executable_batch_size"]),
+        ("backward", ["second time", "something called backward on this loss before: leave backward"]),
+    ],
+)
+def test_an_error_of_torch_says_where_and_why(two, mistake, said):
+    for rank, process in enumerate(two):
+        for words in [*said, f"on rank {rank} of 2, in fit, epoch 0, after optimizer step 0"]:
+            assert words in process[mistake]
+
+
+def test_an_error_in_one_process_has_the_cause_only():
+    assert error_of(train, 2, task=Task("memory")).count("\n") == 1
+    own = Task()
+    own.training_step = lambda batch, batch_idx: 1 / 0
+    assert error_of(train, 2, task=own) == "ZeroDivisionError: division by zero"
+
+
+def test_shapes_that_do_not_fit_together(two):
+    for process in two:
+        assert "rank 0: (2, 3) torch.float32; rank 1: (2, 4) torch.float32" in process["gather"]
+        assert (
+            "rank 0: (1,) torch.float32, (2, 3) torch.float32; rank 1: (1,) torch.float32, (2, 4)" in process["reduce"]
+        )
+        assert "reduce needs tensors of the same shapes" in process["number"]
+
+
+def test_every_form_of_a_metric_counts_each_sample_once(two):
+    for process in two:
+        found = process["metrics"]
+        assert found["samples"] == list(range(9))
+        assert sum(found["means"]) == 36.0
+        assert found["tokens"] == [i for i in range(9) for _ in range(i + 1)]
+        assert found["words"] == [f"sample {i}" for i in range(9)]
+        assert found["mixed"] == [(i, f"sample {i}") for i in range(9)]
+
+
+def test_nothing_is_downgraded_in_silence(two):
+    for process in two:
+        assert process["world"] == 2
+        assert process["fp16"] == "16-mixed"
+        assert process["fsdp"] == "fsdp"
+        assert process["split"] == [2, 2]
+        assert "ValueError" in process["odd split"]
+        assert "before accelerator.init_trackers" in process["tracker"]
+        assert "reduction='average' is not one of sum, mean" in process["reduction"]
+
+
+def with_another_torch():
+    if treadle.strategies.environment.LaunchEnvironment.read().rank == 1:
+        torch.__version__ = "1.0.0"
+    treadle.Accelerator(cpu=True)
+
+
+def test_all_processes_run_the_same_versions():
+    with pytest.raises(ValueError, match=r"rank 1 runs torch 1\.0\.0, treadle .* but rank 0 torch 2\."):
+        run(with_another_torch, 2)
+
+
+# -- failures of one process -----------------------------------------------------------------------------------------
+
+FAILING = """
+import os, signal, sys, time
+import torch, treadle
+from treadle.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+phase, how = sys.argv[1:]
+armed = False
+
+def fail(where):
+    if armed and where == phase and treadle.PartialState().process_index == 1:
+        open("failed", "w").write(repr(time.time()))
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ArithmeticError(f"on purpose in {phase}")
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+    def setup(self, stage):
+        fail("setup")
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            fail("train")
+        return self.net(batch[0]).square().mean()
+    def validation_step(self, batch, batch_idx):
+        fail("eval")
+    def on_save_checkpoint(self, checkpoint):
+        fail("save")
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def loader():
+    return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+
+def fit(epochs, ckpt_path=None):
+    callback = ModelCheckpoint("saved", filename="{epoch}", save_top_k=-1)
+    trainer = treadle.Trainer(devices=2, accelerator="cpu", max_epochs=epochs, logger=False, callbacks=callback,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0)
+    trainer.fit(Task(), loader(), loader(), ckpt_path=ckpt_path)
+
+if __name__ == "__main__":
+    fit(1)
+    armed = True
+    fit(3, "saved/epoch=0.ckpt")
+"""
+
+
+class Validated(Task):
+    """The same task, without what is armed."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("phase", ["setup", "train", "eval", "save"])
+def test_one_process_fails(phase, how, tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(FAILING)
+    monkeypatch.chdir(tmp_path)
+    done = script(Path("train.py"), phase, how)
+    took = time.time() - float((tmp_path / "failed").read_text())
+    assert took < 10  # within 5 s where the machine has nothing else to do
+
+    assert done.returncode == (1 if how == "raise" else 137)
+    if how == "raise":
+        assert f"ArithmeticError: on purpose in {phase}" in done.stderr
+        step = {"setup": 0, "train": 3, "eval": 4, "save": 4}[phase]
+        assert f"on rank 1 of 2, in fit, epoch {min(step, 1)}, after optimizer step {step}" in done.stderr
+        # All learn at once of a save that fails, so the other one may be gone first.
+        first = "rank 1 of 2 failed first: exit status 1", f"rank 1 failed: ArithmeticError: on purpose in {phase}"
+        assert any(words in done.stderr for words in first)
+    else:
+        assert "rank 1 of 2 failed first: killed by SIGKILL" in done.stderr
+
+    saved = sorted(path for path in (tmp_path / "saved").iterdir() if not path.name.startswith("."))
+    assert saved
+    task = Validated()
+    trainer = treadle.Trainer(**{**QUIET, "max_epochs": 3})
+    trainer.fit(task, DataLoader(samples(8), 2), DataLoader(samples(8), 2), ckpt_path=saved[-1])
+    assert trainer.current_epoch == 3
