@@ -318,8 +318,8 @@ def _is_meta(value: Any) -> bool:
 
 def _place(tensor: Tensor) -> _Place:
     storage = tensor.untyped_storage()
-    where = tensor.size(), tensor.stride(), tensor.storage_offset()
-    return _Place(storage._cdata, storage.nbytes(), tensor.dtype, *where)
+    offset = int(tensor.storage_offset())
+    return _Place(storage._cdata, storage.nbytes(), tensor.dtype, tensor.size(), tensor.stride(), offset)
 
 
 def _cpu_for_meta(value: Any) -> Any:

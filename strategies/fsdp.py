@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .construction import built_in_place
 from .deferred import Tape
-from .fsdp_checks import check_parallelized, check_parameters, check_unchanged
+from .fsdp_checks import check_device, check_parallelized, check_parameters, check_unchanged
 from .fsdp_kept import ShardedRouter, forget_gradients, put_away, start_anew
 from .fsdp_optimizer import hand_over
 from .layout import TENSOR, Layout
@@ -106,6 +106,7 @@ class FSDP(Strategy):
     def attach(self, world: World, precision: Precision) -> None:
         """See `Strategy.attach`."""
         super().attach(world, precision)
+        check_device(world.device)
         self.device_mesh = self._mesh = self.layout.mesh(world)
         self._data_world = self.layout.data_world(world)
         self.delays_sync = not self.sync_each_batch
@@ -170,7 +171,7 @@ class FSDP(Strategy):
     def _describe(self) -> str:
         return f"{self._mesh.mesh.tolist()} in {self.precision.name}"
 
-    def _shard(self, module: nn.Module) -> Router:
+    def _shard(self, module: nn.Module) -> Any:
         before = dict(module.named_parameters(remove_duplicate=False))
         unbuilt = {(part, name): tensor for part in module.modules() for name, tensor in _own_tensors(part)}
         unbuilt = {place: tensor for place, tensor in unbuilt.items() if tensor.is_meta}
@@ -227,7 +228,7 @@ class FSDP(Strategy):
                 f"tensor_parallel_size={self.layout.tensor} needs {type(module).__name__}.parallelize(mesh), which "
                 "calls torch.distributed.tensor.parallel.parallelize_module on the model's parts."
             )
-        module.parallelize(self._mesh[TENSOR])
+        module.parallelize(self._mesh[TENSOR])  # type: ignore[operator]
         check_parallelized(module, self.layout.tensor)
 
     def _recompute(self, module: nn.Module, blocks: list[nn.Module]) -> None:
@@ -297,14 +298,14 @@ class FSDP(Strategy):
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    def set_gradient_sync(self, module: nn.Module, on: bool) -> None:
+    def set_gradient_sync(self, module: Any, on: bool) -> None:
         """See `Strategy.set_gradient_sync`."""
         if on is not module._syncs:
             module._syncs = on
-            module.set_requires_gradient_sync(on)  # type: ignore[operator]
+            module.set_requires_gradient_sync(on)
 
     @contextmanager
-    def no_sync(self, module: nn.Module) -> Iterator[None]:
+    def no_sync(self, module: Any) -> Iterator[None]:
         """See `Strategy.no_sync`."""
         before = module._syncs
         self.set_gradient_sync(module, False)

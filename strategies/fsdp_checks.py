@@ -9,6 +9,16 @@ from .deferred import Tape
 from .shards import is_sharded
 
 
+def check_device(device: torch.device) -> None:
+    """See that this torch's ``fully_shard`` computes on ``device``.
+
+    Raises:
+        ValueError: for the CPU under a torch that lacks what it needs there (2.6).
+    """
+    if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise ValueError(f"strategy='fsdp' on CPU needs a newer torch than {torch.__version__}.")
+
+
 def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.dtype | None) -> None:
     """See that torch's ``fully_shard`` takes each block, and what is in none.
 

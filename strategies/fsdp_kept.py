@@ -55,10 +55,11 @@ def forget_gradients(root: nn.Module) -> None:
 def _sharded_parameters(root: nn.Module) -> Iterator[Any]:
     """torch's records of them; it has no public way to waiting gradients (2.13)."""
     for part in root.modules():
-        if hasattr(part, "_get_fsdp_state"):
-            state = part._get_fsdp_state()
+        get_state: Any = getattr(part, "_get_fsdp_state", None)
+        if get_state is not None:
+            state = get_state()
             groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:  # before torch 2.12
+            if groups is None:  # older ones (2.6) have one group each
                 groups = [group for group in (state._fsdp_param_group,) if group is not None]
             for group in groups:
                 yield from group.fsdp_params

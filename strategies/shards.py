@@ -38,7 +38,7 @@ def whole(value: Any, keep: bool) -> Any:
     return value
 
 
-def cut_like(full: Tensor, like: Tensor) -> Tensor:
+def cut_like(full: Tensor, like: Any) -> Tensor:
     """This process's part of ``full``, laid out over the processes as ``like`` is; no exchange."""
     if not is_sharded(like):
         return full
@@ -51,7 +51,7 @@ def cut_like(full: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def fill(part: Tensor, full: Tensor, like: Tensor) -> None:
+def fill(part: Tensor, full: Tensor, like: Any) -> None:
     """Copy this process's part of ``full``, laid out as ``like`` is, into ``part``."""
     # Where a shard begins, also if it is cut along two dimensions of the mesh; torch's own checkpoints use it.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NPROC_PER_NODE")
 LAUNCH_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TREADLE_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
 # What is read after torch was imported: a rank with another value of these may be forked from a process with torch.
-READ_LATE = ("PYTEST_", "MLFLOW_", "WANDB_", "SAMPLES")
+READ_LATE = ("PYTEST_", "MLFLOW_", "WANDB_")
 
 
 class RankError(RuntimeError):
@@ -270,8 +270,8 @@ def die_with(parent: int) -> None:
 
 def rank_main(folder: Path) -> int:
     """What each process of `run` does; returns its exit status."""
-    call = pickle.loads((folder / "call").read_bytes())
-    stack = (folder / f"stack{os.environ['RANK']}").open("w")
+    call, rank = pickle.loads((folder / "call").read_bytes()), os.environ["RANK"]
+    stack = (folder / f"stack{rank}").open("w")
     faulthandler.dump_traceback_later(max(0.1, call["deadline"] - time.time()), file=stack)
     sys.path[:] = call["path"]
     status = 0
@@ -288,9 +288,9 @@ def rank_main(folder: Path) -> int:
         record = {"time": time.time(), "text": traceback.format_exc(), "error": b""}
         with contextlib.suppress(Exception):
             record["error"] = pickle.dumps(error)
-    part = folder / f"part{os.environ['RANK']}"
+    part = folder / f"part{rank}"
     part.write_bytes(pickle.dumps(record))
-    part.rename(folder / f"result{os.environ['RANK']}")
+    part.rename(folder / f"result{rank}")
     if status == 0 and (torch := sys.modules.get("torch")) is not None and torch.distributed.is_initialized():
         time.sleep(0.01)  # torch 2.6 joins gloo's threads with the GIL in hand, which they may need for a last tensor
         torch.distributed.destroy_process_group()

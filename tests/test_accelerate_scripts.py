@@ -84,7 +84,7 @@ accelerator = Accelerator(gradient_accumulation_steps=2)
 model = make_model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-loader = DataLoader(make_data(int(os.environ.get("SAMPLES", 48))), batch_size=8 // accelerator.num_processes)
+loader = DataLoader(make_data(int(sys.argv[2])), batch_size=8 // accelerator.num_processes)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 norms = []
 for inputs, targets in loader:
@@ -223,19 +223,19 @@ def written(name, folder):
     return path
 
 
-def printed(path, world):
+def printed(path, world, *args):
     """What a rank does: the script, as the interpreter runs it, with what launched it in the environment or nothing."""
     if world == 1:
         for name in os.environ.keys() - clean_environment().keys():
             del os.environ[name]
-    sys.argv = [str(path), str(path.parent)]
+    sys.argv = [str(path), str(path.parent), *args]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         runpy.run_path(str(path), run_name="__main__")
     return out.getvalue()
 
 
-def output(name, world, folder, **env):
-    text, *_ = run(printed, world, written(name, folder), world, env=env)
+def output(name, world, folder, *args):
+    text, *_ = run(printed, world, written(name, folder), world, *args)
     return json.loads(text.strip().splitlines()[-1])
 
 
@@ -313,7 +313,7 @@ def test_classification(world, tmp_path):
 @WORLDS
 @pytest.mark.parametrize("samples", [48, 42])  # 42: the last group holds one short batch
 def test_accumulation_clipping_and_a_schedule(world, samples, tmp_path):
-    close(output("accumulate", world, tmp_path, SAMPLES=str(samples)), accumulated(samples))
+    close(output("accumulate", world, tmp_path, str(samples)), accumulated(samples))
 
 
 @WORLDS
