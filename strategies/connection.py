@@ -114,14 +114,14 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
 
 def disconnect(store: dist.Store | None = None) -> None:
     """End the process group, so that the next `connect` makes another."""
-    _await_gloo_threads()
+    await_gloo_threads()
     # After an uncaught exception the other ranks may be gone, and a backend's shutdown would wait for them.
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
-    _await_gloo_threads()
+    await_gloo_threads()
 
 
-def _await_gloo_threads(limit: float = 1.0) -> None:
+def await_gloo_threads(limit: float = 1.0) -> None:
     """Let gloo's threads put down what they hold, for at most ``limit`` seconds.
 
     One of them may still hold the last reference to a tensor, and needs the GIL to let go of it. Before the group's

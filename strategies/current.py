@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from . import connection
 from .environment import LaunchEnvironment
 from .world import World
 
@@ -54,6 +55,7 @@ def backend_of(world: World) -> str | None:
 def disconnect() -> None:
     """End the process group, where there is one. The next World makes a new one."""
     if dist.is_initialized():
+        connection.await_gloo_threads()
         dist.destroy_process_group()
 
 

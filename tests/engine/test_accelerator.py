@@ -2,6 +2,7 @@
 
 import copy
 import io
+import time
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -349,6 +350,7 @@ class Collectives:
         return self
 
     def __exit__(self, *error):
+        time.sleep(0.02)  # torch 2.6: gloo's thread notes the end of a reduction after it was waited for
         self.profile.__exit__(*error)
         self.count = sum(e.count for e in self.profile.key_averages() if e.key in ("gloo:all_reduce", "gloo:allreduce"))
         self.keys = [e.key for e in self.profile.key_averages() if "gloo" in e.key]
