@@ -74,8 +74,10 @@ def test_digits(options, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [("--steps", "24", "--accumulate", "2"), ("--steps", "4", "--devices", "2", "--strategy", "fsdp")],
-    ids=["one", "fsdp"],
+    [
+        pytest.param(("--steps", "24", "--accumulate", "2"), id="one"),
+        pytest.param(("--steps", "4", "--devices", "2", "--strategy", "fsdp"), id="fsdp", marks=pytest.mark.slow),
+    ],
 )
 def test_gpt(options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -102,7 +102,12 @@ def alone(script: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "count"), [("treadle", 1), ("treadle", 2), ("torchrun", 1)], ids=["2x1", "2x2", "torchrun"]
+    ("launcher", "count"),
+    [
+        pytest.param("treadle", 1, id="2x1"),
+        pytest.param("treadle", 2, id="2x2", marks=pytest.mark.slow),
+        pytest.param("torchrun", 1, id="torchrun"),
+    ],
 )
 def test_two_agents_train_what_one_process_does(
     script: str, alone: list[float], tmp_path: Path, launcher: str, count: int
