@@ -11,21 +11,14 @@ from typing import Any, NoReturn
 import torch
 
 from ..strategies.current import current_place
+from ..strategies.environment import variables_set
 
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
     """Set environment variables for a while, their names in capitals; what was there comes back, whatever happens."""
-    before = {name.upper(): os.environ.get(name.upper()) for name in kwargs}
-    os.environ.update({name.upper(): str(value) for name, value in kwargs.items()})
-    try:
+    with variables_set({name.upper(): str(value) for name, value in kwargs.items()}):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

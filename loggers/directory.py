@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import re
 from typing import Any
 
 from .logger import Logger, Params, process_rank
-from .values import as_mapping, plain
+from .values import as_mapping, checked_step, plain
 
 
 class DirectoryLogger(Logger):
@@ -123,14 +122,7 @@ class DirectoryLogger(Logger):
             TypeError: ``step`` is not an integer.
             ValueError: ``step`` is negative.
         """
-        if step is None:
-            step = self._last_step + 1
-        try:
-            step = operator.index(step)
-        except TypeError:
-            raise TypeError(f"step={step!r} must be an integer: pass int(step)") from None
-        if step < 0:
-            raise ValueError(f"step={step} is negative: steps count from 0")
+        step = checked_step(self._last_step + 1 if step is None else step)
         self._last_step = max(self._last_step, step)
         return step
 

@@ -1,20 +1,19 @@
-"""Metrics, hyperparameters and checkpoints for MLflow; and what all loggers of tracking services share."""
+"""Metrics, hyperparameters and checkpoints for MLflow."""
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .logger import Logger, Params, process_rank, rank_zero_experiment
-from .values import as_mapping, as_metrics, plain
+from .services import Uploads, check_arguments, installed
+from .values import as_mapping, as_metrics, checked_step, plain
 
 FILES = "file:"
 DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
@@ -314,75 +313,3 @@ def _allowed(name: str) -> str:
     if allowed != name:
         warnings.warn(f"MLflow names {name!r} {allowed!r}: it takes letters, digits and _ / . - only", stacklevel=4)
     return allowed
-
-
-class Uploads:
-    """Which checkpoints a tracking service has yet to be given.
-
-    Args:
-        mode: True for those that are kept when a fit ends, ``"all"`` for each as it is saved, False for none.
-    """
-
-    def __init__(self, mode: bool | str) -> None:
-        self._mode = mode
-        self._callbacks: dict[int, Any] = {}
-        self._told = False
-        self._given: dict[str, int] = {}
-
-    def after_save(self, callback: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        """Give path, callback and facts of each checkpoint that is due now that one was saved."""
-        self._told = True
-        if self._mode == "all" or (self._mode and callback.save_top_k == -1):
-            yield from self._new(callback)
-        elif self._mode:
-            self._callbacks[id(callback)] = callback
-
-    def at_the_end(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        """Give path, callback and facts of each checkpoint that is due now that a fit is over."""
-        if self._mode and not self._told:
-            warnings.warn(
-                f"log_model={self._mode!r}, but this logger was told of no checkpoint: nothing is uploaded. "
-                "Call its after_save_checkpoint(callback) once one is saved",
-                stacklevel=4,
-            )
-        for callback in self._callbacks.values():
-            yield from self._new(callback)
-
-    def _new(self, callback: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        kept = {callback.last_model_path: callback.current_score, callback.best_model_path: callback.best_model_score}
-        for path, score in {**kept, **callback.best_k_models}.items():
-            if not path or not os.path.exists(path):
-                continue
-            written = os.stat(path).st_mtime_ns  # another checkpoint may take the same path
-            if self._given.get(path) == written:
-                continue
-            settings = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only", "every_n_train_steps")
-            facts = {"score": score, "original_filename": Path(path).name}
-            yield path, callback, plain({**facts, type(callback).__name__: {s: getattr(callback, s) for s in settings}})
-            self._given[path] = written
-
-
-def installed(package: str) -> bool:
-    """Whether a package can be imported; a folder of its name, such as W&B's own ``./wandb``, is none."""
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None
-
-
-def check_arguments(log_model: bool | str, texts: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError for arguments that tracking services share."""
-    for argument, value in texts.items():
-        if value is not None and not isinstance(value, str):
-            raise TypeError(f"{argument}={value!r} must be a string, not {type(value).__name__}")
-    if log_model not in (True, False, "all"):
-        raise ValueError(f"log_model={log_model!r} is not one of True, False, 'all'")
-
-
-def checked_step(step: Any) -> int:
-    """Return a step as an integer; raise TypeError or ValueError if it is none."""
-    try:
-        step = operator.index(step)
-    except TypeError:
-        raise TypeError(f"step={step!r} must be an integer: pass int(step)") from None
-    if step < 0:
-        raise ValueError(f"step={step} is negative: steps count from 0")
-    return int(step)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import numbers
+import operator
 from collections.abc import Mapping, MutableSequence, Set
 from enum import Enum
 from typing import Any
@@ -74,3 +75,14 @@ def plain(value: Any) -> Any:
             if type(number) in (int, float, bool):
                 return number
     return str(value)
+
+
+def checked_step(step: Any) -> int:
+    """Return a step as an integer; raise TypeError or ValueError if it is none."""
+    try:
+        step = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step={step!r} must be an integer: pass int(step)") from None
+    if step < 0:
+        raise ValueError(f"step={step} is negative: steps count from 0")
+    return int(step)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .logger import Logger, Params, process_rank, rank_zero_experiment
-from .mlflow import Uploads, check_arguments, checked_step, installed
-from .values import as_mapping, as_metrics, plain
+from .services import Uploads, check_arguments, installed
+from .values import as_mapping, as_metrics, checked_step, plain
 
 STEP = "trainer/global_step"  # W&B counts calls of `log`; charts are drawn over this instead
 

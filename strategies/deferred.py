@@ -123,7 +123,10 @@ class Tape(TorchDispatchMode):
         random = self._generator(args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
         # Noted before the call, which may change its arguments.
         noted = tree_map(self._note, (args, kwargs))
-        output = func(*args, **kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except NotImplementedError:  # torch has it for real memory only; its own callers take the error for a "no"
+            output = self._shaped(func, args, kwargs)
         made = {self._key(t) for t in tree_leaves(output) if _is_meta(t)}
         if not made or (made <= taken and not func._schema.is_mutable):
             return output  # nothing of the model's, or a view of what is there
@@ -154,6 +157,19 @@ class Tape(TorchDispatchMode):
     def _looked_up(self, value: Any) -> Any:
         """The values of what is on the meta device, and the CPU where that device is named."""
         return self.values(value) if _is_meta(value) else _cpu_for_meta(value)
+
+    def _shaped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator without a form for the meta device returns, without memory; a replay needs no such form."""
+        if func._schema.is_mutable:
+            raise RuntimeError(f"{func} can't change a tensor without memory: build this part outside init_module().")
+        output = func(*tree_map(self._looked_up, args), **tree_map(self._looked_up, kwargs))
+
+        def shape(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+
+        return tree_map(shape, output)
 
     def _entered(self, value: Any) -> Any:
         """A tensor from outside as one without memory; single numbers may be mixed with these as they are."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -304,3 +305,18 @@ def _number(env: Mapping[str, str], name: str, low: int, high: int | None = None
     if value < low or (high is not None and value > high):
         raise ValueError(f"{name}={value} is out of range; it must be {bounds}.")
     return value
+
+
+@contextmanager
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while; what was there comes back, whatever happens."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NoReturn
 
+from .environment import variables_set
 from .nodes import FAILURE_GRACE, GRACE, Job
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
@@ -110,7 +111,8 @@ def supervise_job(job: Job) -> int:
     place = job.nodes.place() if job.nodes is not None else None
     if place is not None and place.interface is not None:
         variables["GLOO_SOCKET_IFNAME"] = place.interface
-    with _environment(variables), _signals_restored():
+    # torch's agent starts each rank with a copy of this process's own.
+    with variables_set(variables), _signals_restored():
         from . import agent  # a second of imports, which only a supervisor has to pay
 
         return agent.run(job, place)
@@ -221,21 +223,6 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables for a while: torch's agent starts each rank with a copy of this process's own."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ class Filed:
         if self.nbytes == 0:
             return torch.empty(self.shape, dtype=self.dtype)
         if self.start % (_ALIGNMENT if exact else self.dtype.itemsize):
-            # Not malloc's: weights come and go, and glibc's heap grew to nine of a model's fourteen layers by it.
+            # Given back when it goes; malloc may keep it.
             own = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
             out = own.view(self.dtype).view(self.shape)
             self.fill(out)

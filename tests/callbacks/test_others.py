@@ -1,5 +1,6 @@
 """The smaller callbacks, and the base class."""
 
+import os
 import re
 import time
 from datetime import timedelta
@@ -28,6 +29,7 @@ class Rows(Logger):
 
     def __init__(self):
         self.rows = []
+        self.saved = []
 
     @property
     def experiment(self):
@@ -46,6 +48,9 @@ class Rows(Logger):
 
     def log_hyperparams(self, params, metrics=None):
         pass
+
+    def after_save_checkpoint(self, checkpoint_callback):
+        self.saved.append(checkpoint_callback.best_model_path)
 
     def of(self, name):
         return [(step, row[name]) for step, row in self.rows if name in row]
@@ -293,6 +298,13 @@ def test_states_by_name(tmp_path):
     assert (one.count, other.count) == (10, 10)
     with pytest.raises(ValueError, match=r"two callbacks.*'Stateful'"):
         fit(tmp_path, Stateful(), Stateful(), ModelCheckpoint(tmp_path / "c"))
+
+
+def test_loggers_are_told_of_checkpoints(tmp_path):
+    rows = Rows()
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
+    fit(tmp_path, saver, logger=rows, max_epochs=2)
+    assert [os.path.basename(path) for path in rows.saved] == ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]
 
 
 def test_the_list_of_hooks():
