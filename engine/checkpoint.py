@@ -1,9 +1,9 @@
 """The checkpoint store: what is on disk, and when it counts as complete. It knows neither states' meaning nor ranks.
 
-A checkpoint is a directory of parts and a ``manifest.json``: ``model.safetensors``, ``state.json`` and
-``state.safetensors``, and ``rank-00000.json`` and ``rank-00000.safetensors`` for each process. Tensors are
-safetensors, the rest is JSON, nothing is pickled. Every process calls `write_part`, the caller waits for all of them,
-and one process calls `commit`. What is on disk at each moment of saving to ``last``:
+A checkpoint is a directory of parts (see `parts`) and a ``manifest.json``: ``model``, ``optimizer``, ``state``, and
+``rank-00000`` for each process. Tensors are safetensors, the rest is JSON, nothing is pickled. Every process writes its
+own files, the caller waits for all of them, and one process calls `commit`. What is on disk at each moment of saving to
+``last``:
 
 1. Parts go to ``.last.part``, each fsynced; then the manifest, fsynced; then that directory's entries are fsynced. A
    failure up to here leaves only ``.last.part``, which never counts.
@@ -15,7 +15,6 @@ and one process calls `commit`. What is on disk at each moment of saving to ``la
 Deleting a checkpoint starts with one rename too, to ``.last.gone``. `recover` clears all these names away.
 """
 
-import json
 import os
 import re
 import warnings
@@ -23,69 +22,52 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from . import disk
-from .codec import check_tensor, decode, encode, view_key
 from .manifest import MANIFEST, Manifest, read_manifest, verify
+from .parts import encode_part, open_part, read_part, write_files
 
 __all__ = [
     "MANIFEST",
     "CheckpointStore",
     "Manifest",
+    "beside",
     "commit",
     "discard",
+    "encode_part",
+    "open_part",
     "read_manifest",
     "read_part",
     "remove",
-    "staging",
     "verify",
+    "write_files",
     "write_part",
 ]
 
-_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _BESIDE = re.compile(r"\.(.+)\.(part|old|gone)")
-_MAX_JSON_BYTES = 512 * 2**20  # far above any real state; bounds what a hostile file makes us read
 
 
-def write_part(target: Path | str, name: str, state: Any) -> dict[str, dict[str, Any]]:
+def write_part(target: Path | str, name: str, state: Any) -> dict[str, disk.Entry]:
     """Write one part of a checkpoint beside its target, durably. Processes may do so at once, each its own names.
 
     Args:
         target: Where the checkpoint will be committed.
-        name: ``"model"`` for a flat dict of tensors, stored as a plain ``model.safetensors`` that any tool can load.
-            Every other name takes any state that `codec.encode` takes, stored as ``name.json`` and, where it has
-            tensors, ``name.safetensors``.
+        name: See `parts.encode_part`.
         state: What to store. Tensors may be on any device; those tied to each other are stored once.
 
     Returns:
-        ``{"bytes": size, "sha256": digest}`` by file name, for `commit`.
+        Size and digest by file name, for `commit`.
 
     Raises:
         TypeError: The state holds something that isn't data; nothing is written then.
         ValueError: A name that can't be a file name, or a state without an end.
         OSError: The disk is full or not writable.
     """
-    if not _PART.fullmatch(name) or name == "manifest":
-        raise ValueError(f"{name!r:.80} can't name a part: use letters, digits, '_', '-', '.', and not 'manifest'.")
-    folder = _beside(target, "part")
-    files = [f"{name}.safetensors"]
-    if name == "model":
-        tensors, notes = _fold(state)
-        data = b""
-    else:
-        document, tensors = encode(state)
-        notes = {}
-        data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-        files = [f"{name}.json", *(files if tensors else [])]
-    disk.make_directory(folder)
-    for file in files:
-        if file.endswith(".json"):
-            disk.write_bytes(folder / file, data)
-        else:
-            disk.write_tensors(folder / file, tensors, {"format": "pt", **notes})
-        disk.fsync(folder / file)
-    return {file: disk.describe(folder / file) for file in files}
+    return write_files(beside(target), encode_part(name, state))
+
+
+def beside(target: Path | str) -> Path:
+    """Where the parts of a checkpoint are until `commit` moves them all at once."""
+    return _beside(target, "part")
 
 
 def commit(
@@ -100,7 +82,7 @@ def commit(
         files: The entries of every `write_part`, of all processes, in one dict.
         info: What the manifest notes: the counts ``step`` (optimizer steps done, default 0), ``epoch`` (0), ``samples``
             (global samples seen, 0) and ``world_size`` (processes, 1), and anything else but tensors, such as a metric.
-        others: Keep what else was put into `staging` since `discard` was called; the manifest does not list it.
+        others: Keep what else was put `beside` since `discard` was called; the manifest does not list it.
 
     Returns:
         The target, as an absolute path.
@@ -111,7 +93,7 @@ def commit(
         TypeError: ``info`` holds a tensor or something that isn't data.
         OSError: The disk refused. The checkpoint that stood at the target stands there still.
     """
-    target, source = Path(os.path.abspath(target)), _beside(target, "part")
+    target, source = Path(os.path.abspath(target)), beside(target)
     if os.path.lexists(target) and not (target / MANIFEST).is_file() and not _is_empty(target):
         raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")
     sequence = 1 + max((manifest.sequence for manifest, _ in _scan(target.parent)[0]), default=0)
@@ -152,20 +134,13 @@ def _swap_in(staging: Path, target: Path) -> None:
         warnings.warn(f"{target} is saved, but what it replaced can't be deleted now: {error}. The next start will.")
 
 
-def staging(target: Path | str) -> Path:
-    """Where the parts of a checkpoint are until `commit` moves them all at once; made if it is not there."""
-    path = _beside(target, "part")
-    disk.make_directory(path)
-    return path
-
-
 def discard(target: Path | str) -> None:
     """Remove what `write_part` wrote for a target that will not be committed. Nothing there is no error.
 
     Args:
         target: As given to `write_part`. A checkpoint that stands there is not touched.
     """
-    _delete(_beside(target, "part"))
+    _delete(beside(target))
 
 
 def remove(path: Path | str) -> None:
@@ -279,43 +254,6 @@ def _finish_swap(target: Path, part: Path, old: Path) -> str:
     return f"{target}: put back, as its replacement was never completed"
 
 
-def read_part(path: Path | str, name: str, device: str | torch.device = "cpu", *, mapped: bool = False) -> Any:
-    """Read one part of a committed checkpoint. Nothing in the file can make this import or run code.
-
-    Args:
-        path: The checkpoint's directory.
-        name: As given to `write_part`.
-        device: Where all its tensors go.
-        mapped: On the CPU, leave tensors mapped onto the file instead of copying them. Faster, for a state that is
-            copied into a model at once; one that is kept would depend on the file from then on.
-
-    Returns:
-        The state. Tied tensors are one object again.
-
-    Raises:
-        ValueError: The checkpoint has no such part, or its content is damaged; run `verify` first to know before.
-    """
-    path = Path(path)
-    files = read_manifest(path).files
-    wanted = [f"{name}.safetensors"] if name == "model" else [f"{name}.json", f"{name}.safetensors"]
-    found = [file for file in wanted if file in files]
-    if wanted[0] not in found:
-        raise ValueError(f"{path}: has no part {name!r}. Its files are {', '.join(sorted(files))}.")
-    for file in found:
-        disk.check_file(path, file, files[file], digests=False)
-    tensors: dict[str, torch.Tensor] = {}
-    notes: dict[str, str] = {}
-    if found[-1].endswith(".safetensors"):
-        tensors, notes = disk.read_tensors(path / found[-1], str(device), mapped)
-    try:
-        if name == "model":
-            aliases = json.loads(notes.get("aliases", "{}"))
-            return tensors | {alias: tensors[kept] for alias, kept in aliases.items()}
-        return decode(disk.read_json(path / found[0], _MAX_JSON_BYTES), tensors)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: part {name!r} is damaged: {error}. Use another checkpoint.") from error
-
-
 def _scan(directory: Path) -> tuple[list[tuple[Manifest, Path]], list[str]]:
     """The readable manifests, the newest last, and what is wrong with the others."""
     found, problems = [], []
@@ -332,28 +270,6 @@ def _scan(directory: Path) -> tuple[list[tuple[Manifest, Path]], list[str]]:
         except ValueError as error:
             problems.append(str(error))
     return sorted(found, key=lambda pair: (pair[0].step, pair[0].sequence, pair[1].name)), problems
-
-
-def _fold(state: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """A model's tensors without the tied ones, and the header's note of which name stands for which."""
-    if not isinstance(state, Mapping):
-        raise TypeError(f"model: needs a flat dict of tensors, such as model.state_dict(), not {type(state).__name__}.")
-    state = dict(state)
-    tensors: dict[str, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[tuple[Any, ...], str] = {}
-    for name, tensor in state.items():
-        if type(name) is not str or name == "__metadata__":
-            raise ValueError(f"model: {name!r} can't be a tensor's name in a safetensors file; rename it.")
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"model.{name}: is a {type(tensor).__name__}, not a tensor; store it in another part.")
-        check_tensor(tensor, f"model.{name}")
-        kept = first.setdefault(view_key(tensor), name)
-        if kept == name:
-            tensors[name] = tensor
-        else:
-            aliases[name] = kept
-    return tensors, {"aliases": json.dumps(aliases)} if aliases else {}
 
 
 def _beside(target: Path | str, suffix: str) -> Path:

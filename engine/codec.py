@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from ..strategies.shards import is_sharded, local
+
 __all__ = ["MAX_DEPTH", "TENSOR_DTYPES", "check_tensor", "decode", "encode", "view_key"]
 
 MAX_DEPTH = 100
@@ -98,11 +100,12 @@ def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     Returns:
         A value to compare or to use in a dict.
     """
-    pointer = tensor.untyped_storage().data_ptr()
+    held = local(tensor)
+    pointer = held.untyped_storage().data_ptr()
     if pointer == 0:  # nothing allocated, so nothing shared
         return (id(tensor),)
-    view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
-    return (tensor.device, pointer, *view)
+    view = (held.storage_offset(), held.shape, held.stride(), held.dtype, held.is_conj(), held.is_neg(), tensor.shape)
+    return (held.device, pointer, *view)
 
 
 def check_tensor(tensor: torch.Tensor, place: str) -> None:
@@ -113,11 +116,11 @@ def check_tensor(tensor: torch.Tensor, place: str) -> None:
         place: Where it is, for the error.
 
     Raises:
-        TypeError: It is a subclass (a distributed or wrapped tensor), sparse, quantized, without data (device ``meta``)
-            or of an element type that is not in `TENSOR_DTYPES`.
+        TypeError: It is a subclass (other than a sharded tensor), sparse, quantized, without data (device ``meta``) or
+            of an element type that is not in `TENSOR_DTYPES`.
     """
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        _refuse(tensor, place, "gather or unwrap it into a plain torch.Tensor first")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(tensor):
+        _refuse(tensor, place, "unwrap it into a plain torch.Tensor first")
     if tensor.layout != torch.strided:
         _refuse(tensor, place, "make it dense first with .to_dense()", f"{tensor.layout} tensor")
     if tensor.device.type == "meta":
@@ -320,7 +323,7 @@ class _Decoder:
     def _numpy_array(self, name: Any, path: tuple[str, ...]) -> np.ndarray:
         tensor = self._tensor(name, path)
         _need(str(tensor.dtype).removeprefix("torch.") in _NUMPY_ARRAYS, f"numpy has no {tensor.dtype}")
-        return tensor.cpu().numpy()
+        return tensor[...].cpu().numpy()
 
     def _numpy_scalar(self, content: Any, path: tuple[str, ...]) -> np.generic:
         name, value = self._items(content, path)

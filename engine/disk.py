@@ -5,19 +5,45 @@ Every change on disk goes through seven small functions: `mkdir`, `write_bytes`,
 """
 
 import errno
-import hashlib
 import json
 import os
 import re
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from xxhash import xxh3_128
+
+from ..strategies.shards import Whole
+
+DIGEST = "xxh3_128"
+"""The name of the digest in a manifest: as fast as memory, so that it can be compared at every load.
+
+It finds damage, not forgery: who can write the files can write the manifest. Reading runs no code either way.
+"""
+
+DTYPES: dict[str, torch.dtype] = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"C64": torch.complex64, "BOOL": torch.bool},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz},
+    **{"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
+}
+"""The element types of a safetensors file that torch knows, by their codes."""
+
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+"""The codes of element types in a safetensors file."""
+
+Entry = dict[str, Any]
+"""What a manifest says of a file: its size under ``bytes``, and its digest."""
+
+_PIECE = 2**22  # bytes that are digested and written while they are in the processor's cache
 
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|safetensors)")
 """The names a checkpoint's files may have. None of them can lead out of the directory."""
@@ -28,36 +54,65 @@ def mkdir(path: Path) -> None:
     os.mkdir(path)
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file."""
-    path.write_bytes(data)
+def write_bytes(path: Path, data: bytes) -> Entry:
+    """Write a file; returns its entry for a manifest."""
+    with _naming(path):
+        path.write_bytes(data)
+    return {"bytes": len(data), DIGEST: xxh3_128(data).hexdigest()}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: dict[str, str]) -> None:
-    """Write a safetensors file from tensors on any device and of any layout.
+def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str]) -> Entry:
+    """Write a safetensors file from tensors on any device and of any layout; returns its entry for a manifest.
+
+    One tensor after the other comes to the host, and the digest is taken of what goes out: safetensors' own writer
+    wants all of them there at once, and the file to be read once more. The bytes are those it writes.
 
     Args:
         path: The file.
-        tensors: The tensors by name.
+        tensors: The tensors by name, of plain types, or what reads one when it is indexed.
         notes: The text that goes into the file's header.
 
     Raises:
         OSError: The disk refused, a full one too.
+
+    Source: https://huggingface.co/docs/safetensors (the format)
     """
-    storable: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        if tensor.untyped_storage().data_ptr() in storages:
-            tensor = tensor.clone()  # another view of the same memory, which safetensors refuses
-        storages.add(tensor.untyped_storage().data_ptr())
-        storable[name] = tensor
+    # Wide elements first, so that each tensor begins at a multiple of its element's size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": notes} if notes else {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.shape.numel() * tensor.dtype.itemsize
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    text = len(text).to_bytes(8, "little") + text
+    digest = xxh3_128(text)
+    with _naming(path), path.open("wb", buffering=2**20) as file:
+        file.write(text)
+        for name in names:
+            data = _bytes_of(tensors[name][...])
+            for start in range(0, len(data), _PIECE):
+                piece = data[start : start + _PIECE]
+                digest.update(piece)
+                file.write(piece)
+    return {"bytes": len(text) + end, DIGEST: digest.hexdigest()}
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """A failed write says which file; the system's own error does not."""
     try:
-        save_file(storable, path, metadata=notes)
-    except SafetensorError as error:
-        raise OSError(f"{path}: can't write the tensors: {error}") from error
-    # safetensors 0.8 makes its files readable by their owner alone. The directory shows what the umask allows.
-    os.chmod(path, stat.S_IMODE(path.parent.stat().st_mode) & 0o666)
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
 
 
 def fsync(path: Path) -> None:
@@ -128,11 +183,13 @@ def names(directory: Path) -> list[str]:
         return []
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """A file's entry for a manifest: its size and the digest of what now stands in it, read in small pieces."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": file.tell(), "sha256": digest}
+def describe(path: Path) -> Entry:
+    """A file's entry for a manifest, of what now stands in it, read in small pieces."""
+    digest = xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+        return {"bytes": file.tell(), DIGEST: digest.hexdigest()}
 
 
 def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bool) -> None:
@@ -141,7 +198,7 @@ def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bo
     Args:
         directory: The directory.
         name: The file's name.
-        entry: Its ``bytes`` and ``sha256``.
+        entry: What the manifest says of it.
         digests: Also read it and compare the digest.
 
     Raises:
@@ -150,7 +207,7 @@ def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bo
     if not FILE.fullmatch(name):
         raise ValueError(f"{directory}: {name!r:.80} is not a name of a checkpoint's file.")
     try:
-        found: dict[str, Any] = {"bytes": _size(directory / name)}
+        found: Entry = {"bytes": _size(directory / name)}
         if digests and found["bytes"] == entry["bytes"]:
             found = describe(directory / name)
     except FileNotFoundError as error:
@@ -159,8 +216,8 @@ def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bo
         raise ValueError(f"{directory}: {name} can't be read: {error.strerror or error}.") from error
     if found["bytes"] != entry["bytes"]:
         raise ValueError(f"{directory}: {name} has {found['bytes']:,} bytes, {entry['bytes']:,} were written.")
-    if digests and found["sha256"] != entry["sha256"]:
-        raise ValueError(f"{directory}: {name} has other content than was written (its sha256 differs).")
+    if digests and found[DIGEST] != entry[DIGEST]:
+        raise ValueError(f"{directory}: {name} has other content than was written (its digest differs).")
 
 
 def _size(path: Path) -> int:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from ..strategies.shards import Whole
 from . import disk
 from .codec import encode, view_key
 
@@ -70,10 +69,11 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
     if hasattr(f, "write"):
         write(f)
     else:
-        _in_one_move(Path(f), write)
+        in_one_move(Path(f), write)
 
 
-def _in_one_move(path: Path, write: Callable[[str], None]) -> None:
+def in_one_move(path: Path, write: Callable[[str], None]) -> None:
+    """Let ``write`` write a file beside ``path``, and put it in place once it is complete."""
     path = Path(os.path.abspath(path))
     beside = path.parent / f".{path.name}.part"
     try:
@@ -113,7 +113,21 @@ def save_weights(weights: Mapping[str, Any], directory: Path, limit: int, safe: 
     others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
     if others:
         raise TypeError(f"{others[0]} in the model's state is no tensor; weights are tensors only. Use save_state.")
-    tensors, aliases = _untied(weights)
+    write_weights(*_untied(weights), directory, limit, safe)
+
+
+def write_weights(
+    tensors: Mapping[str, Whole], aliases: Mapping[str, str], directory: Path, limit: int, safe: bool = True
+) -> None:
+    """As `save_weights`, of tensors that are there once each, or are read one after the other as they are written.
+
+    Args:
+        tensors: by name.
+        aliases: other names of some of them.
+        directory: where.
+        limit: the most bytes of a file.
+        safe: safetensors, else torch's format.
+    """
     shards = _shards(tensors, limit)
     stem, ending = ("model", "safetensors") if safe else ("pytorch_model", "bin")
     files = [
@@ -129,7 +143,7 @@ def save_weights(weights: Mapping[str, Any], directory: Path, limit: int, safe: 
         index = directory / f"{stem}.{ending}.index.json"
         if len(shards) > 1:
             new.append((directory / f".{index.name}.part", index))
-            size = sum(tensor.nbytes for tensor in tensors.values())
+            size = sum(map(nbytes, tensors.values()))
             placed = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
             document = {"metadata": {"total_size": size}, "weight_map": placed}
             new[-1][0].write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -143,27 +157,37 @@ def save_weights(weights: Mapping[str, Any], directory: Path, limit: int, safe: 
     disk.fsync(directory)
 
 
-def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
+def nbytes(tensor: Whole) -> int:
+    """The size of its values, in bytes."""
+    return tensor.shape.numel() * tensor.dtype.itemsize
+
+
+def _shards(tensors: Mapping[str, Whole], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     held = 0
     for name, tensor in tensors.items():
-        if shards[-1] and held + tensor.nbytes > limit:
+        if shards[-1] and held + nbytes(tensor) > limit:
             shards.append([])
             held = 0
         shards[-1].append(name)
-        held += tensor.nbytes
+        held += nbytes(tensor)
     return shards
 
 
-def _write(path: Path, tensors: dict[str, Tensor], aliases: dict[str, str], safe: bool) -> None:
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+def _write(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, str], safe: bool) -> None:
     if safe:
-        # Header entries as safetensors' own `save_model` writes them, which its `load_model` reads.
-        notes = {alias: kept for alias, kept in aliases.items() if kept in tensors}
-        save_file(plain, path, metadata={"format": "pt", **notes})
+        write_file(path, tensors, aliases)
     else:
-        torch.save({name: tensor.clone() for name, tensor in plain.items()}, path)  # of a view, only what is seen
-    os.chmod(path, stat.S_IMODE(path.parent.stat().st_mode) & 0o666)
+        # Of a view, only what is seen.
+        torch.save({name: tensor[...].detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+        disk.fsync(path)
+
+
+def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, str]) -> None:
+    """Write one safetensors file, durably."""
+    # Header entries as safetensors' own `save_model` writes them, which its `load_model` reads.
+    notes = {alias: kept for alias, kept in aliases.items() if kept in tensors}
+    disk.write_tensors(path, tensors, {"format": "pt", **notes})
     disk.fsync(path)
 
 

@@ -16,7 +16,7 @@ from .fingerprint import check_same_data
 from .order import GroupPlanner, Micro, ShardedBatches, sized
 from .random_state import RandomStream, State
 from .reading import SeededSamples, read_here
-from .stream import Counted, StreamedBatches
+from .stream import Counted, StreamedBatches, Unwrapped, other_batches
 
 
 class Cursor:
@@ -65,6 +65,7 @@ class Loader:
             )
         self.source = source
         self.move = move
+        self.evaluation = evaluation
         self.epoch = 0
         self.samples = 0  # of this epoch, over all processes
         self.batches = 0  # of this epoch, of this process
@@ -85,7 +86,7 @@ class Loader:
         else:
             # A list draws nothing, so nothing has to be lent to it.
             lent = not isinstance(source, list | tuple)
-            self._plan = StreamedBatches(None, planner, Draws(stream, source), lent, _stateful(source))
+            self._plan = StreamedBatches(source, None, planner, Draws(stream, source), lent, _stateful(source))
         if split and size > 1:
             self._plan.split()
 
@@ -106,8 +107,11 @@ class Loader:
             draws = Draws(self._stream, source, None if workers else source.dataset)
             # A subclass's own __iter__ may draw the workers' seed late, or anything else.
             lent = not workers or type(source).__iter__ is not DataLoader.__iter__
-            stateful = None if workers else _stateful(source.dataset)
-            self._plan = StreamedBatches(counted, planner, draws, lent, stateful)
+            # A loader that knows where it is knows it of its workers too.
+            stateful = _stateful(view) or (None if workers else _stateful(source.dataset))
+            streamed = self._plan = StreamedBatches(source, counted, planner, draws, lent, stateful)
+            if counted is not None:
+                _unwrap(view, streamed)
             return
         plan = self._plan = ShardedBatches(source, planner, self._stream, evaluation, positions=workers)
         settings["batch_sampler" if source.batch_sampler is not None else "sampler"] = plan
@@ -141,7 +145,7 @@ class Loader:
         try:
             for batch in batches:
                 if not micros:
-                    raise self._other_batches()
+                    raise other_batches(self.source)
                 micro, drawn = micros.popleft()
                 cursor.micro = self._micro = micro
                 self.samples += micro.everyone
@@ -150,7 +154,7 @@ class Loader:
                     stream.state = self._drawn = drawn
                 yield batch if move is None else move(batch)
             if micros:
-                raise self._other_batches()
+                raise other_batches(self.source)
             self.end_epoch()
         finally:
             if cursor.micro is micro:
@@ -234,13 +238,6 @@ class Loader:
             self.epoch += 1
             self.samples = self.batches = 0
             self._plan.order = self._micro = None
-
-    def _other_batches(self) -> ValueError:
-        return ValueError(
-            f"{type(self.source).__name__} does not yield one batch for each that its batch_sampler gives, so it can "
-            "be neither sharded nor resumed. Let its __iter__ yield what super().__iter__() yields, one for one, or "
-            "pass an iterable of batches: prepare_data_loader(iter(loader))."
-        )
 
     def __len__(self) -> int:
         """Micro-batches that this process yields in a whole epoch.
@@ -337,6 +334,18 @@ class Loader:
         self._micro = None
         self._resuming = plan.order is not None
         self._started = state["started"]
+
+
+def _unwrap(view: DataLoader[Any], plan: StreamedBatches) -> None:
+    """Let the sizes that `Counted` adds end where ``view``'s own ``__iter__`` begins."""
+    weak, sizes = weakref.ref(view), plan.sizes  # weak, as above
+
+    def get_iterator() -> Any:
+        own_view = weak()
+        assert own_view is not None
+        return Unwrapped(type(own_view)._get_iterator(own_view), sizes)
+
+    view.__dict__["_get_iterator"] = get_iterator
 
 
 def shards_itself(loader: Any) -> bool:

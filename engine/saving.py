@@ -11,10 +11,13 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..strategies import Strategy, warn
+from ..strategies import Strategy, World, warn
+from ..strategies.shards import whole
 from . import export, numbered, snapshot
+from .background import Background
 from .loader import Loader
 from .optimizer import PreparedOptimizer
+from .parts import Files
 from .plugins import ProjectConfiguration
 from .process import Process
 
@@ -34,6 +37,12 @@ class Saving(Process):
         self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._steps_before = 0
+        self._background: Background | None = None
+
+    @property
+    def own_models(self) -> list[nn.Module]:
+        """The user's own modules inside the prepared models."""
+        return [self.strategy.unwrap(model) for model in self.models]
 
     @property
     def steps(self) -> int:
@@ -70,6 +79,7 @@ class Saving(Process):
         info: dict[str, Any] | None = None,
         parts: dict[str, Any] | None = None,
         weights_only: bool = False,
+        blocking: bool = True,
     ) -> Path:
         """Save everything prepared or registered, and every process's random state. Call it on all processes.
 
@@ -80,27 +90,70 @@ class Saving(Process):
             info: numbers and names for its manifest (``step``, ``epoch``, ...).
             parts: further states to keep in files of their own, by name.
             weights_only: the models and ``parts`` only.
+            blocking: False returns when the state is copied to host memory; the rest happens beside the training. One
+                save is under way at a time: the next waits for it. `poll_saving` and `finish_saving` tell of its end.
 
         Raises:
             ValueError: without a directory, or inside a group of micro-batches.
+            TypeError: for a state that is not data.
+            OSError: the disk refused. Nothing of the attempt is left then, and what stood there before still does.
         """
         if not safe_serialization:
             raise ValueError(
                 "save_state(safe_serialization=False): checkpoints are safetensors and JSON, never pickle. For weights "
                 "in torch's format use accelerator.save(accelerator.get_state_dict(model), 'weights.pt')."
             )
-        given = {"step": self.steps, **(info or {})}
-        if output_dir is not None:
-            return snapshot.save(self, Path(output_dir), given, parts or {}, weights_only)  # type: ignore[arg-type]
-        project = self.project_configuration
+        self.finish_saving()
+        info = {**snapshot.facts(self), "step": self.steps, **(info or {})}
+        numbering = self.project_configuration if output_dir is None else None
         with self.world.together():
-            target = numbered.next_target(project)
-        snapshot.save(self, target, given, parts or {}, weights_only)  # type: ignore[arg-type]
+            path = Path(output_dir) if output_dir is not None else numbered.next_target(self.project_configuration)
+        target = Path(os.path.abspath(path))
         with self.world.together():
-            if self.is_main_process and project.total_limit is not None:
-                numbered.drop_oldest(target.parent, project.total_limit)
-        project.iteration += 1
+            files = snapshot.collect(self, target, parts or {}, weights_only)
+        if numbering is not None:
+            numbering.iteration += 1
+        self._publish(target, files, info, numbering, blocking)
         return target
+
+    def _publish(
+        self, target: Path, files: Files, info: dict[str, Any], numbering: ProjectConfiguration | None, blocking: bool
+    ) -> None:
+        """Write and commit, here and now or beside the training; then drop what is too old."""
+        hooked = bool(self.save_hooks)
+
+        def publish(world: World, files: Files) -> None:
+            snapshot.publish(world, target, files, info, hooked)
+            if numbering is not None and numbering.total_limit is not None:
+                with world.together():
+                    if world.is_main:
+                        numbered.drop_oldest(target.parent, numbering.total_limit)
+
+        if blocking:
+            publish(self.world, files)
+            return
+        self._background = self._background or Background()
+        copies, wait = self._background.copies.of(files)
+        world = self.world.beside()
+
+        def work() -> None:
+            wait()
+            publish(world, copies)
+
+        self._background.start(work)
+
+    def poll_saving(self) -> bool:
+        """Whether no ``save_state(blocking=False)`` is under way; costs nothing.
+
+        Raises:
+            Exception: whatever the last one failed with, once.
+        """
+        return self._background is None or self._background.poll()
+
+    def finish_saving(self) -> None:
+        """Wait for a ``save_state(blocking=False)`` that is under way; raises what it failed with."""
+        if self._background is not None:
+            self._background.finish()
 
     def load_state(
         self,
@@ -109,6 +162,7 @@ class Saving(Process):
         *,
         models: bool = True,
         state: bool = True,
+        strict: bool | None = None,
     ) -> dict[str, Any]:
         """Restore what `save_state` saved; returns its ``info``. Call it on all processes.
 
@@ -118,7 +172,13 @@ class Saving(Process):
             load_kwargs: accepted empty; loading has no options.
             models: restore the models.
             state: restore everything else.
+            strict: False takes what fits of another model's or optimizer's state, and says what does not. Default: what
+                the model's ``strict_loading`` says, else True.
+
+        Raises:
+            ValueError: if it is no checkpoint, is damaged, or another model's or optimizer's; nothing is changed then.
         """
+        self.finish_saving()
         if load_kwargs:
             raise ValueError(f"load_state(load_kwargs={dict(load_kwargs)!r}): checkpoints are read in one way only.")
         project = self.project_configuration
@@ -129,7 +189,7 @@ class Saving(Process):
             for text in skipped:
                 warn(f"load_state skipped a checkpoint: {text}")
         path = Path(input_dir)  # type: ignore[arg-type]
-        info = snapshot.load(self, path, models=models, state=state)  # type: ignore[arg-type]
+        info = snapshot.load(self, path, models=models, state=state, strict=strict)  # type: ignore[arg-type]
         if state:
             self.steps = info["step"]
             project.iteration = self.world.broadcast(numbered.iteration_after(project, path))
@@ -163,7 +223,8 @@ class Saving(Process):
                 "get_state_dict(unwrap=False): names with wrappers in them fit no other model. Leave it out, or call "
                 "model.state_dict() yourself."
             )
-        return {export.own_name(name): value for name, value in self.strategy.model_state(model).items()}
+        state = whole(self.strategy.model_state(model), self.is_main_process)
+        return {export.own_name(name): value for name, value in state.items()}
 
     @property
     def should_save_model(self) -> bool:

@@ -339,11 +339,13 @@ class DDP(Strategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """See `Strategy.optimizer_state`."""
-        if optimizer in self._shards:
-            return self._shards[optimizer].state_dict(optimizer)
         if self.local_steps is not None and self.world.size > 1:
             return self.local_steps.state_dict(optimizer, self.world)
         return super().optimizer_state(optimizer)
+
+    def keeps_apart(self, optimizer: Optimizer) -> bool:
+        """See `Strategy.keeps_apart`."""
+        return optimizer in self._shards
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """See `Strategy.load_optimizer_state`."""

@@ -79,37 +79,6 @@ class Shards:
         for source in range(self.world.size):
             broadcast([p for p in trained if self.owner[p] == source], self.world, source)
 
-    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of all parameters, in the form of the plain optimizer's, on rank zero. All processes must ask.
-
-        Elsewhere what other processes keep is None.
-        """
-        state = optimizer.state_dict()
-        own = state["state"]
-        plans = self.world.gather_objects(
-            {i: {k: _plan(v) for k, v in entry.items()} for i, entry in own.items() if isinstance(i, int)}
-        )
-        whole: dict[Any, Any] = {}
-        for source, plan in enumerate(plans):
-            for index, entry in plan.items():
-                mine = own.get(index, {}) if source == self.world.rank else {}
-                whole[index] = {name: self._shared(value, mine.get(name), source) for name, value in entry.items()}
-        others = {key: value for key, value in own.items() if not isinstance(key, int)}
-        return {**state, "state": {index: whole[index] for index in sorted(whole)} | others}
-
-    def _shared(self, plan: Any, mine: Any, source: int) -> Any:
-        if not isinstance(plan, _Tensor):
-            return plan
-        if source == 0:  # it is there already
-            return mine
-        device = self.world.device
-        if source == self.world.rank:
-            self.world.broadcast_tensor(mine.detach().to(device).contiguous(), source)
-            return mine
-        buffer = torch.empty(plan.shape, dtype=plan.dtype, device=device)
-        self.world.broadcast_tensor(buffer, source)
-        return buffer.cpu() if self.world.is_main else None
-
     def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take this process's part of a whole state."""
         self._assign(optimizer)
@@ -117,15 +86,3 @@ class Shards:
         others = {i for i, p in enumerate(parameters) if self.owner[p] != self.world.rank}
         kept = {key: value for key, value in state["state"].items() if key not in others}
         optimizer.load_state_dict({**state, "state": kept})
-
-
-class _Tensor:
-    """The form of a tensor that follows."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-
-
-def _plan(value: Any) -> Any:
-    return _Tensor(value) if isinstance(value, Tensor) else value

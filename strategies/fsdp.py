@@ -22,7 +22,7 @@ from .layout import TENSOR, Layout
 from .messages import announce
 from .precision import Precision
 from .router import Router
-from .shards import clip_to_norm, cut_like, local, whole
+from .shards import clip_to_norm, cut_like, local
 from .strategy import Strategy
 from .world import World
 from .wrapping import Policy, check_policy, chosen_blocks, self_contained
@@ -343,7 +343,7 @@ class FSDP(Strategy):
             start_anew(root)
         return error
 
-    # -- optimizers and state ------------------------------------------------------------------------------------
+    # -- optimizers ----------------------------------------------------------------------------------------------
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """See `Strategy.wrap_optimizer`: an optimizer made before its model was sharded gets the shards."""
@@ -357,35 +357,6 @@ class FSDP(Strategy):
 
         optimizer.register_step_pre_hook(use_the_shards)
         return optimizer
-
-    def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """See `Strategy.model_state`."""
-        return whole(self.unwrap(module).state_dict(), self.world.is_main)
-
-    def load_model_state(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
-        """See `Strategy.load_model_state`."""
-        own = self.unwrap(module)
-        now = own.state_dict()
-        cut = {name: cut_like(value, now[name]) if name in now else value for name, value in state.items()}
-        own.load_state_dict(cut, strict=strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """See `Strategy.optimizer_state`."""
-        return whole(optimizer.state_dict(), self.world.is_main)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """See `Strategy.load_optimizer_state`."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-        def cut(value: Any, parameter: Tensor) -> Any:
-            same = isinstance(value, Tensor) and value.shape == parameter.shape
-            return cut_like(value, parameter) if same else value
-
-        cut_state = {
-            index: {name: cut(value, parameters[index]) for name, value in slots.items()}
-            for index, slots in state["state"].items()
-        }
-        optimizer.load_state_dict({**state, "state": cut_state})
 
 
 def _tables(part: nn.Module) -> tuple[dict[str, Any], ...]:

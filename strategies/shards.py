@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Group = list[Tensor]
 
@@ -14,6 +14,12 @@ Group = list[Tensor]
 def is_sharded(value: Any) -> bool:
     """Whether ``value`` is one process's part of a larger tensor (torch's ``DTensor``)."""
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class a module was built from; sharding gives it one that is made for it."""
+    kind = type(module)
+    return kind.__bases__[-1] if hasattr(module, "_get_fsdp_state") else kind
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -38,27 +44,74 @@ def whole(value: Any, keep: bool) -> Any:
     return value
 
 
-def cut_like(full: Tensor, like: Any) -> Tensor:
-    """This process's part of ``full``, laid out over the processes as ``like`` is; no exchange."""
+class Piece(NamedTuple):
+    """A process's part of a sharded tensor."""
+
+    local: Tensor
+    offset: tuple[int, ...]
+    """Where it begins in the whole one."""
+    first_copy: bool
+    """Whether this process is the one to write it, of those that have the same part."""
+
+
+def piece_of(tensor: Any) -> Piece:
+    """What this process has of a sharded tensor.
+
+    Raises:
+        TypeError: if it is a part of a sum, which has to be added up first.
+    """
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise TypeError(f"a tensor placed as {tensor.placements} has no values yet: redistribute it first.")
+    mesh = tensor.device_mesh
+    copies = [at for at, p in zip(mesh.get_coordinate(), tensor.placements, strict=True) if p.is_replicate()]
+    # Where it lies on a part of a larger grid, each such part has a copy; that of rank zero is the first.
+    return Piece(tensor.to_local(), _place(tensor)[1], not any(copies) and int(mesh.mesh.min()) == 0)
+
+
+def _place(like: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and offset of this process's part."""
+    # Also where it is cut along two dimensions of the mesh; torch's own checkpoints use it.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+
+
+class Whole(Protocol):
+    """A tensor, or what stands for one in a file: it has a form, and gives its values when it is indexed."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its size in each dimension."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its elements."""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """The values, all of them for ``...``."""
+
+
+def cut_like(full: Whole, like: Any) -> Tensor:
+    """This process's part of ``full``, laid out over the processes as ``like`` is; no exchange.
+
+    Where ``like`` is not sharded it is all of it, over the same memory.
+    """
     if not is_sharded(like):
-        return full
+        return full[...]
     from torch.distributed.tensor import DTensor
 
-    part = torch.empty_like(local(like), dtype=full.dtype, device=full.device)
+    own = local(like)
+    part = torch.empty_like(own, dtype=full.dtype, device=full.device if isinstance(full, Tensor) else own.device)
     fill(part, full, like)
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
-def fill(part: Tensor, full: Tensor, like: Any) -> None:
+def fill(part: Tensor, full: Whole, like: Any) -> None:
     """Copy this process's part of ``full``, laid out as ``like`` is, into ``part``."""
-    # Where a shard begins, also if it is cut along two dimensions of the mesh; torch's own checkpoints use it.
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    cut = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    part.copy_(full[cut])
+    shape, offset = _place(like)
+    part.copy_(full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))])
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[Group]:

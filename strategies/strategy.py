@@ -159,23 +159,27 @@ class Strategy:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """The state of the user's own module, whole and under its own names, on rank zero. All processes must ask.
+        """The state of the user's own module under its own names, as it lies here. All processes must ask.
 
-        Where that costs nothing other processes get it too, else theirs holds None for each tensor.
+        Where parameters are sharded it holds this process's parts (torch's ``DTensor``).
         """
         return self.unwrap(module).state_dict()
 
     def load_model_state(self, module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
-        """Load what `model_state` returned, here or under any other strategy."""
+        """Load a state that lies on the processes as `model_state` returns it."""
         self.unwrap(module).load_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of ``optimizer``, whole, as of one process, on rank zero. All processes must ask."""
+        """The state of ``optimizer`` as it lies here, in the form of ``state_dict()``. All processes must ask."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load what `optimizer_state` returned, here or under any other strategy."""
+        """Load a state of all parameters, sharded as the parameters are."""
         optimizer.load_state_dict(state)
+
+    def keeps_apart(self, optimizer: Optimizer) -> bool:
+        """Whether each process has the state of parameters of its own, so that each has to save what it has."""
+        return False
 
     def drop_gradients(self, module: nn.Module) -> None:
         """Forget gradients of earlier micro-batches that lie elsewhere than in ``parameter.grad``."""

@@ -80,6 +80,7 @@ class World:
         self.device = device or torch.device("cpu")
         self.timeout = timeout or _TIMEOUT
         self.group = group
+        self._beside: World | None = None
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         if group is not None:
             return
@@ -181,6 +182,23 @@ class World:
             timeout=self.timeout,
             group=mesh.get_group(),
         )
+
+    def beside(self) -> World:
+        """The same processes with a line of their own, for a thread beside the training. All processes must ask."""
+        if self.size == 1:
+            return self
+        if self._beside is None:
+            ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
+            self._beside = World(
+                rank=self.rank,
+                size=self.size,
+                local_rank=self.local_rank,
+                local_size=self.local_size,
+                node_rank=self.node_rank,
+                timeout=self.timeout,
+                group=dist.new_group(ranks, self.timeout, "gloo"),
+            )
+        return self._beside
 
     @property
     def is_main(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 # name: module with main(arguments) -> exit status, what it does; a command's module is imported when it is asked for
 COMMANDS = {
+    "export": ("treadle.engine.export_command", "turn a checkpoint's model into files that other programs load"),
     "launch": ("treadle.strategies.launch_command", "start a script in several processes, on one machine or many"),
 }
 

@@ -519,7 +519,7 @@ def test_a_state_that_is_no_data_is_refused_before_anything_is_written(tmp_path)
 
 def test_commit_refuses_what_was_not_staged(tmp_path):
     files = checkpoint.write_part(tmp_path / "x", "model", model_state(1))
-    other = {"bytes": 1, "sha256": "0" * 64}
+    other = {"bytes": 1, disk.DIGEST: "0" * 32}
     for wrong, reason in (
         ({**files, "state.json": other}, r"state\.json is missing"),
         ({"model.safetensors": other}, r"1 were written"),
@@ -539,7 +539,7 @@ def test_commit_refuses_what_was_not_staged(tmp_path):
     assert checkpoint.commit(tmp_path / "x", files, {"step": 1}) == tmp_path / "x"
 
 
-ENTRY = {"bytes": 1, "sha256": "0" * 64}
+ENTRY = {"bytes": 1, disk.DIGEST: "0" * 32}
 
 
 @pytest.mark.guarantee
@@ -550,7 +550,7 @@ ENTRY = {"bytes": 1, "sha256": "0" * 64}
         *({"format": "1"}, {"files": []}, {"files": {}}, {"files": {"../../secret.json": ENTRY}}, {"info": 3}),
         *({"files": {"/etc/passwd": ENTRY}}, {"files": {".x.json": ENTRY}}, {"files": {"a/b.json": ENTRY}}),
         *({"files": {"x.pkl": ENTRY}}, {"files": {"a.json": 1}}, {"files": {"a.json": {"bytes": 1}}}),
-        *({"files": {"a.json": {"bytes": -1, "sha256": "0" * 64}}}, {"info": {"$call": "os.system"}}),
+        *({"files": {"a.json": {"bytes": -1, disk.DIGEST: "0" * 32}}}, {"info": {"$call": "os.system"}}),
     ],
     ids=str,
 )
@@ -639,7 +639,7 @@ def test_random_damage_to_any_file_is_always_an_ordinary_error(tmp_path):
             except ValueError:
                 pass
             if name != "manifest.json":
-                with pytest.raises(ValueError, match="sha256 differs"):
+                with pytest.raises(ValueError, match="digest differs"):
                     checkpoint.verify(path)
         (path / name).write_bytes(original)
     assert_holds(path, 1)

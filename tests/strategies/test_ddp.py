@@ -485,7 +485,9 @@ def wide_run(strategy, optimizer, state=None, steps=4, closure=False):
                 loss(batch)
                 prepared.step()
             scheduler.step()
-    whole = accelerator.strategy.optimizer_state(stepper)
+    parts = accelerator.world.gather_objects(accelerator.strategy.optimizer_state(stepper))
+    slots = {index: entry for part in parts for index, entry in part["state"].items()}
+    whole = {**parts[0], "state": {index: slots[index] for index in sorted(slots)}}
     return {
         "weights": weights(net),
         "bytes": state_bytes(stepper),
@@ -496,7 +498,6 @@ def wide_run(strategy, optimizer, state=None, steps=4, closure=False):
 
 
 def shared_states():
-    """Every rank sees rank zero's whole state, as from a checkpoint."""
     world = treadle.Accelerator(cpu=True).world
     found = {}
     for name in OPTIMIZERS:

@@ -1,0 +1,117 @@
+"""An optimizer's state under the names of its parameters, so that it is known whose it is, and fits any layout."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..strategies.shards import cut_like, is_sharded
+from .export import own_name
+from .stored import Stored
+
+State = dict[str, Any]
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Its parameters, in the order in which torch counts them in a state."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def parameter_names(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[str]:
+    """A name for each of its parameters: the model's own, or ``parameter 3`` for the fourth if no model has it."""
+    known: dict[int, str] = {}
+    for number, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            known.setdefault(id(parameter), own_name(name) if number == 0 else f"{number}:{own_name(name)}")
+    return [known.get(id(p), f"parameter {index}") for index, p in enumerate(parameters_of(optimizer))]
+
+
+def class_of(optimizer: Optimizer) -> str:
+    """The name of its class."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def named(state: State, optimizer: Optimizer, names: list[str]) -> State:
+    """A state as ``optimizer.state_dict()`` returns it, by name.
+
+    Args:
+        state: its tensors may be this process's parts.
+        optimizer: whose it is.
+        names: what `parameter_names` returned.
+    """
+    others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    slots = state["state"]
+    return {
+        "class": class_of(optimizer),
+        "shapes": {name: list(p.shape) for name, p in zip(names, parameters_of(optimizer), strict=True)},
+        "groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
+        "slots": {names[i]: slots[i] for i in range(len(names)) if i in slots},
+        "unnamed": {key: value for key, value in slots.items() if not _is_index(key, names)},
+        "others": others,
+    }
+
+
+def _is_index(key: Any, names: list[str]) -> bool:
+    return isinstance(key, int) and 0 <= key < len(names)
+
+
+def differences(saved: State, optimizer: Optimizer, names: list[str]) -> list[str]:
+    """What keeps a state that `named` returned from being this optimizer's, one line each."""
+    lines = []
+    if saved["class"] != class_of(optimizer):
+        lines.append(f"optimizer: {saved['class']} in the checkpoint, {class_of(optimizer)} in this run")
+    shapes = {name: list(p.shape) for name, p in zip(names, parameters_of(optimizer), strict=True)}
+    lines += [f"missing: {name}" for name in shapes if name not in saved["shapes"]]
+    lines += [f"unexpected: {name}" for name in saved["shapes"] if name not in shapes]
+    lines += [
+        f"{name}: {tuple(there)} in the checkpoint, {tuple(shapes[name])} in this run"
+        for name, there in saved["shapes"].items()
+        if name in shapes and there != shapes[name]
+    ]
+    if not lines and _grouping(saved["groups"]) != _grouping(_groups_by_name(optimizer, names)):
+        lines.append(f"the parameters are in other groups: {len(saved['groups'])} of them in the checkpoint")
+    return lines
+
+
+def _groups_by_name(optimizer: Optimizer, names: list[str]) -> list[State]:
+    left = iter(names)
+    return [{**group, "params": list(itertools.islice(left, len(group["params"])))} for group in optimizer.param_groups]
+
+
+def _grouping(groups: list[State]) -> list[frozenset[str]]:
+    return [frozenset(group["params"]) for group in groups]
+
+
+def numbered(saved: State, optimizer: Optimizer, names: list[str]) -> State:
+    """A state that `named` returned, as ``optimizer.load_state_dict`` wants it: this process's parts of it.
+
+    Where the two differ it is what fits: the slots of parameters of the same name and shape, the others begin anew; and
+    the options of groups if those hold the same parameters.
+    """
+    parameters = dict(zip(names, parameters_of(optimizer), strict=True))
+    index = {name: i for i, name in enumerate(names)}
+    now = _groups_by_name(optimizer, names)
+    options = saved["groups"] if _grouping(saved["groups"]) == _grouping(now) else now
+    groups = [
+        {**there, "params": [index[name] for name in here["params"]]} for here, there in zip(now, options, strict=True)
+    ]
+    fits = [name for name, shape in saved["shapes"].items() if name in index and shape == list(parameters[name].shape)]
+    slots = {index[n]: _taken(saved["slots"][n], parameters[n]) for n in fits if n in saved["slots"]}
+    return {**saved["others"], "state": {**_taken(saved["unnamed"], None), **slots}, "param_groups": groups}
+
+
+def _taken(value: Any, parameter: Tensor | None) -> Any:
+    """A nested state with its tensors in memory; those of the parameter's shape are laid out as it is."""
+    if isinstance(value, Mapping):
+        return {key: _taken(item, parameter) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_taken(item, parameter) for item in value)
+    if not isinstance(value, Stored):
+        return value
+    if is_sharded(parameter) and value.shape == parameter.shape:  # type: ignore[union-attr]
+        return cut_like(value, parameter)
+    return value.read()

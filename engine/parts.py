@@ -1,0 +1,211 @@
+"""The parts of a checkpoint: which files hold a state, how they are written, and how they are read back.
+
+A part named ``state`` is ``state.json`` and, where it has tensors, ``state.safetensors``. A model is a flat dict of
+tensors and needs no JSON: ``model.safetensors`` is a file that any tool can load. Where tensors are sharded each
+process writes what it has of them, ``model-shard-00001.safetensors``; what is not sharded is in rank zero's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..strategies.shards import is_sharded, piece_of
+from . import disk
+from .codec import check_tensor, decode, encode, view_key
+from .manifest import read_manifest
+from .stored import OFFSETS, SHAPES, Stored, open_tensors
+
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SHARD = re.compile(r"(.+)-shard-\d{5,}")
+_MODEL = re.compile(r"model(-\d+)?")
+_ALIASES = "aliases"
+_MAX_JSON_BYTES = 512 * 2**20  # far above any real state; bounds what a hostile file makes us read
+
+
+class TensorFile(NamedTuple):
+    """What goes into a safetensors file."""
+
+    tensors: dict[str, Tensor]
+    notes: dict[str, str]
+
+
+Files = dict[str, bytes | TensorFile]
+"""What goes into each file, by its name."""
+
+
+def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] | None = None) -> Files:
+    """Turn a state into what this process is to write of it; tensors are not copied.
+
+    Args:
+        name: ``"model"`` (or ``"model-1"``, ...) for a flat dict of tensors, any other for what `codec.encode` takes.
+        state: What to store, the same on all processes, but for their parts of sharded tensors. Tensors that are tied
+            to each other are stored once.
+        rank: This process's. Rank zero writes all that is not sharded.
+        notes: Text for the header of a model's file.
+
+    Returns:
+        The content of each file; empty where this process has nothing to write.
+
+    Raises:
+        TypeError: The state holds something that isn't data.
+        ValueError: A name that can't be a file name, or a state without an end.
+    """
+    if not _PART.fullmatch(name) or name == "manifest" or _SHARD.fullmatch(name):
+        raise ValueError(
+            f"{name!r:.80} can't name a part: use letters, digits, '_', '-', '.', but not 'manifest' nor '-shard-1'."
+        )
+    files: Files = {}
+    header = {"format": "pt", **(notes or {})}
+    flat = bool(_MODEL.fullmatch(name))
+    if flat:
+        tensors, aliases = _fold(name, state)
+        header |= {_ALIASES: json.dumps(aliases)} if aliases else {}
+    else:
+        document, tensors = encode(state)
+        if rank == 0:
+            files[f"{name}.json"] = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    pieces = {key: piece_of(tensor) for key, tensor in tensors.items() if is_sharded(tensor)}
+    if pieces:
+        shapes = {key: list(tensors[key].shape) for key in pieces}
+        offsets = {key: {"saved_offsets": list(piece.offset)} for key, piece in pieces.items()}
+        if rank == 0:  # torch's reader wants it of every tensor in the file
+            offsets |= {key: {"saved_offsets": [0] * t.ndim} for key, t in tensors.items() if key not in pieces}
+        header |= {OFFSETS: json.dumps(offsets), SHAPES: json.dumps(shapes)}
+    mine = {key: tensor for key, tensor in tensors.items() if rank == 0 and key not in pieces}
+    # A process may have nothing of a tensor. Rank zero always notes its form.
+    mine |= {key: p.local for key, p in pieces.items() if p.first_copy and (rank == 0 or p.local.numel())}
+    if mine or (flat and rank == 0):
+        files[f"{name}-shard-{rank:05d}.safetensors" if pieces else f"{name}.safetensors"] = TensorFile(mine, header)
+    return files
+
+
+def size_of(content: bytes | TensorFile) -> int:
+    """About how many bytes a file will have; a header takes a little more."""
+    return len(content) if isinstance(content, bytes) else sum(t.nbytes for t in content.tensors.values())
+
+
+def write_files(folder: Path, files: Files) -> dict[str, disk.Entry]:
+    """Write files into a directory, which is made if it is not there, each fsynced; returns their entries."""
+    entries = {}
+    if files:
+        disk.make_directory(folder)
+    for name, content in files.items():
+        path = folder / name
+        if isinstance(content, bytes):
+            entries[name] = disk.write_bytes(path, content)
+        else:
+            entries[name] = disk.write_tensors(path, content.tensors, content.notes)
+        disk.fsync(path)
+    return entries
+
+
+def has_part(files: Iterable[str], name: str) -> bool:
+    """Whether a part is among a checkpoint's files."""
+    return bool(_files_of(name, files))
+
+
+def _files_of(name: str, files: Iterable[str]) -> list[str]:
+    """The part's files, the one that rank zero wrote first."""
+    found = []
+    for file in files:
+        stem = file.rpartition(".")[0]
+        shard = _SHARD.fullmatch(stem)
+        if name == (shard[1] if shard else stem):
+            found.append(file)
+    return sorted(found)
+
+
+def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
+    """Read one part of a committed checkpoint, its tensors as `Stored`, whose values are read when they are asked for.
+
+    Nothing in the files can make this import or run code.
+
+    Args:
+        path: The checkpoint's directory.
+        name: As given to `encode_part`.
+
+    Returns:
+        The state, and the notes in the header of its file.
+
+    Raises:
+        ValueError: The checkpoint has no such part, or its content is damaged; run `verify` first to know before.
+    """
+    path = Path(path)
+    document, stored, notes = _open(path, name)
+    return (stored if document is None else _decoded(path, name, document[0], stored)), notes
+
+
+def read_part(path: Path | str, name: str, device: str | torch.device = "cpu", *, mapped: bool = False) -> Any:
+    """As `open_part`, with the tensors themselves.
+
+    Args:
+        path: The checkpoint's directory.
+        name: As given to `encode_part`.
+        device: Where all tensors go.
+        mapped: On the CPU, leave tensors mapped onto the file instead of copying them. Faster, for a state that is
+            copied into a model at once; one that is kept would depend on the file from then on.
+
+    Returns:
+        The state. Tied tensors are one object again.
+    """
+    path = Path(path)
+    document, stored, _ = _open(path, name)
+    once = {id(one): one.read(device, mapped=mapped) for one in stored.values()}
+    tensors = {key: once[id(one)] for key, one in stored.items()}
+    return tensors if document is None else _decoded(path, name, document[0], tensors)
+
+
+def _open(path: Path, name: str) -> tuple[tuple[Any] | None, dict[str, Stored], dict[str, str]]:
+    """The part's document, unless it is a model; its tensors, and the notes in their file's header."""
+    files = read_manifest(path).files
+    found = _files_of(name, files)
+    flat = bool(_MODEL.fullmatch(name))
+    if not found or (not flat and found[0] != f"{name}.json" and f"{name}.json" not in found):
+        raise ValueError(f"{path}: has no part {name!r}. Its files are {', '.join(sorted(files))}.")
+    for file in found:
+        disk.check_file(path, file, files[file], digests=False)
+    stored, notes = open_tensors(path / file for file in found if file.endswith(".safetensors"))
+    if not flat:
+        return (disk.read_json(path / f"{name}.json", _MAX_JSON_BYTES),), stored, notes
+    try:
+        aliases = json.loads(notes.get(_ALIASES, "{}"))
+        return None, stored | {alias: stored[kept] for alias, kept in aliases.items()}, notes
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: part {name!r} is damaged: {error}. Use another checkpoint.") from error
+
+
+def _decoded(path: Path, name: str, document: Any, tensors: Mapping[str, Any]) -> Any:
+    try:
+        return decode(document, tensors)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: part {name!r} is damaged: {error}. Use another checkpoint.") from error
+
+
+def _fold(part: str, state: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A model's tensors without the tied ones, and which name stands for which."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"{part}: needs a flat dict of tensors, such as model.state_dict(), not {type(state).__name__}."
+        )
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        if type(name) is not str or name == "__metadata__":
+            raise ValueError(f"{part}: {name!r} can't be a tensor's name in a safetensors file; rename it.")
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{part}.{name}: is a {type(tensor).__name__}, not a tensor; store it in another part.")
+        check_tensor(tensor, f"{part}.{name}")
+        kept = first.setdefault(view_key(tensor), name)
+        if kept == name:
+            tensors[name] = tensor
+        else:
+            aliases[name] = kept
+    return tensors, aliases
