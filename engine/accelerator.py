@@ -354,6 +354,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything prepared; returns a None for each object given, to rebind their names."""
+        self.finish_saving()
         for known in (self.models, self.optimizers, self.schedulers, self.loaders, self.registered):
             known.clear()  # type: ignore[attr-defined]
         self.cursor.micro = self.stream = None

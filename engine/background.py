@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -59,13 +63,8 @@ class Background:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    @property
-    def busy(self) -> bool:
-        """Whether there is work that has not ended."""
-        return self._thread is not None and self._thread.is_alive()
-
     def start(self, work: Callable[[], Any]) -> None:
-        """Run ``work`` in a thread. The interpreter does not end before it has."""
+        """Run ``work`` in a thread. The interpreter does not end before it has, nor with status 0 if it failed."""
         assert self._thread is None
 
         def run() -> None:
@@ -74,6 +73,7 @@ class Background:
             except BaseException as error:
                 self._error = error
 
+        atexit.register(self._at_exit)
         self._thread = threading.Thread(target=run, name="treadle-save")
         self._thread.start()
 
@@ -83,13 +83,22 @@ class Background:
             return
         self._thread.join()
         self._thread = None
+        atexit.unregister(self._at_exit)
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def poll(self) -> bool:
         """Whether there is nothing under way; raise what ended work has raised."""
-        if self.busy:
+        if self._thread is not None and self._thread.is_alive():
             return False
         self.finish()
         return True
+
+    def _at_exit(self) -> None:
+        """Nobody has asked how the last save ended: the program must not seem to have succeeded if it failed."""
+        if self._error is not None:
+            traceback.print_exception(self._error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # an exception would be printed and forgotten here

@@ -155,6 +155,11 @@ class Saving(Process):
         if self._background is not None:
             self._background.finish()
 
+    def end_training(self) -> None:
+        """Wait for a save that is under way, then for everyone; finish the trackers."""
+        self.finish_saving()
+        super().end_training()
+
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,

@@ -84,13 +84,13 @@ def test_a_failed_save_model_leaves_the_older_one_whole(tmp_path, monkeypatch):
         model.middle.weight.zero_()
     written = []
 
-    def full(tensors, path, metadata):
+    def full(path, tensors, notes):
         if written:
             raise OSError("disk full")
         written.append(path)
         path.write_bytes(b"new")
 
-    monkeypatch.setattr("treadle.engine.export.save_file", full)
+    monkeypatch.setattr("treadle.engine.disk.write_tensors", full)
     with pytest.raises(OSError, match="disk full"):
         accelerator.save_model(model, tmp_path, max_shard_size=100)
     assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before

@@ -1,0 +1,169 @@
+"""``save_state(blocking=False)``: what is saved is the state of the moment, one at a time, and no failure is lost."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+import treadle
+from processes import run, script
+from torch import nn
+from treadle.engine import disk
+from treadle.engine.checkpoint import CheckpointStore, verify
+from treadle.strategies import DDP, FSDP
+
+
+def prepared(strategy="auto"):
+    torch.manual_seed(0)
+    accelerator = treadle.Accelerator(cpu=True, strategy=strategy)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    return accelerator, *accelerator.prepare(net, optimizer)
+
+
+def step(accelerator, model, optimizer):
+    accelerator.backward(model(torch.ones(4, 6)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Gate:
+    """Holds writers of tensors until it is opened, and lets those of ``failing`` fail."""
+
+    def __init__(self, monkeypatch=None, failing=False):
+        self.open = threading.Event()
+        self.failing = failing
+        write = disk.write_tensors
+
+        def gated(path, tensors, notes):
+            assert self.open.wait(60)
+            if self.failing:
+                raise OSError(5, "the disk is gone")
+            return write(path, tensors, notes)
+
+        if monkeypatch is None:
+            disk.write_tensors = gated
+        else:
+            monkeypatch.setattr(disk, "write_tensors", gated)
+
+
+@pytest.mark.guarantee
+def test_what_is_saved_is_the_state_of_the_moment(tmp_path, monkeypatch):
+    accelerator, model, optimizer = prepared()
+    for number in range(3):  # the second and third reuse the copies' memory
+        step(accelerator, model, optimizer)
+        accelerator.save_state(tmp_path / f"now{number}")
+        gate = Gate(monkeypatch)
+        target = accelerator.save_state(tmp_path / f"beside{number}", blocking=False)
+        assert not accelerator.poll_saving()
+        assert not target.exists()
+        step(accelerator, model, optimizer)  # while nothing of it is written yet
+        torch.rand(3)
+        gate.open.set()
+        accelerator.finish_saving()
+        assert accelerator.poll_saving()
+        monkeypatch.undo()
+        files = [path.name for path in (tmp_path / f"now{number}").iterdir() if path.name != "manifest.json"]
+        for name in files:
+            assert (tmp_path / f"now{number}" / name).read_bytes() == (target / name).read_bytes(), name
+
+
+def test_one_at_a_time(tmp_path, monkeypatch):
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer)
+    gate = Gate(monkeypatch)
+    accelerator.save_state(tmp_path / "a", blocking=False)
+    threading.Timer(0.3, gate.open.set).start()
+    clock = time.monotonic()
+    accelerator.save_state(tmp_path / "b", blocking=False)  # waits for the first
+    assert time.monotonic() - clock > 0.2
+    verify(tmp_path / "a")
+    accelerator.save_state(tmp_path / "c")  # and so does one that blocks
+    assert [path.name for path in CheckpointStore(tmp_path).find()] == ["a", "b", "c"]
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("asked", ["poll", "finish", "save", "load", "end", "free"])
+def test_a_failure_surfaces_and_leaves_nothing(tmp_path, monkeypatch, asked):
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "good")
+    gate = Gate(monkeypatch, failing=True)
+    accelerator.save_state(tmp_path / "bad", blocking=False)
+    gate.open.set()
+
+    def poll():
+        while not accelerator.poll_saving():
+            time.sleep(0.01)
+
+    ask = {
+        "poll": poll,
+        "finish": accelerator.finish_saving,
+        "save": lambda: accelerator.save_state(tmp_path / "next"),
+        "load": lambda: accelerator.load_state(tmp_path / "good"),
+        "end": accelerator.end_training,
+        "free": accelerator.free_memory,
+    }[asked]
+    with pytest.raises(OSError, match="the disk is gone"):
+        ask()
+    assert os.listdir(tmp_path) == ["good"]
+    monkeypatch.undo()
+    assert accelerator.poll_saving()  # said once
+
+
+UNASKED = """
+import sys, treadle
+from torch import nn
+from treadle.engine import disk
+accelerator = treadle.Accelerator(cpu=True)
+accelerator.prepare(nn.Linear(2, 2))
+if sys.argv[1] == "bad":
+    def fail(*args):
+        raise OSError(28, "no space left on this disk")
+    disk.write_tensors = fail
+accelerator.save_state(sys.argv[2], blocking=False)
+print("the end")
+"""
+
+
+@pytest.mark.guarantee
+def test_a_program_that_ends_waits_and_does_not_succeed_if_the_save_failed(tmp_path):
+    done = script(UNASKED, "good", str(tmp_path / "good"))
+    assert done.returncode == 0, done.stderr
+    verify(tmp_path / "good")
+    done = script(UNASKED, "bad", str(tmp_path / "bad"))
+    assert done.returncode == 1
+    assert "no space left on this disk" in done.stderr
+    assert done.stdout == "the end\n"
+
+
+def two_processes(strategy, root):
+    accelerator, model, optimizer = prepared({"zero": DDP(zero=True), "fsdp": FSDP()}[strategy])
+    rank = accelerator.process_index
+    step(accelerator, model, optimizer)
+    accelerator.save_state(root / "now")
+    gate = Gate()
+    accelerator.save_state(root / "beside", blocking=False)
+    for _ in range(3):  # exchanges of the training, in another order than those of the save
+        step(accelerator, model, optimizer)
+    gate.open.set()
+    accelerator.finish_saving()
+    gate.failing = rank == 1
+    accelerator.save_state(root / "bad", blocking=False)
+    step(accelerator, model, optimizer)
+    try:
+        accelerator.finish_saving()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("strategy", ["zero", "fsdp"])
+def test_two_processes(tmp_path, strategy):
+    first, second = run(two_processes, 2, strategy, tmp_path)
+    assert first == "RuntimeError: rank 1 failed: OSError: [Errno 5] the disk is gone"
+    assert second == "OSError: [Errno 5] the disk is gone"
+    assert sorted(os.listdir(tmp_path)) == ["beside", "now"]
+    for name in os.listdir(tmp_path / "now"):
+        if name != "manifest.json":
+            assert (tmp_path / "now" / name).read_bytes() == (tmp_path / "beside" / name).read_bytes(), name
