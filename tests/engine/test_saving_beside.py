@@ -6,12 +6,13 @@ import time
 
 import pytest
 import torch
-import treadle
 from processes import run, script
 from torch import nn
 from treadle.engine import disk
 from treadle.engine.checkpoint import CheckpointStore, verify
 from treadle.strategies import DDP, FSDP
+
+import treadle
 
 
 def prepared(strategy="auto"):
