@@ -101,7 +101,7 @@ def numbered(saved: State, optimizer: Optimizer, names: list[str]) -> State:
     ]
     fits = [name for name, shape in saved["shapes"].items() if name in index and shape == list(parameters[name].shape)]
     slots = {index[n]: _taken(saved["slots"][n], parameters[n]) for n in fits if n in saved["slots"]}
-    return {**saved["others"], "state": {**_taken(saved["unnamed"], None), **slots}, "param_groups": groups}
+    return {**saved["others"], "state": {**slots, **_taken(saved["unnamed"], None)}, "param_groups": groups}
 
 
 def _taken(value: Any, parameter: Tensor | None) -> Any:

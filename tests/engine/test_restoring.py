@@ -1,0 +1,304 @@
+"""What a checkpoint is loaded into: another model or optimizer is refused with a list, or what fits is taken."""
+
+import json
+import os
+import subprocess
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.engine.checkpoint import read_manifest
+from treadle.engine.export_command import export, main
+
+import treadle
+
+
+def net(width=8, activation=nn.Tanh, head="head"):
+    torch.manual_seed(1)
+    parts = {"body": nn.Linear(4, width), "act": activation(), head: nn.Linear(width, 2)}
+    return nn.Sequential(*parts.values()) if head == "" else nn.ModuleDict(parts)
+
+
+class Net(nn.Module):
+    def __init__(self, width=8, activation=nn.Tanh, head="head"):
+        super().__init__()
+        self.parts = net(width, activation, head)
+
+    def forward(self, x):
+        for part in self.parts.values():
+            x = part(x)
+        return x
+
+
+def prepared(make=Net, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), accumulate=1, batch=4, steps=1):
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    model = make()
+    data = DataLoader(TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(2))), batch)
+    model, stepper, data = accelerator.prepare(model, optimizer(model), data)
+    for _ in range(steps):
+        accelerator.backward(model(torch.ones(2, 4)).square().mean())
+        stepper.step()
+        stepper.zero_grad()
+    return accelerator, model, stepper
+
+
+@pytest.fixture
+def saved(tmp_path):
+    accelerator, model, optimizer = prepared(steps=2)
+    accelerator.save_state(tmp_path / "saved")
+    return tmp_path / "saved", model, optimizer
+
+
+def snapshot(model, optimizer):
+    slots = {i: {k: v.clone() for k, v in s.items()} for i, s in optimizer.state_dict()["state"].items()}
+    return {name: value.clone() for name, value in model.state_dict().items()}, slots
+
+
+def same(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "lines"),
+    [
+        (lambda: Net(9), ["parts.body.weight: (8, 4) in the checkpoint, (9, 4) in the model"]),
+        (lambda: Net(head="top"), ["missing: parts.top.weight", "unexpected: parts.head.weight"]),
+    ],
+)
+def test_another_model_is_refused_before_anything_changes(saved, make, lines):
+    accelerator, model, optimizer = prepared(make)
+    before = snapshot(model, optimizer)
+    random = torch.get_rng_state()
+    with pytest.raises(ValueError, match="was saved by another model") as error:
+        accelerator.load_state(saved[0])
+    assert all(line in str(error.value) for line in lines)
+    same(snapshot(model, optimizer), before)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def only_head(model):
+    return torch.optim.AdamW(model.parts["head"].parameters(), lr=0.1)
+
+
+def in_groups(model):
+    body, head = (model.parts[name].parameters() for name in ("body", "head"))
+    return torch.optim.AdamW([{"params": head}, {"params": body}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "line"),
+    [
+        (
+            lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+            "torch.optim.adamw.AdamW in the checkpoint, torch.optim.sg",
+        ),
+        (only_head, "unexpected: parts.body.weight"),
+        (in_groups, "in other groups"),
+    ],
+)
+def test_another_optimizer_is_refused_before_anything_changes(saved, optimizer, line):
+    accelerator, model, stepper = prepared(optimizer=optimizer)
+    before = snapshot(model, stepper)
+    with pytest.raises(ValueError, match="saved with another optimizer") as error:
+        accelerator.load_state(saved[0])
+    assert line in str(error.value)
+    same(snapshot(model, stepper), before)
+
+
+def test_what_fits_is_taken_where_it_is_asked_for(saved):
+    path, model, optimizer = saved
+    accelerator, other, stepper = prepared(lambda: Net(head="top"))
+    with pytest.warns(UserWarning, match="was saved") as said:
+        accelerator.load_state(path, strict=False)
+    text = "\n".join(str(one.message) for one in said)
+    assert "missing: parts.top.weight" in text
+    assert "another optimizer" in text
+    same(other.parts["body"].weight, model.parts["body"].weight)
+    there = stepper.state[other.parts["body"].weight]
+    same(there["exp_avg"], optimizer.state[model.parts["body"].weight]["exp_avg"])
+    assert other.parts["top"].weight not in stepper.state
+    accelerator.backward(other(torch.ones(2, 4)).square().mean())
+    stepper.step()
+
+
+def test_the_order_of_parameters_is_of_no_matter(saved):
+    """By number a state would go to other parameters of the same shape without a word."""
+    path, model, optimizer = saved
+    accelerator, other, stepper = prepared(optimizer=lambda m: torch.optim.AdamW([*m.parameters()][::-1], lr=0.1))
+    accelerator.load_state(path)
+    for part in ("body", "head"):
+        mine, wanted = stepper.state[other.parts[part].weight], optimizer.state[model.parts[part].weight]
+        same(dict(mine), dict(wanted))
+
+
+def test_the_same_shapes_that_compute_something_else(saved):
+    accelerator, *_ = prepared(lambda: Net(activation=nn.GELU))
+    with pytest.warns(UserWarning, match=r"other parts:\n  parts\.act: Tanh there, GELU here"):
+        accelerator.load_state(saved[0])
+
+
+def test_the_manifest_says_what_was_trained_how(saved):
+    info = read_manifest(saved[0]).info
+    known = {"accumulate": 1, "batch_size": 4, "global_batch_size": 4, "strategy": "single", "precision": "32-true"}
+    assert {name: info[name] for name in known} == known
+    again, *_ = prepared()
+    again.save_state(saved[0].parent / "again")
+    other, *_ = prepared(lambda: Net(9))
+    other.save_state(saved[0].parent / "other")
+    marks = [read_manifest(saved[0].parent / name).info["models"][0] for name in ("saved", "again", "other")]
+    assert marks[0] == marks[1] != marks[2]
+
+
+def test_another_global_batch_is_said(saved):
+    accelerator, *_ = prepared(accumulate=3, batch=2)
+    with pytest.warns(UserWarning, match=r"a global batch of 4 \(4 over 1 processes, x 1\), this run has 6"):
+        accelerator.load_state(saved[0])
+    accelerator, *_ = prepared(accumulate=2, batch=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.load_state(saved[0])
+
+
+def test_loaders_for_evaluation_may_come_and_go(saved):
+    accelerator, *_ = prepared()
+    accelerator.prepare_data_loader([1, 2, 3], evaluation=True)
+    accelerator.load_state(saved[0])
+    accelerator.save_state(saved[0].parent / "with")
+    prepared()[0].load_state(saved[0].parent / "with")
+    accelerator.prepare_data_loader([1, 2, 3])
+    with pytest.raises(ValueError, match="holds 1 loaders, this run has 2"):
+        accelerator.load_state(saved[0])
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps lists, numbers, text and values that belong to no parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1, "words": ("a", "b")})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["seen"] = [*state.get("seen", []), p.grad.clone()][-2:]
+                state["count"] = state.get("count", 0) + 1
+                p.data -= group["lr"] * p.grad
+        self.state["all"] = {"norm": torch.ones(3), "name": "x"}
+
+
+def test_any_state_of_an_optimizer(tmp_path):
+    accelerator, _, optimizer = prepared(optimizer=lambda m: Odd(m.parameters()), steps=3)
+    accelerator.save_state(tmp_path / "x")
+    accelerator, _, other = prepared(optimizer=lambda m: Odd(m.parameters()), steps=0)
+    accelerator.load_state(tmp_path / "x")
+    assert repr(other.state_dict()["state"]) == repr(optimizer.state_dict()["state"])
+    assert other.param_groups[0]["words"] == ("a", "b")
+
+
+def test_parameters_of_no_model(tmp_path):
+    def make():
+        accelerator = treadle.Accelerator(cpu=True)
+        weight = nn.Parameter(torch.ones(3))
+        return accelerator, weight, accelerator.prepare(torch.optim.SGD([weight], lr=0.1, momentum=0.9))
+
+    accelerator, weight, optimizer = make()
+    accelerator.backward(weight.square().sum())
+    optimizer.step()
+    accelerator.save_state(tmp_path / "x")
+    again, other, stepper = make()
+    again.load_state(tmp_path / "x")
+    same(stepper.state[other], optimizer.state[weight])
+
+
+# -- a full disk -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(tmp_path)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs more rights")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_full_disk_costs_nothing_that_is_there(small_disk, blocking):
+    accelerator, model, optimizer = prepared(lambda: Net(2000))  # 56 kB, and twice that for the optimizer
+    accelerator.save_state(small_disk / "good")
+    before = {path.name: path.read_bytes() for path in (small_disk / "good").iterdir()}
+    kept = snapshot(model, optimizer)
+    accelerator.backward(model(torch.ones(2, 4)).square().mean())
+    optimizer.step()
+
+    def save(target):
+        accelerator.save_state(small_disk / target, blocking=blocking)
+        accelerator.finish_saving()
+
+    for target in ("next", "good"):
+        with pytest.raises(OSError, match=r"can't save .*: No space left.* needs [\d,]+ bytes, [\d,]+ are free"):
+            save(target)
+        assert os.listdir(small_disk) == ["good"]
+        assert {path.name: path.read_bytes() for path in (small_disk / "good").iterdir()} == before
+    accelerator.load_state(small_disk / "good")
+    same(snapshot(model, optimizer), kept)
+
+
+# -- treadle export --------------------------------------------------------------------------------------------------
+
+
+def test_export_to_a_file_and_to_a_folder(saved, capsys):
+    path, model, _ = saved
+    out = path.parent / "new" / "m.safetensors"
+    assert main([str(path), str(out)]) == 0
+    same(load_file(out), dict(model.state_dict()))
+    assert "4 tensors, 232 bytes" in capsys.readouterr().out
+    assert main([str(path), str(path.parent / "folder"), "--dtype", "bf16", "--max-shard-size", "40B"]) == 0
+    index = json.loads((path.parent / "folder" / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    found = {name: value for file in files for name, value in load_file(path.parent / "folder" / file).items()}
+    same(found, {name: value.bfloat16() for name, value in model.state_dict().items()})
+    assert len(files) > 1
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 3, bias=False) for _ in range(3))
+        self.b.weight = self.a.weight
+
+
+def test_export_writes_tied_weights_once(tmp_path):
+    accelerator = treadle.Accelerator(cpu=True)
+    accelerator.prepare(Tied())
+    accelerator.save_state(tmp_path / "x")
+    export(tmp_path / "x", tmp_path / "m.safetensors")
+    with safe_open(tmp_path / "m.safetensors", framework="pt") as file:
+        assert sorted(file.keys()) == ["a.weight", "c.weight"]
+        assert file.metadata()["b.weight"] == "a.weight"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere", "x.safetensors"], "does not exist"),
+        (["saved", "x.bin"], "must end in .safetensors"),
+        (["saved", "x.safetensors", "--dtype", "bfloat"], "Did you mean 'bfloat16'"),
+        (["saved", "x", "--max-shard-size", "many"], "many"),
+        (["saved", "x.safetensors", "--model", "3"], "has no part 'model-3'"),
+        (["saved"], "required: output"),
+    ],
+)
+def test_export_says_what_is_wrong(saved, arguments, words, capsys, monkeypatch):
+    monkeypatch.chdir(saved[0].parent)
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["saved"]
