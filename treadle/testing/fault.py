@@ -1,0 +1,151 @@
+"""One planned failure: where in a run, and what happens there."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import difflib
+import errno
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from .places import POINTS
+
+
+class FaultInjected(RuntimeError):
+    """A failure that was planned."""
+
+
+class Firing(NamedTuple):
+    """One fault that happened: its number in the plan, where, and on which file, if any."""
+
+    fault: int
+    point: str
+    rank: int
+    step: int
+    pid: int
+    path: str | None = None
+
+
+Action = str | BaseException | type[BaseException] | Callable[[Firing], Any]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Fault:
+    """One failure, which happens once on each process that is meant.
+
+    Args:
+        point: where; ``treadle.testing.faults`` opens with the list.
+        action: what happens; see there.
+        rank: on which process. Default: on each.
+        step: in which optimizer step, counted from 1. A step lasts until the next one begins, so what follows it
+            (validation, a save) belongs to it; 0 is what comes before the first in this process. Default: any.
+        occurrence: which time that this process comes by, with this rank and step and such a file.
+        match: for disk points, a pattern for the path, as ``"*/model*"``; of a rename either name may match.
+
+    Raises:
+        TypeError: for a value of another kind.
+        ValueError: for a name that does not exist, with the nearest one that does.
+    """
+
+    point: str
+    action: Action = "raise"
+    _: dataclasses.KW_ONLY
+    rank: int | None = None
+    step: int | None = None
+    occurrence: int = 1
+    match: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("rank", 0), ("step", 0), ("occurrence", 1)):
+            value = getattr(self, name)
+            if value is None and name != "occurrence":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
+        if not isinstance(self.point, str):
+            raise TypeError(f"point={self.point!r} must be a name, such as 'backward:after' or 'disk:*'.")
+        parts = self.point.split(":")
+        if len(parts) < (3 if parts[0] in ("callback", "disk") else 2):
+            object.__setattr__(self, "point", f"{self.point}:before")
+        if not self.places:
+            raise ValueError(f"{self.point!r} is no point of a run.{_nearest(self.point, POINTS)} See faults.POINTS.")
+        on_disk = all(place.startswith("disk:") for place in self.places)
+        if self.match is not None and not (on_disk and isinstance(self.match, str)):
+            raise ValueError(
+                f"match={self.match!r} must be a pattern for paths, as '*/model*', and at disk points only."
+            )
+        if _parse(self.action)[0] == "oserror" and not on_disk:
+            raise ValueError(f"action={self.action!r} is for disk points, and {self.point!r} is none.")
+
+    @functools.cached_property
+    def places(self) -> frozenset[str]:
+        """The points that are meant."""
+        return frozenset(place for place in POINTS if fnmatchcase(place, self.point))
+
+    def __repr__(self) -> str:
+        fields = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return f"Fault({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields)})"
+
+    def happen(self, firing: Firing) -> None:
+        """Do it."""
+        kind, value = _parse(self.action)
+        if kind == "call":
+            value(firing)
+        elif kind == "raise":
+            text = f"planned: fault {firing.fault}, {firing.point} on rank {firing.rank} in step {firing.step}"
+            raise value(text) if isinstance(value, type) else value
+        elif kind == "oserror":
+            raise OSError(value, os.strerror(value), firing.path)
+        elif kind == "exit":
+            os._exit(value)
+        elif kind == "kill":
+            signal.raise_signal(value)
+        else:
+            end = time.monotonic() + value
+            while (left := end - time.monotonic()) > 0:
+                time.sleep(min(left, 3600.0))
+
+
+def _parse(action: Any) -> tuple[str, Any]:
+    """An action's kind and its value."""
+    if isinstance(action, BaseException) or (isinstance(action, type) and issubclass(action, BaseException)):
+        return "raise", action
+    if not isinstance(action, str):
+        if callable(action) and not isinstance(action, type):
+            return "call", action
+        raise TypeError(f"action={action!r} must be a name, an exception or a function of a Firing.")
+    kind, _, value = action.partition(":")
+    exceptions = {n: v for n, v in vars(builtins).items() if isinstance(v, type) and issubclass(v, BaseException)}
+    named: dict[str, tuple[str, Mapping[str, Any]]] = {
+        "raise": ("FaultInjected", {"FaultInjected": FaultInjected, **exceptions}),
+        "kill": ("SIGKILL", signal.Signals.__members__),
+        "oserror": ("EIO", {name: number for number, name in errno.errorcode.items()}),
+    }
+    if kind in named:
+        usual, table = named[kind]
+        if (value or usual) not in table:
+            raise ValueError(f"action={action!r}: there is no {value!r}.{_nearest(value, table)}")
+        return kind, table[value or usual]
+    try:
+        if kind == "exit" and 0 <= (status := int(value or "1")) <= 255:
+            return kind, status
+        if kind in ("hang", "delay") and (seconds := float(value or ("inf" if kind == "hang" else "nan"))) >= 0:
+            return kind, seconds
+    except ValueError:
+        pass
+    if kind in ("exit", "hang", "delay"):
+        raise ValueError(f"action={action!r} needs a number: 'exit:3' (0 to 255), 'hang:30', 'delay:0.5' (seconds).")
+    kinds = (*named, "exit", "hang", "delay")
+    raise ValueError(f"action={action!r} is not one of {', '.join(kinds)}.{_nearest(kind, kinds)}")
+
+
+def _nearest(name: str, valid: Iterable[str]) -> str:
+    # As `messages.nearest`, for names in capitals too.
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""

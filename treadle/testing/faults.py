@@ -1,0 +1,273 @@
+"""Failures on purpose, at exact places of a real run, and the proof that each of them happened, exactly once.
+
+    with FaultPlan([Fault("backward", "kill", rank=1, step=3)]):
+        trainer.fit(task)
+
+A point is where in a run, ``:before`` if nothing else is said:
+
+    forward[:before|after]           of a prepared model in training; in a Trainer, its training_step
+    backward[:before|after]          `Accelerator.backward`, each micro-batch
+    step[:before|after]              a prepared optimizer's real step; after: weights are new, nothing is counted yet
+    callback:HOOK[:before|after]     before or after all that is called for this hook, such as on_train_batch_end
+    disk:OPERATION[:before|after]    the functions of `treadle.engine.disk` through which checkpoints are written
+    disk:write_...:half              half of the file is written
+
+and may hold ``*``: ``disk:*`` is before every disk operation. An action is what happens there:
+
+    raise[:ValueError]        a builtin exception, `FaultInjected` if none is named; or give a class or an instance
+    exit[:3]                  the process ends at once with this status, 1 if none is given
+    kill[:SIGTERM]            the process gets this signal, SIGKILL if none is named
+    hang[:30]                 sleep so many seconds, or for ever
+    delay:0.5                 sleep so many seconds
+    oserror[:ENOSPC]          the disk refuses with this error, EIO if none is named
+    any function              called with the `Firing`
+
+Nothing of this is in the engine: an armed plan puts its own functions in the place of Treadle's, and takes them back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from ..strategies.current import current_place
+from .fault import Action, Fault, FaultInjected, Firing
+from .places import OPERATIONS, POINTS, Places
+
+__all__ = [
+    "OPERATIONS",
+    "POINTS",
+    "DiskPoint",
+    "Fault",
+    "FaultInjected",
+    "FaultPlan",
+    "FaultsNotFired",
+    "Firing",
+    "armed_from_environment",
+    "disk_points",
+    "forked",
+]
+
+_VARIABLE = "TREADLE_FAULTS"
+
+
+class FaultsNotFired(AssertionError):
+    """A planned fault did not happen exactly once, so whatever the test saw proves nothing."""
+
+
+class FaultPlan:
+    """Faults that are to happen in this process while the plan is armed, that is, inside ``with plan:``.
+
+    At the end of the block, if nothing was raised, it makes sure that each fault of this process happened. Each happens
+    once in a process, and with a record once in all restarts of it.
+
+    Args:
+        faults: what is to happen.
+        record: a file to which each firing is added before it happens, for processes that do not live to tell. What
+            is in it does not happen again. All processes of a run may share one.
+
+    Raises:
+        ValueError: without faults, or if one is planned twice.
+    """
+
+    def __init__(self, faults: Iterable[Fault], *, record: str | os.PathLike[str] | None = None) -> None:
+        self.faults = tuple(faults)
+        for fault in self.faults:
+            if not isinstance(fault, Fault):
+                raise TypeError(f"a plan consists of Faults, not of {fault!r}.")
+            if self.faults.count(fault) > 1:
+                raise ValueError(f"{fault} is planned twice: say which occurrence each is.")
+        if not self.faults:
+            raise ValueError("a plan without faults proves nothing.")
+        self.record = None if record is None else Path(os.path.abspath(record))
+        self._places = Places(self._due, self._happen, (place for fault in self.faults for place in fault.places))
+        self._fired: list[Firing] = []
+        self._reached = [0] * len(self.faults)
+        self._lock = threading.Lock()
+
+    # -- what happened -------------------------------------------------------------------------------------------
+
+    @property
+    def firings(self) -> list[Firing]:
+        """What has happened: in this process, or, where there is a record, in all of them."""
+        if self.record is None:
+            return list(self._fired)
+        if not self.record.exists():
+            return []
+        lines = self.record.read_text().splitlines(keepends=True)
+        found = [Firing(**json.loads(line)) for line in lines if line.endswith("\n")]
+        for firing in found:
+            if firing.fault >= len(self.faults) or firing.point not in self.faults[firing.fault].places:
+                raise ValueError(f"{self.record} holds another plan's {firing}. Give each plan a file of its own.")
+        return found
+
+    def check(self, world_size: int = 1) -> None:
+        """Make sure that each fault happened exactly once on each process that it was meant for, in all restarts.
+
+        Args:
+            world_size: how many processes there were.
+
+        Raises:
+            FaultsNotFired: with every fault that did not, or more than once.
+        """
+        self._check(
+            {
+                (n, rank)
+                for n, f in enumerate(self.faults)
+                for rank in (range(world_size) if f.rank is None else [f.rank])
+            },
+            Counter((firing.fault, firing.rank) for firing in self.firings),
+        )
+
+    def _check_own(self) -> None:
+        """What this process can know: of the faults meant for it, and of those for a process that does not exist."""
+        rank, size, _ = current_place()
+        expected = {
+            (number, rank if fault.rank is None else fault.rank)
+            for number, fault in enumerate(self.faults)
+            if fault.rank is None or fault.rank == rank or fault.rank >= size
+        }
+        fired = ((firing.fault, firing.rank) for firing in self.firings)
+        self._check(expected, Counter(pair for pair in fired if pair in expected))
+
+    def _check(self, expected: set[tuple[int, int]], fired: Counter[tuple[int, int]]) -> None:
+        wrong = [
+            f"fault {number}, {self.faults[number]}, happened {fired[number, rank]} times on rank {rank}; this process "
+            f"came by its place {self._reached[number]} times"
+            for number, rank in sorted({*expected, *fired})
+            if fired[number, rank] != ((number, rank) in expected)
+        ]
+        if wrong:
+            raise FaultsNotFired("\n".join(wrong))
+
+    # -- what is to happen ---------------------------------------------------------------------------------------
+
+    def __enter__(self) -> FaultPlan:
+        if self.record is not None:
+            self.record.open("a").close()  # now, not when something is to happen
+            _ = self.firings
+        self._places.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._places.__exit__(kind, error, where)
+        if error is None:
+            self._check_own()
+
+    def _due(self, point: str, *paths: str) -> list[Firing]:
+        """Count that this process comes by; returns what is to happen now."""
+        due = []
+        with self._lock:
+            for number, fault in enumerate(self.faults):
+                if point not in fault.places or fault.step not in (None, self._places.step):
+                    continue
+                if fault.match is not None and not any(fnmatchcase(path, fault.match) for path in paths):
+                    continue
+                if fault.rank not in (None, rank := current_place()[0]):
+                    continue
+                self._reached[number] += 1
+                if self._reached[number] == fault.occurrence:
+                    due.append(Firing(number, point, rank, self._places.step, os.getpid(), *paths[:1]))
+        known = {(firing.fault, firing.rank) for firing in self.firings} if due else set()
+        return [firing for firing in due if (firing.fault, firing.rank) not in known]
+
+    def _happen(self, due: list[Firing]) -> None:
+        for firing in due:
+            self._fired.append(firing)
+            if self.record is not None:
+                file = os.open(self.record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                try:
+                    os.write(file, json.dumps(firing._asdict()).encode() + b"\n")
+                    os.fsync(file)
+                finally:
+                    os.close(file)
+            self.faults[firing.fault].happen(firing)
+
+    # -- for scripts that somebody else starts -------------------------------------------------------------------
+
+    def to_env(self) -> dict[str, str]:
+        """The environment variable that gives this plan to `armed_from_environment` in another process.
+
+        Raises:
+            TypeError: for an action that is not in words.
+        """
+        for fault in self.faults:
+            if not isinstance(fault.action, str):
+                raise TypeError(f"{fault}: only actions in words can travel, such as 'raise:ValueError'.")
+        plan = {"faults": [dataclasses.asdict(f) for f in self.faults], "record": self.record and str(self.record)}
+        return {_VARIABLE: json.dumps(plan)}
+
+
+def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractContextManager[FaultPlan | None]:
+    """For a script: ``with armed_from_environment():`` arms what `FaultPlan.to_env` put there, or does nothing."""
+    if not env.get(_VARIABLE):
+        return nullcontext()
+    plan = json.loads(env[_VARIABLE])
+    return FaultPlan([Fault(**fault) for fault in plan["faults"]], record=plan["record"])
+
+
+# -- every disk operation in turn ------------------------------------------------------------------------------------
+
+
+class DiskPoint(NamedTuple):
+    """A moment of a disk operation: ``("rename", "after", 3, path)`` is the third time something is after one."""
+
+    operation: str
+    moment: str
+    number: int
+    path: str
+
+    def fault(self, action: Action = "kill", **where: Any) -> Fault:
+        """The fault that strikes here when the same is done again; ``where`` is for `Fault`."""
+        return Fault(f"disk:*:{self.moment}", action, occurrence=self.number, **where)
+
+
+def disk_points(work: Callable[[], Any]) -> list[DiskPoint]:
+    """Do ``work``, and list every moment at which one of its disk operations can fail, in order."""
+    found: list[DiskPoint] = []
+    counts: Counter[str] = Counter()
+
+    def note(point: str, *paths: str) -> list[Any]:
+        _, operation, moment = point.split(":")
+        counts[moment] += 1
+        found.append(DiskPoint(operation, moment, counts[moment], paths[0]))
+        return []
+
+    with Places(note, lambda due: None, (point for point in POINTS if point.startswith("disk:"))):
+        work()
+    return found
+
+
+def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[str] | None = None) -> int:
+    """Do ``work`` under a plan in a child that is a copy of this process, and wait for it: no start, no import.
+
+    Returns:
+        How the child ended: 0 if the work was done and every fault happened, 1 if something was raised (it is printed),
+        or what a planned ``exit`` says; negative if a signal killed it, as -9 for a planned ``kill``.
+    """
+    child = os.fork()
+    if child == 0:
+        status = 1
+        gc.freeze()  # a fit collects garbage, and needs 0.3 s to look through what torch alone holds
+        try:
+            with FaultPlan(faults, record=record):
+                work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

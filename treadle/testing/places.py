@@ -1,0 +1,215 @@
+"""The places of a run at which a test can step in, without the engine knowing of it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..callbacks import HOOKS
+from ..engine import Accelerator, disk
+from ..trainer.hooks import Hooks
+
+OPERATIONS = ("mkdir", "write_bytes", "write_tensors", "fsync", "rename", "unlink", "rmdir")
+"""The functions of `treadle.engine.disk` that change something on a disk."""
+
+_WRITES = ("write_bytes", "write_tensors")
+
+POINTS: tuple[str, ...] = (
+    *(f"{part}:{moment}" for part in ("forward", "backward", "step") for moment in ("before", "after")),
+    *(f"callback:{hook}:{moment}" for hook in HOOKS for moment in ("before", "after")),
+    *(f"disk:{name}:{m}" for name in OPERATIONS for m in ("before", "half", "after") if m != "half" or name in _WRITES),
+)
+"""Every place there is."""
+
+Due = TypeVar("Due")
+
+
+class Places(Generic[Due]):
+    """While armed, asks at each point of a run what is due there, and lets that happen.
+
+    Args:
+        due: ``due(point, *paths)`` returns what is to happen now: nothing, mostly.
+        happen: does it.
+        wanted: the points that matter; what only others need is left as it is.
+
+    Attributes:
+        step: the optimizer step that this process works on, from the first micro-batch to the next step's.
+    """
+
+    def __init__(
+        self, due: Callable[..., list[Due]], happen: Callable[[list[Due]], None], wanted: Iterable[str]
+    ) -> None:
+        self.due = due
+        self.happen = happen
+        self.wanted = frozenset(wanted)
+        self.step = 0
+        self._undo: ExitStack | None = None
+        self._inside: Any = None  # the outermost forward that runs
+        self._known: weakref.WeakSet[Accelerator] = weakref.WeakSet()
+        self._progress: weakref.WeakKeyDictionary[Accelerator, Any] = weakref.WeakKeyDictionary()
+
+    def __enter__(self) -> Places[Due]:
+        if self._undo is not None:
+            raise RuntimeError("this plan is armed already.")
+        with ExitStack() as undo:
+            self._arm(undo)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        undo, self._undo = self._undo, None
+        assert undo is not None
+        undo.close()
+
+    def _arm(self, undo: ExitStack) -> None:
+        kinds = {point.split(":")[0] for point in self.wanted}
+        _replace(undo, Accelerator, "backward", self._backward)  # these two tell the step, too
+        _replace(undo, Hooks, "__init__", self._hooks)
+        if "disk" in kinds:
+            for name in OPERATIONS:
+                _replace(undo, disk, name, functools.partial(self._operation, name))
+        if "step" in kinds:
+            undo.callback(register_optimizer_step_pre_hook(functools.partial(self._at_step, "step:before")).remove)
+            undo.callback(register_optimizer_step_post_hook(functools.partial(self._at_step, "step:after")).remove)
+        if "forward" in kinds:
+            # A prepared model may be the user's own object, so it is known by the Accelerator it belongs to alone.
+            self._known.update(o for o in gc.get_objects() if issubclass(type(o), Accelerator))
+            _replace(undo, Accelerator, "prepare_model", self._prepare_model)
+            _replace(undo, Accelerator, "method", self._method)
+            before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))
+            undo.callback(register_module_forward_pre_hook(before).remove)
+            undo.callback(register_module_forward_hook(after, always_call=True).remove)
+
+    def _reach(self, point: str, *paths: str) -> None:
+        # What was made while armed (a Trainer's hooks, a scheduler's wrapper of a step) may outlive it.
+        if self._undo is not None and point in self.wanted and (due := self.due(point, *paths)):
+            self.happen(due)
+
+    def _work(self, accelerator: Accelerator) -> None:
+        """This process works on the step that the accelerator takes next."""
+        self._known.add(accelerator)
+        progress = self._progress.get(accelerator)
+        self.step = 1 + (accelerator.steps if progress is None else progress.step)
+
+    # -- what stands in the place of Treadle's functions ---------------------------------------------------------
+
+    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        def backward(accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
+            self._work(accelerator)
+            self._reach("backward:before")
+            original(accelerator, *args, **kwargs)
+            self._reach("backward:after")
+
+        return backward
+
+    def _hooks(self, original: Callable[..., None]) -> Callable[..., None]:
+        def init(hooks: Hooks, trainer: Any, *args: Any) -> None:
+            original(hooks, trainer, *args)
+            assert self._undo is not None
+            self._progress[trainer.accelerator] = trainer.progress
+            for name in HOOKS:
+                called = getattr(hooks, name)
+                around = [functools.partial(self._in_hook, f"callback:{name}:{m}") for m in ("before", "after")]
+                before, after = ([hook] if hook.args[0] in self.wanted else [] for hook in around)
+                if name == "on_train_batch_start":
+                    before.insert(0, functools.partial(self._begin, trainer.accelerator))
+                if before or after:
+                    setattr(hooks, name, (*before, *called, *after))
+                    self._undo.callback(setattr, hooks, name, called)
+
+        return init
+
+    def _in_hook(self, point: str, *_: Any) -> None:
+        self._reach(point)
+
+    def _begin(self, accelerator: Accelerator, *_: Any) -> None:
+        self._work(accelerator)
+
+    def _operation(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        before, half, after = (f"disk:{name}:{moment}" for moment in ("before", "half", "after"))
+
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            paths = [os.fspath(value) for value in (*args, *kwargs.values()) if isinstance(value, os.PathLike)]
+            self._reach(before, *paths)
+            if half in self.wanted and (due := self.due(half, *paths)):
+                original(*args, **kwargs)
+                os.truncate(paths[0], os.path.getsize(paths[0]) // 2)
+                self.happen(due)
+                os.unlink(paths[0])  # it was a delay: the whole is written now
+            result = original(*args, **kwargs)
+            self._reach(after, *paths)
+            return result
+
+        return operation
+
+    def _at_step(self, point: str, optimizer: Optimizer, *_: Any) -> None:
+        for accelerator in self._known:
+            if any(prepared.optimizer is optimizer for prepared in accelerator.optimizers):
+                self._work(accelerator)
+                self._reach(point)
+                return
+
+    def _prepare_model(self, original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        def prepare_model(accelerator: Accelerator, *args: Any, **kwargs: Any) -> nn.Module:
+            self._known.add(accelerator)
+            return original(accelerator, *args, **kwargs)
+
+        return prepare_model
+
+    def _method(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+            call = original(accelerator, *args, **kwargs)
+
+            @functools.wraps(call)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                self._inside = call  # the modules that it calls are a part of it
+                try:
+                    self._work(accelerator)
+                    self._reach("forward:before")
+                    output = call(*args, **kwargs)
+                    self._reach("forward:after")
+                    return output
+                finally:
+                    self._inside = None
+
+            return run
+
+        return method
+
+    def _before_forward(self, module: nn.Module, *_: Any) -> None:
+        if self._inside is not None or not torch.is_grad_enabled():
+            return
+        for accelerator in self._known:
+            if any(prepared in (module, module._modules.get("_orig_mod")) for prepared in accelerator.models):
+                self._inside = module
+                self._work(accelerator)
+                self._reach("forward:before")
+                return
+
+    def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
+        if self._inside is module:
+            self._inside = None
+            if output is not None:  # else it raised
+                self._reach("forward:after")
+
+
+def _replace(undo: ExitStack, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Put ``wrap(function)`` in the place of a function, until ``undo``."""
+    if isinstance(owner, type):
+        owner = next(kind for kind in owner.__mro__ if name in vars(kind))
+    original = vars(owner)[name]
+    undo.callback(setattr, owner, name, original)
+    setattr(owner, name, functools.wraps(original)(wrap(original)))
