@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
 
-.PHONY: install demo test test-slow test-slurm lint types wheel bench clean
+.PHONY: install demo test test-slow test-resume test-slurm lint types wheel bench clean
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -21,6 +21,10 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow --timeout 3600
+
+# A thousand runs interrupted at random steps and resumed; TREADLE_TRIALS=n takes n set-ups, each resumed twice.
+test-resume: install
+	$(BIN)/python -m pytest -n 2 -m slow --timeout 3600 tests/trainer/test_resume_trials.py $(ARGS)
 
 # A SLURM cluster of two nodes on this machine, made for the tests and ended with them.
 test-slurm: install

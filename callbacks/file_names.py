@@ -45,3 +45,8 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
         raise ValueError(f"dirpath={str(dirpath)!r} is no directory of a local or mounted file system.")
     if filename is not None and (os.path.isabs(filename) or ".." in Path(filename).parts):
         raise ValueError(f"filename={filename!r} leads out of dirpath; give the directory as dirpath.")
+
+
+def depth(template: str) -> int:
+    """How many folders a template's names lead into."""
+    return max(0, len(Path(template).parts) - 1)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128
 
 from ..strategies.shards import Whole
@@ -257,32 +256,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(built) != len(pairs):
         raise ValueError("an object has the same key twice")
     return built
-
-
-def read_tensors(path: Path, device: str, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Read a safetensors file.
-
-    Args:
-        path: The file.
-        device: Where the tensors go.
-        mapped: On the CPU, leave them mapped onto the file instead of copying them.
-
-    Returns:
-        The tensors by name, and the text in the header.
-
-    Raises:
-        ValueError: It isn't a whole safetensors file.
-    """
-    try:
-        with safe_open(path, framework="pt", device=device) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-            notes = dict(file.metadata() or {})
-    except (SafetensorError, OSError, KeyError) as error:
-        raise ValueError(f"{path.parent}: {path.name} can't be read: {error}. Use another checkpoint.") from error
-    if not mapped and torch.device(device).type == "cpu":
-        # A mapped tensor changes with its file, and kills the process once a network disk has dropped that file.
-        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    return tensors, notes
 
 
 def probe(directory: Path | str, nbytes: int = 0) -> None:

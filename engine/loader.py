@@ -108,7 +108,9 @@ class Loader:
             # A subclass's own __iter__ may draw the workers' seed late, or anything else.
             lent = not workers or type(source).__iter__ is not DataLoader.__iter__
             # A loader that knows where it is knows it of its workers too.
-            stateful = _stateful(view) or (None if workers else _stateful(source.dataset))
+            stateful = _stateful(view)
+            if stateful is None and not workers:
+                stateful = _stateful(source.dataset)
             streamed = self._plan = StreamedBatches(source, counted, planner, draws, lent, stateful)
             if counted is not None:
                 _unwrap(view, streamed)
@@ -287,6 +289,11 @@ class Loader:
         """Say which epoch comes next, or runs: samplers and datasets with a ``set_epoch`` are told."""
         self.epoch = epoch
 
+    def close(self) -> None:
+        """End persistent workers. Left to the garbage collector, each would be waited for five seconds."""
+        if isinstance(self.source, DataLoader):
+            self._view.__dict__["_iterator"] = None
+
     # -- position ------------------------------------------------------------------------------------------------
 
     def agree(self, world: World) -> None:
@@ -338,12 +345,14 @@ class Loader:
 
 def _unwrap(view: DataLoader[Any], plan: StreamedBatches) -> None:
     """Let the sizes that `Counted` adds end where ``view``'s own ``__iter__`` begins."""
-    weak, sizes = weakref.ref(view), plan.sizes  # weak, as above
+    weak = weakref.ref(view)  # as above
 
     def get_iterator() -> Any:
         own_view = weak()
         assert own_view is not None
-        return Unwrapped(type(own_view)._get_iterator(own_view), sizes)
+        iterator = type(own_view)._get_iterator(own_view)
+        plan.started()
+        return Unwrapped(iterator, plan.sizes)
 
     view.__dict__["_get_iterator"] = get_iterator
 

@@ -7,123 +7,16 @@ and when an epoch ends, everything is packed into one vector, exchanged once and
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..strategies import World, nearest
+from . import metric_objects
+from .entry import FOLD, FOLDS, SHOWN, Entry, stack
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
-_SHOWN = ("on_step", "on_epoch", "reduction", "prog_bar", "logger")
-_FOLD = 64  # 0-d tensors kept before they are summed: stacking them at once costs less than adding each
-
-
-class Entry:
-    """One logged name: how it is reduced, and what has come in so far."""
-
-    __slots__ = (
-        "last",
-        "last_weight",
-        "logger",
-        "metric",
-        "name",
-        "on_epoch",
-        "on_step",
-        "prog_bar",
-        "reduction",
-        "spec",
-        "total",
-        "total_weight",
-        "values",
-        "weights",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        spec: tuple[Any, ...] | None,
-        *,
-        on_step: bool,
-        on_epoch: bool,
-        reduction: str,
-        prog_bar: bool,
-        logger: bool,
-    ) -> None:
-        self.name = name
-        self.spec = spec
-        self.on_step = on_step
-        self.on_epoch = on_epoch
-        self.reduction = reduction
-        self.prog_bar = prog_bar
-        self.logger = logger
-        self.metric: Any = None
-        self.last: Any = None
-        self.last_weight: float = 0.0
-        self.values: list[Any] = []
-        self.weights: list[float] = []
-        self.total: Any = None
-        self.total_weight = 0.0
-
-    def fold(self) -> None:
-        """Sum up what was appended."""
-        kept = [(v, w) for v, w in zip(self.values, self.weights, strict=True) if w]
-        self.values.clear()
-        self.weights.clear()
-        if not kept:
-            return
-        values = stack([value for value, _ in kept])
-        weights = torch.tensor([w for _, w in kept], dtype=values.dtype, device=values.device)
-        if self.reduction == "mean":
-            folded = (values * weights).sum()
-        else:
-            folded = _FOLDS[self.reduction](values)
-        self.total = folded if self.total is None else _COMBINE[self.reduction](self.total.to(folded.device), folded)
-        self.total_weight += sum(w for _, w in kept)
-
-    def epoch_pair(self) -> tuple[Any, float]:
-        """(total, weight) of the epoch so far."""
-        self.fold()
-        return (0.0, 0.0) if self.total is None else (self.total, self.total_weight)
-
-    def step_pair(self) -> tuple[Any, float]:
-        """(value, weight) of the latest step, in the form of `epoch_pair`."""
-        if self.last is None or not self.last_weight:
-            return 0.0, 0.0
-        if self.reduction != "mean":
-            return self.last, self.last_weight
-        # In float64, where weighing a float32 and dividing it again gives the same number.
-        return stack([self.last])[0] * self.last_weight, self.last_weight
-
-    def label(self, form: str) -> str:
-        """The name under which the ``"step"`` or ``"epoch"`` value is shown."""
-        return f"{self.name}_{form}" if self.on_step and self.on_epoch else self.name
-
-
-_FOLDS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
-_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
-    "mean": lambda a, b: a + b,
-    "sum": lambda a, b: a + b,
-    "min": torch.minimum,
-    "max": torch.maximum,
-}
-
-
-def stack(values: list[Any]) -> Tensor:
-    """0-d tensors and numbers as one vector of float64 (float32 on MPS, which has no other)."""
-    device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    if not any(isinstance(v, Tensor) for v in values):
-        return torch.tensor(values, dtype=dtype)
-    return torch.stack(
-        [
-            v.detach().reshape(()).to(device=device, dtype=dtype)
-            if isinstance(v, Tensor)
-            else torch.tensor(v, dtype=dtype, device=device)
-            for v in values
-        ]
-    )
 
 
 class Metrics:
@@ -135,12 +28,14 @@ class Metrics:
     Attributes:
         weight: samples of the batch that is being worked on; a value weighs that much in its epoch mean.
         suffix: added to names while several evaluation loaders are worked through.
+        evaluation: what is logged in an evaluation within this stage, while it runs.
     """
 
     def __init__(self, training: bool) -> None:
         self.training = training
         self.weight: float = 1.0
         self.suffix = ""
+        self.evaluation: Metrics | None = None
         self._in_step: dict[str, Entry] = {}
         self._in_epoch: dict[str, Entry] = {}
         self._entries = self._in_step
@@ -192,7 +87,7 @@ class Metrics:
         if entry.on_epoch and entry.metric is None:
             entry.values.append(value)
             entry.weights.append(weight)
-            if len(entry.values) >= _FOLD:
+            if len(entry.values) >= FOLD:
                 entry.fold()
 
     def _register(self, name: str, value: Any, spec: tuple[Any, ...]) -> Entry:
@@ -229,6 +124,7 @@ class Metrics:
             entry.metric = value
         if known is not None:  # restored from a checkpoint
             entry.total, entry.total_weight = known.total, known.total_weight
+            entry.values, entry.weights = known.values, known.weights
         self._entries[name] = entry
         return entry
 
@@ -273,6 +169,7 @@ class Metrics:
         self._in_step.clear()
         self._in_epoch.clear()
         self._entries = self._in_step
+        self.evaluation = None
 
     @staticmethod
     def _reduced(entries: list[Entry], pairs: list[tuple[Any, float]], world: World) -> list[tuple[Entry, float]]:
@@ -295,37 +192,52 @@ class Metrics:
             if entry.reduction == "mean":
                 value = sum(v for v, _ in known) / sum(w for _, w in known)
             else:  # in torch: Python's min and max drop a NaN or keep it, depending on its place
-                value = _FOLDS[entry.reduction](torch.tensor([v for v, _ in known], dtype=torch.float64)).item()
+                value = FOLDS[entry.reduction](torch.tensor([v for v, _ in known], dtype=torch.float64)).item()
             results.append((entry, value))
         return results
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self, world: World) -> dict[str, dict[str, Any]]:
-        """The epoch's sums so far, over all processes, and how each is shown. All processes must ask."""
-        plain = [entry for entry in self._in_step.values() if entry.on_epoch and entry.metric is None]
-        pairs = [entry.epoch_pair() for entry in plain]
-        every = world.gather_objects([(e.name, float(v), w) for e, (v, w) in zip(plain, pairs, strict=True)])
-        state: dict[str, dict[str, Any]] = {
-            entry.name: {name: getattr(entry, name) for name in _SHOWN} | {"total": None, "weight": 0.0}
-            for entry in plain
-        }
-        for name, value, weight in (item for part in every for item in part if item[2] and item[0] in state):
-            one = state[name]
-            if one["total"] is not None:
-                totals = (torch.tensor(v, dtype=torch.float64) for v in (one["total"], value))
-                value = _COMBINE[one["reduction"]](*totals).item()
-            one["total"], one["weight"] = value, one["weight"] + weight
-        return state
+    def state_dict(self, world: World, owner: nn.Module | None = None, over: bool = False) -> dict[str, Any]:
+        """The epoch's sums so far, how each is shown, and what ``owner``'s metric objects have counted.
 
-    def load_state_dict(self, state: dict[str, dict[str, Any]], world: World) -> None:
-        """Go on from sums that `state_dict` returned. Rank zero takes them, the others begin with nothing."""
+        All processes must ask. ``over`` says that the epoch is at its end: the next one has logged nothing yet.
+        """
+        objects = {} if owner is None else metric_objects.find(owner)
+        done = [e.metric for e in self.entries if e.on_epoch] if over else []
+        done += [] if self.evaluation is None else [e.metric for e in self.evaluation.entries]
+        counts = metric_objects.state(objects, metric_objects.parts_of(done), world)
+        if over:
+            return {"values": {}, "metrics": {}, "objects": counts}
+        shown = {e.name: {key: getattr(e, key) for key in SHOWN} for e in self._in_step.values() if e.on_epoch}
+        logged = {e.name: e.metric for e in self._in_step.values() if e.on_epoch and e.metric is not None}
+        places = metric_objects.places(logged, objects, owner)
+        return {
+            "values": self._parts(shown, world),
+            "metrics": {name: shown[name] | {"place": place} for name, place in places.items()},
+            "objects": counts,
+        }
+
+    def _parts(self, shown: dict[str, dict[str, Any]], world: World) -> dict[str, dict[str, Any]]:
+        plain = [entry for entry in self._in_step.values() if entry.on_epoch and entry.metric is None]
+        every = world.gather_objects({entry.name: entry.part() for entry in plain})
+        return {e.name: shown[e.name] | {"parts": [part.get(e.name) for part in every]} for e in plain}
+
+    def load_state_dict(self, state: dict[str, Any], world: World, owner: nn.Module | None = None) -> None:
+        """Go on from what `state_dict` returned; on another number of processes rank zero goes on from all sums."""
         self._in_step.clear()
-        for name, one in state.items():
-            entry = Entry(name, None, **{key: one[key] for key in _SHOWN})
-            if world.is_main and one["total"] is not None:
-                entry.total, entry.total_weight = stack([one["total"]])[0], one["weight"]
-            self._in_step[name] = entry
+        self._in_epoch.clear()
+        self.evaluation = None
+        objects = {} if owner is None else metric_objects.find(owner)
+        metric_objects.load(objects, state["objects"], world)
+        for name, one in (state["values"] | state["metrics"]).items():
+            entry = self._in_step[name] = Entry(name, None, **{key: one[key] for key in SHOWN})
+            if "place" in one:
+                entry.metric = objects.get(one["place"])
+            elif len(one["parts"]) == world.size:
+                entry.take(part for part in one["parts"][world.rank : world.rank + 1] if part)
+            elif world.is_main:
+                entry.take(part for part in one["parts"] if part)
 
 
 def _one_number(name: str, value: Any) -> Any:

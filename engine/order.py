@@ -200,7 +200,7 @@ class ShardedBatches:
             first = list(itertools.islice(batches, 1))
             if again:  # what it draws here is in there already
                 draws.stream.go_to(now["stream"])
-                if self.draws_at_once:
+                if self.draws_at_once or self.limit == 0:  # with nothing left to yield, nothing was drawn again
                     draws.load_private(now["generators"])
         return itertools.chain(first, batches)
 

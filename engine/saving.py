@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,7 @@ class Saving(Process):
         parts: dict[str, Any] | None = None,
         weights_only: bool = False,
         blocking: bool = True,
+        also: Sequence[str | os.PathLike[str]] = (),
     ) -> Path:
         """Save everything prepared or registered, and every process's random state. Call it on all processes.
 
@@ -92,6 +93,7 @@ class Saving(Process):
             weights_only: the models and ``parts`` only.
             blocking: False returns when the state is copied to host memory; the rest happens beside the training. One
                 save is under way at a time: the next waits for it. `poll_saving` and `finish_saving` tell of its end.
+            also: further directories for the same state, each a checkpoint of its own.
 
         Raises:
             ValueError: without a directory, or inside a group of micro-batches.
@@ -108,26 +110,34 @@ class Saving(Process):
         numbering = self.project_configuration if output_dir is None else None
         with self.world.together():
             path = Path(output_dir) if output_dir is not None else numbered.next_target(self.project_configuration)
-        target = Path(os.path.abspath(path))
+        targets = [Path(os.path.abspath(one)) for one in (path, *also)]
+        if self.save_hooks and len(targets) > 1:
+            raise ValueError("save_state(also=...): what a save_state pre-hook writes would be in one of them only.")
         with self.world.together():
-            files = snapshot.collect(self, target, parts or {}, weights_only)
+            files = snapshot.collect(self, targets[0], parts or {}, weights_only)
         if numbering is not None:
             numbering.iteration += 1
-        self._publish(target, files, info, numbering, blocking)
-        return target
+        self._publish(targets, files, info, numbering, blocking)
+        return targets[0]
 
     def _publish(
-        self, target: Path, files: Files, info: dict[str, Any], numbering: ProjectConfiguration | None, blocking: bool
+        self,
+        targets: list[Path],
+        files: Files,
+        info: dict[str, Any],
+        numbering: ProjectConfiguration | None,
+        blocking: bool,
     ) -> None:
         """Write and commit, here and now or beside the training; then drop what is too old."""
         hooked = bool(self.save_hooks)
 
         def publish(world: World, files: Files) -> None:
-            snapshot.publish(world, target, files, info, hooked)
+            for target in targets:
+                snapshot.publish(world, target, files, info, hooked)
             if numbering is not None and numbering.total_limit is not None:
                 with world.together():
                     if world.is_main:
-                        numbered.drop_oldest(target.parent, numbering.total_limit)
+                        numbered.drop_oldest(targets[0].parent, numbering.total_limit)
 
         if blocking:
             publish(self.world, files)

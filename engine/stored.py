@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from . import disk
+from .filed import Filed, read_now, read_safetensors
 
 OFFSETS = "DCP_SHARDING_INFO"
 """The note in a file's header that says where its tensors begin in the whole ones.
@@ -41,7 +40,7 @@ class Stored:
         self.name = name
         self.shape = shape
         self.dtype = dtype
-        self._pieces: list[tuple[_File, Box]] = []
+        self._pieces: list[tuple[Filed, Box]] = []
 
     def __getitem__(self, index: Any) -> Tensor:
         """The values, in memory that may be mapped onto the file: copy what is to be kept."""
@@ -49,15 +48,26 @@ class Stored:
         wanted = [slice(*cut.indices(size)) for cut, size in zip(cuts, self.shape, strict=False)]
         wanted += [slice(0, size) for size in self.shape[len(wanted) :]]
         box: Box = tuple((cut.start, max(cut.start, cut.stop)) for cut in wanted)
-        for file, held in self._pieces:
+        for piece, held in self._pieces:
             if all(a <= b and d <= c for (a, c), (b, d) in zip(held, box, strict=True)):
-                return file.get(self.name)[_within(box, held)]
+                return read_now(piece)[_within(box, held)]
         out = torch.empty([end - begin for begin, end in box], dtype=self.dtype)
-        for file, held in self._pieces:
+        for piece, held in self._pieces:
             both: Box = tuple((max(a, b), min(c, d)) for (a, c), (b, d) in zip(held, box, strict=True))
             if all(begin < end for begin, end in both):
-                out[_within(both, box)] = file.get(self.name)[_within(both, held)]
+                out[_within(both, box)] = read_now(piece)[_within(both, held)]
         return out
+
+    def get(self, exact: bool = True) -> Tensor:
+        """All of it; see `Filed.get`."""
+        return self._pieces[0][0].get(exact) if len(self._pieces) == 1 else self[...]
+
+    def fill(self, out: Tensor) -> None:
+        """Copy it into ``out``."""
+        if len(self._pieces) == 1:
+            self._pieces[0][0].fill(out)
+        else:
+            out.copy_(self[...])
 
     def read(self, device: str | torch.device = "cpu", *, mapped: bool = False) -> Tensor:
         """All of it.
@@ -67,22 +77,26 @@ class Stored:
             mapped: on the CPU, leave it mapped onto the file where it can be. Such a tensor changes with its file, and
                 kills the process once a network disk has dropped that file.
         """
-        values = self[...]
-        moved = values.to(device)
-        return moved.clone() if moved is values and not mapped else moved
+        if torch.device(device).type != "cpu":
+            return self[...].to(device)
+        if mapped:
+            return self[...]
+        out = torch.empty(self.shape, dtype=self.dtype)
+        self.fill(out)
+        return out
 
-    def add(self, file: _File, offset: Iterable[int], shape: Iterable[int]) -> None:
-        """Say that a part of it is in ``file``.
+    def add(self, piece: Filed, offset: Iterable[int]) -> None:
+        """Say that a part of it is in a file, and where that begins in the whole.
 
         Raises:
             ValueError: if it sticks out.
         """
-        box = tuple((begin, begin + size) for begin, size in zip(offset, shape, strict=True))
+        box = tuple((begin, begin + size) for begin, size in zip(offset, piece.shape, strict=True))
         if len(box) != len(self.shape) or not all(
             0 <= begin <= end <= size for (begin, end), size in zip(box, self.shape, strict=True)
         ):
             raise ValueError(f"a part of tensor {self.name!r} lies outside of it")
-        self._pieces.append((file, box))
+        self._pieces.append((piece, box))
 
     def check_complete(self) -> None:
         """Raise ValueError if parts are missing, or there twice."""
@@ -96,37 +110,6 @@ class Stored:
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(b - a, e - a) for (b, e), (a, _) in zip(box, outer, strict=True))
-
-
-class _File:
-    """An open safetensors file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._handle = safe_open(path, framework="pt")
-            self.notes: dict[str, str] = dict(self._handle.metadata() or {})
-        except (SafetensorError, OSError) as error:
-            raise self._unreadable(error) from error
-
-    def _unreadable(self, error: BaseException) -> ValueError:
-        text = f"{self.path.parent}: {self.path.name} can't be read: {error}. Use another checkpoint."
-        return ValueError(text)
-
-    def forms(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Shape and element type of each tensor, without reading it."""
-        try:
-            found = {name: self._handle.get_slice(name) for name in self._handle.keys()}  # noqa: SIM118 - not a dict
-            return {n: (torch.Size(s.get_shape()), disk.DTYPES[s.get_dtype()]) for n, s in found.items()}
-        except (SafetensorError, KeyError) as error:
-            raise self._unreadable(error) from error
-
-    def get(self, name: str) -> Tensor:
-        """One tensor, mapped onto the file."""
-        try:
-            return self._handle.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise self._unreadable(error) from error
 
 
 def open_tensors(paths: Iterable[Path]) -> tuple[dict[str, Stored], dict[str, str]]:
@@ -144,22 +127,22 @@ def open_tensors(paths: Iterable[Path]) -> tuple[dict[str, Stored], dict[str, st
     found: dict[str, Stored] = {}
     first: dict[str, str] | None = None
     for path in paths:
-        file = _File(path)
-        first = file.notes if first is None else first
         try:
-            _add_all(found, file)
+            pieces, notes = read_safetensors(path)
+            _add_all(found, pieces, notes)
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
             raise ValueError(f"{path.parent}: {path.name} is damaged: {error}. Use another checkpoint.") from error
+        first = notes if first is None else first
     for stored in found.values():
         stored.check_complete()
     return found, first or {}
 
 
-def _add_all(found: dict[str, Stored], file: _File) -> None:
-    offsets, shapes = (json.loads(file.notes.get(note, "{}")) for note in (OFFSETS, SHAPES))
-    for name, (shape, dtype) in file.forms().items():
-        whole = torch.Size(shapes[name]) if name in shapes else shape
-        stored = found.setdefault(name, Stored(name, whole, dtype))
-        if (stored.dtype, stored.shape) != (dtype, whole):
+def _add_all(found: dict[str, Stored], pieces: dict[str, Any], notes: dict[str, str]) -> None:
+    offsets, shapes = (json.loads(notes.get(note, "{}")) for note in (OFFSETS, SHAPES))
+    for name, piece in pieces.items():
+        whole = torch.Size(shapes[name]) if name in shapes else piece.shape
+        stored = found.setdefault(name, Stored(name, whole, piece.dtype))
+        if (stored.dtype, stored.shape) != (piece.dtype, whole):
             raise ValueError(f"tensor {name!r} has another form than in another file")
-        stored.add(file, offsets[name]["saved_offsets"] if name in offsets else [0] * len(shape), shape)
+        stored.add(piece, offsets[name]["saved_offsets"] if name in offsets else [0] * len(piece.shape))

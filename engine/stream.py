@@ -24,6 +24,41 @@ class Counted:
         return len(samples), self.collate(samples)
 
 
+def other_batches(source: Any) -> ValueError:
+    """What is wrong with a loader whose own ``__iter__`` yields fewer or more batches than it was given."""
+    return ValueError(
+        f"{type(source).__name__} does not yield one batch for each that is read for it, so it can be neither sharded "
+        "nor resumed. Let its __iter__ yield what super().__iter__() yields, one for one, or pass an iterable of "
+        "batches: prepare_data_loader(iter(loader))."
+    )
+
+
+class Unwrapped:
+    """A loader's iterator without the sizes that `Counted` adds, which it notes: a subclass sees plain batches.
+
+    Args:
+        iterator: yields ``(samples, batch)``.
+        sizes: where to note the samples.
+    """
+
+    def __init__(self, iterator: Iterator[Any], sizes: deque[int]) -> None:
+        self.iterator = iterator
+        self.sizes = sizes
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        size, batch = next(self.iterator)
+        self.sizes.append(size)
+        return batch
+
+    def __getattr__(self, name: str) -> Any:  # a DataLoader resets the iterator of its persistent workers
+        if name == "iterator":
+            raise AttributeError(name)
+        return getattr(self.iterator, name)
+
+
 class StreamedBatches:
     """Deals the batches of one stream to the processes in turn, in groups with exact weights.
 
@@ -31,8 +66,8 @@ class StreamedBatches:
     The last, short round is dealt as it is, and a process without a batch of its own takes part with weight zero.
 
     Args:
-        counted: the samples of a full batch, where the source yields ``(samples, batch)``; None where it yields
-            batches, which then weigh the same.
+        source: the user's loader or iterable.
+        counted: the samples of a full batch, where ``sizes`` has those of each; None where batches weigh the same.
         planner: groups and weights.
         draws: what the source may draw from.
         lent: whether this process reads the source itself, so that the stream has to be lent to it: then what it
@@ -42,9 +77,13 @@ class StreamedBatches:
     Attributes:
         order: what the epoch was drawn from; where it is set before the epoch begins, that epoch comes again.
         micros: the facts of the batches that were yielded and not yet taken by the loop.
+        sizes: the samples in batches that the source has made and not yet yielded.
     """
 
-    def __init__(self, counted: int | None, planner: GroupPlanner, draws: Draws, lent: bool, stateful: Any) -> None:
+    def __init__(
+        self, source: Any, counted: int | None, planner: GroupPlanner, draws: Draws, lent: bool, stateful: Any
+    ) -> None:
+        self.source = source
         self.counted = counted
         self.planner = planner
         self.draws = draws
@@ -53,12 +92,15 @@ class StreamedBatches:
         self.order: dict[str, Any] | None = None
         self._stands: dict[str, Any] | None = None
         self._reader: RandomStream | None = None
+        self._late: State | None = None  # where the reader is once the source is open again
         self._ended = False
+        self.sizes: deque[int] = deque()
         self.begin(0, 0, None)
 
     def begin(self, epoch: int, skip: int, limit: int | None) -> None:
         """Say what the next iteration is: the samples to pass over, and the most batches to yield."""
         self.skip, self.limit = skip, limit
+        self.sizes.clear()
         self.micros: deque[tuple[Micro, State | None]] = deque()
 
     def split(self) -> None:
@@ -81,6 +123,7 @@ class StreamedBatches:
         else:
             draws.load(self.order)
             again = True
+        self._reader = self._late = None
         if self._stands is not None:
             self.stateful.load_state_dict(self._stands["source"])
         with draws.stream.drawing():
@@ -90,9 +133,15 @@ class StreamedBatches:
         if again:
             draws.stream.go_to(now["stream"])
         if self._stands is not None and self._stands["stream"] is not None:
-            self._reader.go_to(self._stands["stream"])
+            self._late = self._stands["stream"]
+            self.started()
             draws.load_private(now["generators"])
         return iterator
+
+    def started(self) -> None:
+        """The loader's own iterator is made, which draws; where a subclass makes it with the first batch, only now."""
+        if self._reader is not None and self._late is not None:
+            self._reader.go_to(self._late)
 
     def batches(self, source: Iterator[Any]) -> Iterator[Any]:
         """Yield this process's micro-batches; their facts are in ``micros``."""
@@ -135,7 +184,11 @@ class StreamedBatches:
     def _read(self, source: Iterator[Any], count: int) -> list[tuple[int, Any]]:
         with self._lend():
             items = list(itertools.islice(source, count))
-        return items if self.counted else [(1, item) for item in items]
+        if self.counted is None:
+            return [(1, item) for item in items]
+        if len(items) > len(self.sizes) or (len(items) < count and len(items) < len(self.sizes)):
+            raise other_batches(self.source)
+        return [(self.sizes.popleft(), item) for item in items]
 
     def _fast_forward(self, source: Iterator[Any]) -> None:
         passed = 0
@@ -145,5 +198,5 @@ class StreamedBatches:
                 "where the run stopped. A dataset with state_dict/load_state_dict resumes at once (without workers)."
             )
         with self._lend():
-            while passed < self.skip and (item := next(source, None)) is not None:
-                passed += item[0] if self.counted else 1
+            while passed < self.skip and (read := self._read(source, 1)):
+                passed += read[0][0]

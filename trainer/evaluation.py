@@ -61,7 +61,7 @@ def evaluate(
     """
     name = STAGES[stage]
     no_gradient = torch.inference_mode if trainer.inference_mode and not within_fit else torch.no_grad
-    metrics = Metrics(training=False)
+    metrics = trainer.metrics.evaluation = Metrics(training=False)
     predictions: list[list[Any]] = []
     lengths = [loader.length for loader in loaders]
     trainer.evaluation_batch = -1
@@ -90,6 +90,7 @@ def evaluate(
     for entry in metrics.entries:
         if entry.metric is not None:
             entry.metric.reset()
+    trainer.metrics.evaluation = None
     return Evaluation(_by_loader(found, len(loaders)), predictions)
 
 

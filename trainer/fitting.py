@@ -12,9 +12,11 @@ from ..strategies import warn
 from . import restore, summary
 from .evaluation import evaluate
 from .hooks import Hooks
+from .last_step import LastStep
 from .loop import FitLoop
 from .optimizers import SchedulerConfig, check_ownership, parse_optimizers
 from .sources import Sources
+from .storable import check_storable
 from .task import TaskModule
 
 if TYPE_CHECKING:
@@ -52,6 +54,10 @@ def run_fit(trainer: Trainer, task: TaskModule, hooks: Hooks, sources: Sources) 
     random_state = restore.restore_run(trainer, trainer.ckpt_path)
     if trainer.ckpt_path is not None:
         trainer.progress.recount(loader.batches)
+    check_storable(trainer, task)
+    if any(callback.save_on_exception for callback in trainer.checkpoint_callbacks):
+        trainer.last_step = LastStep(trainer, task)
+        trainer.last_step.attach(hooks)
     summary.announce_fit(trainer, loader)
     if trainer.ckpt_path is None and trainer.num_sanity_val_steps and trainer.has_validation:
         _sanity_check(trainer, hooks)

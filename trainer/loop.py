@@ -36,6 +36,7 @@ or restored; on_exception runs before teardown when something raised.
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -150,7 +151,10 @@ class FitLoop:
             for hook in hooks.on_train_epoch_start:
                 hook()
         metrics.between_batches(False)
-        for group in self.loader.groups():
+        groups = self.loader.groups()
+        if progress.unended:  # the last step is taken, but its end is still to come, its validation first of all
+            progress.unended, groups = False, itertools.chain(((),), groups)
+        for group in groups:
             self._step(group)
             if self._end_of_step():
                 break

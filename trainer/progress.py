@@ -21,6 +21,7 @@ class Progress:
         seconds: time spent in training, for ``max_time``.
         closed: the epoch's last step is over, its validation and its schedulers too.
         closing: the epoch is complete and its end is being worked off; a checkpoint from here begins the next one.
+        unended: the last step is taken, but not its validation and what comes after; of a run that failed there.
     """
 
     epoch: int = 0
@@ -33,6 +34,7 @@ class Progress:
     seconds: float = 0.0
     closed: bool = False
     closing: bool = False
+    unended: bool = False
 
     def next_epoch(self) -> None:
         """The epoch is behind us."""
@@ -42,7 +44,7 @@ class Progress:
     def restart_epoch(self) -> None:
         """Count the epoch's micro-batches from the beginning."""
         self.batch = 0
-        self.closed = self.closing = False
+        self.closed = self.closing = self.unended = False
 
     def recount(self, batch: int) -> None:
         """The epoch goes on with another number of processes, so what is behind us is ``batch`` micro-batches."""

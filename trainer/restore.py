@@ -1,8 +1,7 @@
-"""Which checkpoint to go on from, and how the Trainer's own parts go into one and out of it."""
+"""How the Trainer's own parts go into a checkpoint and out of it."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks import Callback
 from ..engine import isolated_random_state, random_state
+from ..engine.finite import not_finite
 from ..strategies import warn
 
 if TYPE_CHECKING:
+    from .progress import Progress
     from .task import TaskModule
     from .trainer import Trainer
 
@@ -33,35 +34,6 @@ class Bundle:
         self.load(state_dict)
 
 
-def resolve_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> Path | None:
-    """The checkpoint meant by a path, ``"last"`` or ``"best"``.
-
-    Raises:
-        ValueError: if there is none such.
-    """
-    if ckpt_path is None:
-        return None
-    if ckpt_path in ("last", "best"):
-        callback = trainer.checkpoint_callback
-        found = "" if callback is None else getattr(callback, f"{ckpt_path}_model_path")
-        if not found:
-            why = (
-                "there is no ModelCheckpoint"
-                if callback is None
-                else f"its ModelCheckpoint has saved no {ckpt_path} one"
-            )
-            hint = " (save_last=True makes one)" if ckpt_path == "last" and callback is not None else ""
-            raise ValueError(f"ckpt_path={ckpt_path!r}, but {why}{hint}. Give a path.")
-        return Path(found)
-    if not isinstance(ckpt_path, str | os.PathLike):
-        raise TypeError(f"ckpt_path={ckpt_path!r} must be a checkpoint's directory, 'last' or 'best'.")
-    path = Path(ckpt_path)
-    if not path.is_dir():
-        what = "is a file, and a checkpoint of ours is a directory" if path.exists() else "does not exist"
-        raise ValueError(f"ckpt_path={str(ckpt_path)!r} {what}. Give a checkpoint's directory, 'last' or 'best'.")
-    return path
-
-
 def fitted(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, Any]:
     """The task of the last stage and, if a ``ModelCheckpoint`` has one, its best checkpoint: what no model means.
 
@@ -75,22 +47,47 @@ def fitted(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, An
 
 
 def save(trainer: Trainer, task: TaskModule, path: Path, weights_only: bool) -> None:
-    """Save the run as it is between two optimizer steps."""
-    progress = trainer.progress
-    info = {
-        "step": progress.step,
-        "epoch": progress.epoch,
-        "samples": progress.samples,
-        "task": f"{type(task).__module__}.{type(task).__qualname__}",
-    }
+    """Save the run as it is between two optimizer steps.
+
+    Raises:
+        ValueError: if a weight is not finite on any process; nothing is written or removed then.
+    """
+    with trainer.accelerator.world.together():
+        refuse_broken_weights(trainer, task, path)
     if trainer.stage is None and not trainer.accelerator.registered and not weights_only:
         warn(
             f"{path}: the last stage was no fit, so there are weights to save but no optimizer, position or random "
             "state: no run can go on from this checkpoint. Save before, or say weights_only=True."
         )
         weights_only = True
-    parts = {"hparams": dict(task.hparams)} if task.hparams else {}
-    trainer.accelerator.save_state(path, info=info, parts=parts, weights_only=weights_only)
+    info = facts(trainer.progress, task)
+    trainer.accelerator.save_state(path, info=info, parts=parts_of(task), weights_only=weights_only)
+
+
+def refuse_broken_weights(trainer: Trainer, task: TaskModule, path: Path) -> None:
+    """Raise a ValueError if this process's part of the weights holds NaN or infinity: no run could go on from it."""
+    if names := not_finite(task):
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ValueError(
+            f"{', '.join(names[:3])}{more} hold NaN or infinity after optimizer step {trainer.progress.step}, so "
+            f"{path} is not saved; what was saved before stays. Go on from that with a lower learning rate or with "
+            "gradient_clip_val."
+        )
+
+
+def facts(progress: Progress, task: TaskModule) -> dict[str, Any]:
+    """What a checkpoint's manifest says of the run."""
+    return {
+        "step": progress.step,
+        "epoch": progress.epoch,
+        "samples": progress.samples,
+        "task": f"{type(task).__module__}.{type(task).__qualname__}",
+    }
+
+
+def parts_of(task: TaskModule) -> dict[str, Any]:
+    """What a checkpoint holds beside the states of what was prepared or registered."""
+    return {"hparams": dict(task.hparams)} if task.hparams else {}
 
 
 def register(trainer: Trainer) -> None:
@@ -102,8 +99,8 @@ def register(trainer: Trainer) -> None:
         logged=trainer.logbook,
         metrics=Bundle(
             # At an epoch's end a checkpoint begins the next one, which has logged nothing yet.
-            lambda: {} if trainer.progress.closing else metrics.state_dict(world),
-            lambda state: metrics.load_state_dict(state, world),
+            lambda: metrics.state_dict(world, trainer.task, over=trainer.progress.closing),
+            lambda state: metrics.load_state_dict(state, world, trainer.task),
         ),
         callbacks=Bundle(lambda: callback_states(trainer), lambda state: load_callback_states(trainer, state)),
     )
@@ -116,7 +113,12 @@ def restore_run(trainer: Trainer, path: Path | None) -> Any:
     if path is None:
         return None
     with isolated_random_state():
-        trainer.accelerator.load_state(path, models=False)
+        info = trainer.accelerator.load_state(path, models=False)
+        if info.get("saved_by", 1) > 1:
+            warn(
+                f"{path} was saved by rank zero alone when an error came: the other processes' random numbers and "
+                "share of the epoch's logged means are not in it, and begin anew."
+            )
         return random_state()
 
 
@@ -139,13 +141,17 @@ def own_states(callbacks: list[Callback]) -> dict[str, Any]:
 
 def callback_states(trainer: Trainer) -> dict[str, Any]:
     """The callbacks' states by name, and what the ``on_save_checkpoint`` hooks add."""
-    states = own_states(trainer.callbacks)
+    return {"callbacks": own_states(trainer.callbacks), "added": added_states(trainer)}
+
+
+def added_states(trainer: Trainer) -> dict[str, Any]:
+    """What the ``on_save_checkpoint`` hooks add."""
     reserved = {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
     added: dict[str, Any] = dict(reserved)
     assert trainer.hooks is not None
     for hook in trainer.hooks.on_save_checkpoint:
         hook(added)
-    return {"callbacks": states, "added": {name: value for name, value in added.items() if name not in reserved}}
+    return {name: value for name, value in added.items() if name not in reserved}
 
 
 def load_callback_states(trainer: Trainer, state: dict[str, Any]) -> None:

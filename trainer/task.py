@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -11,8 +12,6 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from ..engine import checkpoint, snapshot
-from ..engine.manifest import verify
 from ..engine.metrics import Metrics
 from ..strategies import warn
 from .datamodule import TransferHooks
@@ -214,30 +213,36 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, nn.Module):
     @classmethod
     def load_from_checkpoint(
         cls,
-        checkpoint_path: str | Path,
+        checkpoint_path: str | os.PathLike[str],
         map_location: Any = None,
+        hparams_file: str | Path | None = None,
         strict: bool | None = None,
+        weights_only: bool | None = None,
+        *,
+        sha256: str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build the task from the hyperparameters in a checkpoint, and load its weights.
+        """Build the task from the hyperparameters in a checkpoint, and load its weights. No code in it is ever run.
 
         Args:
-            checkpoint_path: a checkpoint of ours.
-            map_location: the device to put the task on.
+            checkpoint_path: a checkpoint of ours; a Lightning ``.ckpt``, whose ``hyper_parameters`` become arguments
+                as far as ``__init__`` takes them; any other source of weights that `load_weights` takes; or the URL of
+                a file, with ``sha256``.
+            map_location: the device to put the task on (default: the CPU).
+            hparams_file: the ``hparams.yaml`` or ``.csv`` of a logger, in place of the saved hyperparameters.
             strict: whether the weights must match exactly (default: the task's ``strict_loading``).
+            weights_only: accepted for Lightning's signature; False is an error.
+            sha256: the digest of the file, compared before anything in it is looked at.
             kwargs: arguments of ``__init__``, in place of the saved ones.
 
         Raises:
-            ValueError: if it is no checkpoint, is damaged, or the weights are another model's.
+            ValueError: if it is no checkpoint, is damaged or harmful, or the weights are another model's.
         """
-        path = Path(checkpoint_path)
-        manifest = verify(path)
-        saved = checkpoint.read_part(path, "hparams") if snapshot.has_part(manifest, "hparams") else {}
-        task = cls(**{**saved, **kwargs})
-        task.configure_model()
-        weights = checkpoint.read_part(path, "model")
-        snapshot.load_model(task, weights, path, task.strict_loading if strict is None else strict)
-        return task if map_location is None else task.to(map_location)
+        from .from_checkpoint import build
+
+        if weights_only is not None and not weights_only:
+            raise ValueError("weights_only=False would run what is in the file. Leave it out: plain data is read.")
+        return build(cls, checkpoint_path, map_location, hparams_file, strict, sha256, kwargs)
 
     # -- what the Trainer knows ----------------------------------------------------------------------------------
 

@@ -16,12 +16,13 @@ from ..engine import Accelerator, Metrics
 from ..loggers import Logger
 from ..strategies import Strategy, choose, nearest
 from ..strategies.devices import Devices
-from . import diagnosis, flags, restore, summary
+from . import diagnosis, flags, restore, resume, summary
 from .datamodule import DataModule
 from .defaults import as_callbacks, choose_callbacks, choose_loggers
 from .evaluation import check_step, evaluate, predictions_in_order
 from .fitting import run_fit
 from .hooks import Hooks, name_of
+from .last_step import LastStep
 from .logbook import Logbook
 from .names import TrainerNames
 from .optimizers import SchedulerConfig
@@ -193,6 +194,7 @@ class Trainer(TrainerNames):
         self.hooks: Hooks | None = None
         self.sources: Sources | None = None
         self.ckpt_path: Path | None = None
+        self.last_step: LastStep | None = None
 
     # -- entry points --------------------------------------------------------------------------------------------
 
@@ -211,7 +213,8 @@ class Trainer(TrainerNames):
             train_dataloaders: the training loader, or a data module.
             val_dataloaders: the validation loader, or several.
             datamodule: instead of loaders.
-            ckpt_path: a checkpoint to go on from: a path, ``"last"`` or ``"best"``.
+            ckpt_path: a checkpoint to go on from: a path; ``"last"``, the newest that is intact; ``"best"``; or
+                ``"auto"``, as ``"last"``, or a fresh start where there is none.
         """
         given = {"train": train_dataloaders, "val": val_dataloaders}
         self._run("fit", model, given, datamodule, ckpt_path, partial(run_fit, self))
@@ -326,12 +329,11 @@ class Trainer(TrainerNames):
         check_kinds(stage, task, datamodule)
         if datamodule is not None and any(loader is not None for loader in given.values()):
             raise ValueError("pass loaders or a datamodule, not both.")
-        self.ckpt_path = restore.resolve_checkpoint(self, ckpt_path)
-        self.stage, self.task, self.datamodule, self.hooks = stage, task, datamodule, None
-        self.should_stop = False
+        self.stage, self.task, self.datamodule, self.hooks, self.ckpt_path = stage, task, datamodule, None, None
+        self.should_stop, self.last_step = False, None
         failure: BaseException | None = None
         try:
-            hooks, sources = self._setup(stage, task, given)
+            hooks, sources = self._setup(stage, task, given, ckpt_path)
             with torch.autograd.set_detect_anomaly(True) if self.detect_anomaly else nullcontext():
                 return work(task, hooks, sources)
         except BaseException as error:
@@ -341,7 +343,7 @@ class Trainer(TrainerNames):
         finally:
             self._teardown(stage, task, failure)
 
-    def _setup(self, stage: str, task: TaskModule, given: dict[str, Any]) -> tuple[Hooks, Sources]:
+    def _setup(self, stage: str, task: TaskModule, given: dict[str, Any], ckpt_path: Any) -> tuple[Hooks, Sources]:
         task.trainer = self
         if self.datamodule is not None:
             self.datamodule.trainer = self
@@ -349,6 +351,7 @@ class Trainer(TrainerNames):
         added = as_callbacks("what configure_callbacks returns", task.configure_callbacks())
         self.callbacks = [c for c in self.callbacks if type(c) not in {type(a) for a in added}] + added
         self.hooks = hooks = Hooks(self, task, self.callbacks)
+        self.ckpt_path = resume.find_checkpoint(self, stage, ckpt_path)
         limits = {kind: getattr(self, f"limit_{kind}_batches") for kind in KINDS}
         shard = self.use_distributed_sampler
         self.sources = sources = Sources(task, self.datamodule, given, self.accelerator, limits, shard)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         load_checkpoint_and_dispatch,
         load_checkpoint_in_model,
     )
+    from .engine.foreign import load_weights
     from .engine.plugins import (
         AutocastKwargs,
         DataLoaderConfiguration,
@@ -58,6 +59,7 @@ _NAMES = {
         "load_checkpoint_and_dispatch",
         "load_checkpoint_in_model",
     ),
+    "engine.foreign": ("load_weights",),
     "engine.plugins": (
         "AutocastKwargs",
         "DataLoaderConfiguration",

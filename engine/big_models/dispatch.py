@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from ..filed import Held, Piece, Weights, some
 from .hooks import Home, Loan, StandIn, Station, UserCpuOffloadHook
 from .memory import Device, accelerators, is_accelerator, resolve
 from .plan import check_device_map, device_of
@@ -23,7 +24,7 @@ from .tensors import (
     put_by_name,
     tied_names,
 )
-from .weights import Held, Piece, Weights, check_shapes, open_weights, some, write_weights
+from .weights import check_shapes, open_weights, write_weights
 
 Skip = str | list[str] | None
 

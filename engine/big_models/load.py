@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ...strategies.messages import announce, choose, warn
+from ..filed import Weights, some
 from .dispatch import Skip, dispatch, main_of, refuse_twice
 from .memory import Device, resolve
 from .plan import check_device_map, device_of, get_balanced_memory, infer_auto_device_map
 from .report import device_map_plan
 from .tensors import as_dtype, is_buffer, like, named_tensors, put_by_name, stored_dtype, tied_names, unsaved_names
-from .weights import Weights, check_shapes, open_weights, some
+from .weights import check_shapes, open_weights
 
 Checkpoint = str | os.PathLike[str]
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from ...strategies.messages import announce, nearest
+from ..filed import some
 from .memory import Device, format_bytes, get_max_memory, is_accelerator, resolve
 from .report import device_map_plan
 from .sizes import Dtypes, Part, model_parts
 from .tensors import READ_FROM_OUTSIDE, named_tensors, tied_names
-from .weights import some
 
 DeviceMap = dict[str, Device]
 

@@ -1,17 +1,23 @@
 """`ModelCheckpoint`: when it saves, what it keeps, how it names it, and that a run goes on from it."""
 
+import errno
 import math
 import os
+import shutil
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from callback_runs import Tiny, fit, loader, trainer
-from processes import run
+from processes import RankError, clean_environment, run
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from treadle.callbacks import Callback, LambdaCallback, ModelCheckpoint
-from treadle.engine import checkpoint
+from treadle.callbacks.retention import finish_removing
+from treadle.engine import checkpoint, disk
 
 NAN = float("nan")
 
@@ -57,7 +63,7 @@ class Steps(Callback):
 def test_when(tmp_path, arguments, flags, steps):
     kept = ModelCheckpoint(tmp_path / "c", filename="{step}", **{"save_top_k": -1, **arguments})
     fit(tmp_path, kept, **flags)
-    assert (names(tmp_path / "c") if kept.save_top_k else []) == sorted(f"step={s}.ckpt" for s in steps)
+    assert (names(tmp_path / "c") if kept.saves else []) == sorted(f"step={s}.ckpt" for s in steps)
 
 
 def test_a_time_interval_asks_seldom_and_saves_when_it_is_over(tmp_path):
@@ -355,6 +361,68 @@ def test_what_lies_elsewhere_is_not_removed(tmp_path):
         ModelCheckpoint(tmp_path, filename="../x")
 
 
+def test_the_best_of_before_stays_the_best_in_another_directory(tmp_path):
+    def callback(folder):
+        return ModelCheckpoint(tmp_path / folder, "{epoch}", "val_loss", save_last=True)
+
+    first, second, third = map(callback, ("one", "two", "three"))
+    fit(tmp_path, first, values=[1.0, 2.0])
+    fit(tmp_path, second, values=[3.0, 4.0], max_epochs=4, ckpt_path=first.last_model_path)
+    assert (second.best_model_path, second.best_model_score) == (str(tmp_path / "one" / "epoch=0.ckpt"), 1.0)
+    assert names(tmp_path / "two") == ["epoch=2.ckpt", "last.ckpt"]
+    assert names(tmp_path / "one") == ["epoch=0.ckpt", "last.ckpt"]
+    fit(tmp_path, third, values=[0.5], max_epochs=5, ckpt_path=second.last_model_path)
+    assert (third.best_model_path, third.best_model_score) == (str(tmp_path / "three" / "epoch=4.ckpt"), 0.5)
+    # And one that is not there any more is not the best.
+    checkpoint.remove(first.best_model_path)
+    fourth = callback("four")
+    fit(tmp_path, fourth, values=[9.0], max_epochs=5, ckpt_path=second.last_model_path)
+    assert (fourth.best_model_path, fourth.best_model_score) == (str(tmp_path / "four" / "epoch=4.ckpt"), 9.0)
+
+
+def killed(root, name):
+    """A run that is killed when the new checkpoint is in place and the one it replaces is about to be removed."""
+    original = disk.rename
+
+    def rename(source, target):
+        if target.name == f".{name}.gone":
+            os._exit(9)
+        original(source, target)
+
+    disk.rename = rename
+    fit(Path(root), saving_best(root), values=[3.0, 2.0, 1.0], max_epochs=3)
+
+
+def saving_best(root):
+    return ModelCheckpoint(Path(root) / "c", "{epoch}", "val_loss", save_last=True)
+
+
+@pytest.mark.guarantee
+def test_killed_between_saving_and_removing(tmp_path):
+    with pytest.raises(RankError):
+        run(killed, 1, str(tmp_path), "epoch=1.ckpt")
+    assert names(tmp_path / "c") == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
+    again = saving_best(tmp_path)
+    made = trainer(tmp_path, again, max_epochs=4)
+    made.fit(Tiny([5.0]), loader(), loader(4), ckpt_path="last")
+    assert names(tmp_path / "c") == ["epoch=2.ckpt", "last.ckpt"]
+    assert (again.best_model_path, again.best_model_score) == (str(tmp_path / "c" / "epoch=2.ckpt"), 1.0)
+
+
+def test_what_was_saved_anew_under_a_replaced_name_is_not_removed(tmp_path):
+    """A run that goes on from an earlier checkpoint, whose list of what it replaced is old."""
+    kept = ModelCheckpoint(tmp_path / "c", "fixed", save_last=True)
+    fit(tmp_path, kept, max_epochs=1)
+    shutil.copytree(tmp_path / "c" / "last.ckpt", tmp_path / "early.ckpt")
+    state = (tmp_path / "early.ckpt" / "state.json").read_text()
+    assert '"replaced":[]' in state
+    found = finish_removing([kept.best_model_path], str(tmp_path / "c"), 5, None)
+    assert found == []  # of this very step
+    assert finish_removing([kept.best_model_path], str(tmp_path / "c"), 4, None) == []  # saved later
+    assert finish_removing([kept.best_model_path], str(tmp_path / "c"), 6, None) == [kept.best_model_path]
+    assert names(tmp_path / "c") == ["last.ckpt"]
+
+
 def test_a_kept_one_that_somebody_removed_is_forgotten(tmp_path):
     first = ModelCheckpoint(tmp_path / "c", "{epoch}", "val_loss", save_top_k=2, save_last=True)
     fit(tmp_path, first, values=[1.0, 2.0])
@@ -379,7 +447,6 @@ def test_a_kept_one_that_somebody_removed_is_forgotten(tmp_path):
         ({"save_top_k": 3}, "needs a monitor"),
         ({"mode": "mim"}, "Did you mean 'min'"),
         ({"save_last": "lnk"}, "Did you mean 'link'"),
-        ({"save_on_exception": True}, "between optimizer steps"),
         ({"dirpath": "s3://bucket/x"}, "local"),
     ],
 )
@@ -409,6 +476,151 @@ def test_a_save_that_fails_changes_nothing_that_is_known(tmp_path):
         fit(tmp_path, LambdaCallback(on_train_epoch_start=block), kept, values=[2.0, 1.0])
     assert kept.best_model_path == str(tmp_path / "c" / "epoch=0.ckpt")
     assert kept.best_model_score.item() == 2.0
+
+
+def full(free):
+    """In the place of `shutil.disk_usage`: a disk with so many bytes left."""
+    return lambda path: shutil._ntuple_diskusage(10**9, 10**9 - free, free)
+
+
+class Wide(Tiny):
+    """10,000 weights in float32, some of them under two names."""
+
+    def __init__(self, optimizer=torch.optim.SGD, **options):
+        super().__init__()
+        self.wide = nn.Linear(100, 100, bias=False)
+        self.tied = self.wide
+        self.options = optimizer, options
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.wide(torch.ones(100)).pow(2).mean()
+
+    def configure_optimizers(self):
+        optimizer, options = self.options
+        return optimizer(self.parameters(), lr=0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "copies"),
+    [
+        (torch.optim.SGD, {}, 1),
+        (torch.optim.SGD, {"momentum": 0.9}, 2),
+        (torch.optim.AdamW, {}, 3),
+        (torch.optim.Adam, {"amsgrad": True}, 4),
+        (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}, 4),
+        (torch.optim.Adagrad, {}, 2),
+        (torch.optim.Adadelta, {}, 3),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_the_room_for_one_checkpoint_is_known_before_the_first_step(tmp_path, monkeypatch, optimizer, options, copies):
+    """Never more than what is then written, and nearly as much."""
+    task = Wide(optimizer, **options)
+    needed = 4 * (10_000 + 3) * copies
+    steps = Steps()
+    monkeypatch.setattr(shutil, "disk_usage", full(free=needed - 1))
+    with pytest.raises(OSError, match=rf"one needs [0-9,]+ bytes and {needed - 1:,} are free") as caught:
+        fit(tmp_path, steps, ModelCheckpoint(tmp_path / "c"), task=task)
+    assert caught.value.errno == errno.ENOSPC
+    assert list(steps.weights) == [0]
+    monkeypatch.setattr(shutil, "disk_usage", full(free=needed + 100))
+    kept = ModelCheckpoint(tmp_path / "c")
+    fit(tmp_path, kept, task=task)
+    written = sum(file.stat().st_size for file in Path(kept.best_model_path).iterdir())
+    assert needed <= written < needed + 40_000
+    weights = ModelCheckpoint(tmp_path / "w", save_weights_only=True)
+    monkeypatch.setattr(shutil, "disk_usage", full(free=4 * (10_000 + 3)))
+    fit(tmp_path, weights, task=task)
+
+
+class Quantized(torch.optim.Optimizer):
+    """An optimizer from elsewhere: nobody knows what it will keep."""
+
+    def __init__(self, parameters, lr, betas=(0.9, 0.99)):
+        super().__init__(parameters, {"lr": lr, "betas": betas})
+
+    def step(self, closure=None):
+        pass
+
+
+def test_of_an_unknown_optimizer_nothing_is_assumed(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", full(free=4 * (10_000 + 3)))
+    fit(tmp_path, ModelCheckpoint(tmp_path / "c"), task=Wide(Quantized))
+
+
+@pytest.mark.skipif(os.name == "nt" or shutil.which("mount") is None or os.geteuid(), reason="needs root to mount")
+def test_a_disk_that_is_too_small(tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], capture_output=True).returncode:
+        pytest.skip("this machine does not let us mount")
+    steps = Steps()
+    try:
+        with pytest.raises(OSError, match=r"one needs [0-9,]+ bytes and [0-9,]+ are free"):
+            fit(tmp_path, steps, ModelCheckpoint(small / "c"), task=Wide(torch.optim.AdamW))
+        assert list(steps.weights) == [0]
+        assert [*small.rglob("*")] == [small / "c"]
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+READ_ONLY = """
+import sys
+sys.path.append({here!r})
+from callback_runs import fit
+from treadle.callbacks import ModelCheckpoint
+fit({root!r}, ModelCheckpoint({root!r} + "/locked/c"))
+"""
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv, of util-linux")
+def test_no_permission_is_found_before_the_first_step(tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o555)
+    source = READ_ONLY.format(here=str(Path(__file__).parent), root=str(tmp_path))
+    own = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"] if os.geteuid() == 0 else []
+    environment = clean_environment({"CUDA_VISIBLE_DEVICES": ""})
+    ended = subprocess.run(
+        [*own, sys.executable, "-c", source], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert ended.returncode == 1
+    assert f"PermissionError: [Errno 13] can't save checkpoints in {tmp_path / 'locked' / 'c'}: " in ended.stderr
+
+
+class Breaks(Tiny):
+    """Its weights are lost in the second epoch; the loss does not show it."""
+
+    def __init__(self, value, kind):
+        super().__init__()
+        self.value = value
+        self.kind = kind
+        self.spare = nn.Linear(3, 3)
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        self.register_buffer("mean", torch.zeros(2))
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            target = {"weight": self.spare.weight.data, "buffer": self.mean}[self.kind]
+            target.flatten()[1] = self.value
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "name"),
+    [(NAN, "weight", "spare.weight"), (math.inf, "weight", "spare.weight"), (NAN, "buffer", "mean")],
+)
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, value, kind, name):
+    kept = ModelCheckpoint(tmp_path / "c", save_last=True)
+    with pytest.raises(ValueError, match=rf"{name} hold NaN or infinity after optimizer step 10, so .* is not saved"):
+        fit(tmp_path, kept, task=Breaks(value, kind))
+    assert names(tmp_path / "c") == ["epoch=0-step=5.ckpt", "last.ckpt"]
+    assert kept.best_model_path == str(tmp_path / "c" / "epoch=0-step=5.ckpt")
+    weights = checkpoint.read_part(kept.last_model_path, "model")
+    assert all(torch.isfinite(weights[key]).all() for key in weights if key != "mask")
+
+
+def test_an_infinity_in_a_mask_is_none_of_our_business(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c")
+    fit(tmp_path, kept, task=Breaks(math.inf, "buffer"))
+    assert kept.best_model_path
 
 
 # -- several processes ---------------------------------------------------------------------------------------------

@@ -604,18 +604,50 @@ def test_a_streams_order_is_the_plain_loops_and_differs_between_epochs():
     assert len({str(epoch) for epoch in wanted}) == 3
 
 
+class Knowing(DataLoader):
+    """Knows where it is, with workers too, as torchdata's StatefulDataLoader does."""
+
+    begun = read = 0
+
+    def _get_iterator(self):
+        iterator = super()._get_iterator()
+        begun, self.begun = self.begun, 0
+        for _ in range(begun):
+            next(iterator)
+        return self.follow(iterator, begun)
+
+    def follow(self, iterator, begun):
+        for self.read, batch in enumerate(iterator, begun + 1):
+            yield batch
+        self.read = 0
+
+    def state_dict(self):
+        return {"read": self.read}
+
+    def load_state_dict(self, state):
+        self.begun = state["read"]
+
+
+RESUMED_ON = {
+    "batches": ((1, 1), (2, 2)),
+    "workers": ((1, 1), (2, 1), (1, 2)),
+    "knowing-workers": ((1, 1), (3, 2)),
+}
+
+
 @pytest.mark.guarantee
-@pytest.mark.parametrize("kind", ["stream", "counting", "workers", "batches"])
+@pytest.mark.parametrize(
+    "kind", ["stream", "counting", "subclass", "counting-subclass", "knowing", "workers", "knowing-workers", "batches"]
+)
 def test_streams_resume(kind):
     def make():
         if kind == "batches":
             return Batches()
-        data = Counting(11) if kind == "counting" else Stream(11)
-        return DataLoader(data, batch_size=2, num_workers=2 if kind == "workers" else 0)
+        loader = Knowing if "knowing" in kind else Negated if "subclass" in kind else DataLoader
+        data = Counting(11) if "counting" in kind else Stream(11, shuffle="workers" not in kind)
+        return loader(data, batch_size=2, num_workers=2 if "workers" in kind else 0)
 
-    for before, after in ((1, 1), (2, 2), (2, 1)):
-        if kind == "batches" and before != after:
-            continue
+    for before, after in RESUMED_ON.get(kind, ((1, 1), (2, 2), (2, 1), (1, 2), (3, 2))):
         whole = follow(Ranks(make, before, 1), 2)
         wanted = [i for _, batch, _ in whole if batch is not None for i in batch]
         for number, (epoch, _, state) in list(enumerate(whole))[:: 3 if kind == "workers" else 1]:
@@ -627,8 +659,9 @@ def test_streams_resume(kind):
             done = sum(len(b) for _, b, _ in whole[: number + 1] if b is not None)
             assert rest == wanted[done:], (before, after, number)
             said = [w for w in caught if "read again" in str(w.message)]
-            assert len(said) == (0 if kind == "counting" or not state["loader"]["samples"] else after)
-            if kind == "counting":
+            knows = "counting" in kind or "knowing" in kind
+            assert len(said) == (0 if knows or not state["loader"]["samples"] else after)
+            if "counting" in kind:
                 assert resumed.loaders[0].source.dataset.reads == len(rest)
 
 
@@ -702,10 +735,57 @@ def test_subclasses_keep_their_class_and_stay_as_they_are():
     assert whole + resumed.ids() == wanted[0]
 
 
+@pytest.mark.parametrize("data", [range(4), Stream(4)], ids=["map", "stream"])
 @pytest.mark.parametrize("kind", [Deaf, Choosy])
-def test_a_loader_that_can_not_be_sharded(kind):
+def test_a_loader_that_can_not_be_sharded(kind, data):
     with pytest.raises(ValueError, match=f"{kind.__name__} does not yield one batch for each.*iter"):
-        Ranks(lambda: kind(range(4)), 2).ids()
+        Ranks(lambda: kind(data), 2).ids()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_subclass_over_a_stream_sees_its_batches(workers):
+    options = {"batch_size": 2, "num_workers": workers, "persistent_workers": bool(workers)}
+    for size in (1, 2):
+        ranks = Ranks(lambda: Negated(Stream(7, shuffle=False), **options), size)
+        for _ in range(2):
+            assert sorted(flat(ranks.ids())) == list(range(-6, 1))
+        assert type(ranks.loaders[0]._view) is Negated
+        for loader in ranks.loaders:
+            loader.close()
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("kind", LAZY)
+def test_resume_where_a_limit_ends_the_epoch(kind):
+    def make():
+        return DataLoader(range(23), sampler=Lazy(23, kind), batch_size=2)
+
+    for size, k in ((1, 1), (1, 2), (2, 1)):
+        whole = Ranks(make, size, k, limit=3)
+        wanted, states = [], []
+        for _ in range(3):
+            for parts, facts in whole.epoch():
+                wanted.append(flat(parts))
+                states.append(whole.state() if facts[0].last else None)
+        for number, state in enumerate(states):
+            if state is not None:
+                resumed = Ranks(make, size, k, state=state, run_seed=99, limit=3)
+                rest = []
+                while resumed.loaders[0].epoch < 3:
+                    rest += resumed.ids(noise=True)
+                assert rest == wanted[number + 1 :], (size, k, number)
+
+
+@pytest.mark.parametrize("data", [range(6), Stream(6, shuffle=False)], ids=["map", "stream"])
+def test_closed_workers_end_at_once(data):
+    ranks = Ranks(lambda: DataLoader(data, batch_size=2, num_workers=2, persistent_workers=True), 1)
+    first = ranks.ids()
+    workers = ranks.loaders[0]._view._iterator._workers
+    assert all(worker.is_alive() for worker in workers)
+    ranks.loaders[0].close()
+    assert not any(worker.is_alive() for worker in workers)
+    assert ranks.ids() == first  # and another epoch starts others
+    ranks.loaders[0].close()
 
 
 def test_out_of_order_loaders_are_refused():

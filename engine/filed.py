@@ -1,0 +1,198 @@
+"""Tensors in safetensors files, of which nothing is read until it is asked for, and nothing stays open."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .disk import DTYPES
+
+_MAX_HEADER_BYTES = 64 * 2**20  # some 500,000 tensors in one file
+_ALIGNMENT = 64  # of torch's own memory
+_MAPPED_FROM = 2**20  # mapping less costs more than reading it, and a process may have 65,530 maps
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in main memory, or mapped by torch onto its file."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.tensor.dtype
+
+    def get(self, exact: bool = True) -> Tensor:
+        """The tensor itself."""
+        return self.tensor
+
+    def fill(self, out: Tensor) -> None:
+        """Copy it into ``out``."""
+        out.copy_(self.tensor)
+
+
+@dataclass(frozen=True)
+class Filed:
+    """A tensor in a safetensors file, which is opened anew each time: nothing stays in memory or open.
+
+    Attributes:
+        path: The file.
+        mark: Its size, time and number when it was looked at; a file that is no longer the same is an error.
+        dtype: The tensor's dtype.
+        shape: The tensor's shape.
+        start: Its first byte in the file.
+        nbytes: Its length.
+    """
+
+    path: Path
+    mark: tuple[int, ...]
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+    nbytes: int
+
+    def get(self, exact: bool = True) -> Tensor:
+        """The tensor, mapped onto the file where that is as good as a copy.
+
+        Args:
+            exact: It will be computed with on the CPU. Kernels add up in another order where memory isn't aligned as
+                torch aligns it, so the last bits would depend on the place in the file: a copy is made then.
+        """
+        if self.nbytes == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        if self.start % (_ALIGNMENT if exact else self.dtype.itemsize):
+            # Given back when it goes; malloc may keep it.
+            own = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
+            out = own.view(self.dtype).view(self.shape)
+            self.fill(out)
+            return out
+        skip = self.start % mmap.ALLOCATIONGRANULARITY
+        with self._open() as file:
+            # Private: whoever writes to the tensor writes to memory, never to the file.
+            view = mmap.mmap(file.fileno(), skip + self.nbytes, access=mmap.ACCESS_COPY, offset=self.start - skip)
+        return torch.frombuffer(view, dtype=torch.uint8, offset=skip).view(self.dtype).view(self.shape)
+
+    def fill(self, out: Tensor) -> None:
+        """Read it into ``out``: at once where that is plain CPU memory, so that there is no second copy."""
+        if out.device.type != "cpu" or out.dtype != self.dtype or not out.is_contiguous():
+            out.copy_(self.get(exact=False))
+            return
+        left = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        with self._open() as file:
+            file.seek(self.start)
+            while left:  # one call reads 2 GB at most
+                count = file.readinto(left)
+                if not count:
+                    raise ValueError(f"{self.path}: ends before the tensor at byte {self.start} does.")
+                left = left[count:]
+
+    def _open(self) -> Any:
+        try:
+            file = self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise ValueError(f"{self.path}: weights lie in it, and it can't be opened: {error.strerror}.") from error
+        if _mark(file.fileno()) != self.mark:
+            file.close()
+            raise ValueError(f"{self.path}: was changed after the model was loaded from it. Load the model again.")
+        return file
+
+
+class Piece(Protocol):
+    """A tensor that may be anywhere."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+
+    def get(self, exact: bool = True) -> Tensor:
+        """The tensor, mapped onto a file where that is as good as a copy; see `Filed.get`."""
+
+    def fill(self, out: Tensor) -> None:
+        """Copy it into ``out``."""
+
+
+Weights = dict[str, Piece]
+
+
+def read_now(piece: Piece) -> Tensor:
+    """A piece's tensor to copy from: mapped onto its file if it is long, else read."""
+    length = piece.shape.numel() * piece.dtype.itemsize
+    if isinstance(piece, Held) or length > _MAPPED_FROM:
+        return piece.get(exact=False)
+    out = torch.empty(piece.shape, dtype=piece.dtype)
+    piece.fill(out)
+    return out
+
+
+def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
+    """The tensors of one safetensors file, unread, and the text in its header.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"its header has {length:,} bytes, more than the {_MAX_HEADER_BYTES:,} allowed")
+        with safe_open(path, framework="pt") as checked:  # it checks the header: every offset lies in the file
+            notes = dict(checked.metadata() or {})
+        with path.open("rb") as file:
+            mark = _mark(file.fileno())
+            header = json.loads(file.read(8 + length)[8:])
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is not a whole safetensors file: {error}.") from error
+    weights: Weights = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, which torch can't hold.")
+        first, last = entry["data_offsets"]
+        dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
+        weights[name] = Filed(path.absolute(), mark, dtype, shape, 8 + length + first, last - first)
+    return weights, notes
+
+
+def whole_model(path: Path) -> Weights:
+    """The tensors of a file that is a model by itself, also under the names of those they are tied to.
+
+    Raises:
+        ValueError: It is damaged, or holds one process's part of a sharded model.
+    """
+    weights, notes = read_safetensors(path)
+    if "DCP_SHARDING_INFO" in notes:
+        raise ValueError(f"{path}: holds the shards of one process. Name the folder, or export it to one file first.")
+    try:
+        aliases = json.loads(notes.get("aliases", "{}"))  # as Treadle's checkpoints note tied weights
+        return weights | {alias: weights[kept] for alias, kept in aliases.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: its note of tied weights is damaged: {error!r}.") from error
+
+
+def _mark(descriptor: int) -> tuple[int, ...]:
+    status = os.fstat(descriptor)
+    return (status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def some(names: list[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,117 @@
+"""A file from a URL: downloaded in small pieces, and looked into only once its digest is the one that was asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 256 * 2**30
+_PIECE = 2**20
+_TIMEOUT = 60
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
+
+
+def is_url(source: object) -> bool:
+    """Whether a source of weights is a URL, not a path."""
+    return isinstance(source, str) and _SCHEME.match(source) is not None
+
+
+def check_digest(path: Path, sha256: str) -> None:
+    """Compare a file's sha256.
+
+    Raises:
+        ValueError: It is another, or what was asked for is no digest.
+    """
+    wanted = _digest(sha256)
+    with path.open("rb") as file:
+        _compare(path, hashlib.file_digest(file, "sha256").hexdigest(), wanted)
+
+
+def fetch(url: str, sha256: str | None, folder: Path) -> Path:
+    """Bring the file of a URL here.
+
+    Args:
+        url: ``https://``, ``http://`` or ``file://``.
+        sha256: The digest it must have.
+        folder: Where to put it; a local one stays where it is.
+
+    Raises:
+        ValueError: There is no digest, or another one, or the file is too large, or the URL is of another kind.
+        OSError: The server or the connection failed.
+    """
+    scheme = _SCHEME.match(url)[1].lower()  # type: ignore[index]
+    if scheme not in ("http", "https", "file"):
+        raise ValueError(
+            f"{url}: only https://, http:// and file:// are read; download it yourself, and give the path."
+        )
+    if sha256 is None:
+        raise ValueError(
+            f"{url}: whoever can change what a URL gives can change your model. Give sha256=, the file's digest "
+            "(`sha256sum FILE`), or download it yourself and give the path."
+        )
+    wanted = _digest(sha256)
+    if scheme == "file":
+        parts = urllib.parse.urlsplit(url)
+        path = Path(urllib.parse.unquote(parts.path))
+        if parts.netloc not in ("", "localhost") or not path.is_file():
+            raise ValueError(f"{url}: is no file of this machine.")
+        check_digest(path, sha256)
+        return path
+    target = folder / "weights"
+    try:
+        _compare(url, _download(url, target), wanted)
+    except OSError as error:
+        raise OSError(f"{url}: can't be downloaded: {error}.") from error
+    return target
+
+
+def _download(url: str, target: Path) -> str:
+    import http.client
+    import urllib.request as requests
+
+    # Without urllib's own handlers of file:, ftp: and data:, to which a server could redirect.
+    opener = requests.OpenerDirector()
+    for handler in (
+        *(requests.ProxyHandler, requests.HTTPHandler, requests.HTTPSHandler, requests.UnknownHandler),
+        *(requests.HTTPRedirectHandler, requests.HTTPDefaultErrorHandler, requests.HTTPErrorProcessor),
+    ):
+        opener.add_handler(handler())
+    digest, size = hashlib.sha256(), 0
+    try:
+        with opener.open(url, timeout=_TIMEOUT) as response, target.open("wb") as file:
+            limit = min(MAX_BYTES, shutil.disk_usage(target.parent).free)
+            _check_size(url, _declared(response), limit, target)
+            while piece := response.read(_PIECE):
+                size += len(piece)
+                _check_size(url, size, limit, target)
+                digest.update(piece)
+                file.write(piece)
+    except http.client.HTTPException as error:
+        raise OSError(f"the server said what is no HTTP: {type(error).__name__} {error}") from error
+    return digest.hexdigest()
+
+
+def _declared(response: Any) -> int:
+    length = response.headers.get("Content-Length", "0")
+    return int(length) if length.isdecimal() and len(length) < 20 else 0
+
+
+def _check_size(url: str, size: int, limit: int, target: Path) -> None:
+    if size > limit:
+        raise ValueError(f"{url}: has more than the {limit:,} bytes that may be put into {target.parent}.")
+
+
+def _digest(sha256: object) -> str:
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256.lower()):
+        raise ValueError(f"sha256={sha256!r:.100} must be the 64 hexadecimal digits that `sha256sum FILE` prints.")
+    return sha256.lower()
+
+
+def _compare(place: object, found: str, wanted: str) -> None:
+    if found != wanted:
+        raise ValueError(f"{place}: its sha256 is {found}, not {wanted}. It is another file; nothing of it was read.")

@@ -1,0 +1,260 @@
+"""A pickle read as data: a stack machine that builds lists and dicts, and has no way to import, call or create more.
+
+Python's unpickler does what the file says. This one notes it: a name of a class or function stays a `Name`, and what a
+call of it would have made stays a `Made`, a record of the name and the arguments. Others may know some names, and what
+data they stand for. So it does not matter which names a process has told torch to trust, nor whether a name's code
+is harmless: none of it ever runs.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_OPCODES = 3_000_000  # 30,000 tensors with their optimizer's state take about 2.5 million; read in 5 s at most
+MAX_BYTES = 512 * 2**20
+_MARK = object()
+
+# What only somebody with plans for this machine puts into a file of weights. It would do nothing here, but a person who
+# loads such a file should hear of it. Names that are not here do nothing either.
+_HARMFUL = {
+    *("os", "posix", "nt", "subprocess", "sys", "importlib", "runpy", "ctypes", "_ctypes", "socket", "_socket"),
+    *("shutil", "pty", "codeop", "webbrowser", "pickle", "_pickle", "marshal", "pip", "pydoc", "pdb", "bdb", "timeit"),
+}
+_PLAIN_BUILTINS = {
+    "set",
+    "frozenset",
+    "complex",
+    "bytearray",
+    "bytes",
+    "slice",
+    "range",
+    "object",
+    "type",
+    "getattr",
+} | {*("int", "float", "bool", "str", "list", "dict", "tuple", "long", "unicode", "print", "len", "sum", "min", "max")}
+
+
+@dataclass(frozen=True)
+class Name:
+    """The name of a class or function, such as ``"torch.FloatStorage"``. Nobody has looked whether there is one."""
+
+    path: str
+
+
+@dataclass(eq=False, slots=True)
+class Made:
+    """What calling a name would have made.
+
+    Attributes:
+        name: The name; ``"persistent"`` for what the file's owner keeps elsewhere, which torch does with memory.
+        args: The arguments.
+        state: What would have been given to it afterwards.
+        pairs: The items that would have been set, in order.
+        items: What would have been appended.
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    pairs: dict[Any, Any] = field(default_factory=dict)
+    items: list[Any] = field(default_factory=list)
+
+
+def read(stream: Any) -> Any:
+    """Read one pickle, up to its end, from a binary stream; what follows is left unread.
+
+    Args:
+        stream: An open file, of which at most `MAX_BYTES` are there.
+
+    Returns:
+        Lists, dicts, tuples, sets, text, bytes, numbers, None, `Name` and `Made`. They may contain themselves.
+
+    Raises:
+        ValueError: It is damaged, or too large, or names what only an attack would.
+    """
+    machine = _Machine()
+    count = 0
+    try:
+        for opcode, arg, _ in pickletools.genops(stream):
+            count += 1
+            if count > MAX_OPCODES:
+                raise ValueError(f"its pickle has more than {MAX_OPCODES:,} instructions")
+            handler = _HANDLERS.get(opcode.name)
+            if handler is None:
+                raise ValueError(f"its pickle has the instruction {opcode.name}, which no file of torch.save has")
+            handler(machine, arg)
+        return machine.stack[-1]
+    except (IndexError, KeyError, TypeError, OverflowError, UnicodeError, RecursionError) as error:
+        raise ValueError(f"its pickle is damaged ({type(error).__name__})") from error
+
+
+class _Machine:
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+
+    def since_mark(self) -> list[Any]:
+        start = self.marks.pop()
+        if len(self.stack) < start:
+            raise IndexError
+        found = self.stack[start:]
+        del self.stack[start:]
+        return found
+
+    def top(self, count: int) -> list[Any]:
+        if len(self.stack) < count or (self.marks and len(self.stack) - count < self.marks[-1]):
+            raise IndexError
+        found = self.stack[-count:]
+        del self.stack[-count:]
+        return found
+
+    def last(self) -> Any:
+        return self.stack[-1]
+
+
+def _key(value: Any) -> Any:
+    """A key of a dict or set, of which nobody can make thousands that collide."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        raise ValueError("its pickle has a huge number as a key")
+    if isinstance(value, tuple):
+        if len(value) > 16:
+            raise ValueError("its pickle has a long tuple as a key")
+        for item in value:
+            if isinstance(item, tuple) and any(isinstance(inner, tuple) for inner in item):
+                raise ValueError("its pickle has deeply nested keys")
+            _key(item)
+    elif not isinstance(value, str | bytes | int | float | Name | None):
+        raise ValueError(f"its pickle has a {type(value).__name__} as a key")
+    return value
+
+
+def _pairs(target: Any, flat: list[Any]) -> None:
+    into = target.pairs if isinstance(target, Made) else target
+    if not isinstance(into, dict) or len(flat) % 2:
+        raise TypeError
+    for key, value in zip(flat[::2], flat[1::2], strict=True):
+        into[_key(key)] = value
+
+
+def _append(target: Any, items: list[Any]) -> None:
+    into = target.items if isinstance(target, Made) else target
+    if not isinstance(into, list):
+        raise TypeError
+    into.extend(items)
+
+
+def _add(target: Any, items: list[Any]) -> None:
+    into: Any = target
+    if not isinstance(into, set):
+        raise TypeError
+    into.update([_key(item) for item in items])
+
+
+def _name(module: Any, name: Any) -> Name:
+    if not isinstance(module, str) or not isinstance(name, str) or len(module) + len(name) > 500:
+        raise ValueError("its pickle has a name that is none")
+    module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
+    root = module.partition(".")[0]
+    if root in _HARMFUL or (root == "builtins" and name not in _PLAIN_BUILTINS):
+        raise ValueError(
+            f"it asks to run {module}.{name}, which is no data: the file was made to do harm to those who load it. "
+            "Nothing of it was run. Delete it, and get the weights elsewhere, as safetensors if you can"
+        )
+    return Name(sys.intern(f"{module}.{name}"))
+
+
+def _call(callee: Any, args: Any) -> Made:
+    if not isinstance(callee, Name):
+        callee = Name("a call of a call")
+    if not isinstance(args, tuple):
+        raise TypeError
+    return Made(callee.path, args)
+
+
+def _reduce(m: _Machine, _: Any) -> None:
+    m.stack.append(_call(*m.top(2)))
+
+
+def _new_with_names(m: _Machine, _: Any) -> None:
+    callee, args, named = m.top(3)
+    made = _call(callee, args)
+    made.state = named
+    m.stack.append(made)
+
+
+def _build(m: _Machine, _: Any) -> None:
+    (state,) = m.top(1)
+    if isinstance(m.last(), Made):
+        m.last().state = state  # of anything else it is a note, such as a state_dict's `_metadata`
+
+
+def _from_mark(kind: Callable[[list[Any]], Any]) -> Callable[[_Machine, Any], object]:
+    return lambda m, _: m.stack.append(kind(m.since_mark()))
+
+
+def _dict(flat: list[Any]) -> dict[Any, Any]:
+    made: dict[Any, Any] = {}
+    _pairs(made, flat)
+    return made
+
+
+def _onto(action: Callable[[Any, list[Any]], None], count: int = 0) -> Callable[[_Machine, Any], object]:
+    def handler(m: _Machine, _: Any) -> None:
+        items = m.top(count) if count else m.since_mark()
+        action(m.last(), items)
+
+    return handler
+
+
+def _memoize(m: _Machine, number: Any) -> None:
+    m.memo[len(m.memo) if number is None else number] = m.last()
+
+
+_HANDLERS: dict[str, Callable[[_Machine, Any], object]] = {
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda m, arg: None),
+    **dict.fromkeys(
+        (
+            *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+            *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+            *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+        ),
+        lambda m, arg: m.stack.append(arg),
+    ),
+    "NONE": lambda m, _: m.stack.append(None),
+    "NEWTRUE": lambda m, _: m.stack.append(True),
+    "NEWFALSE": lambda m, _: m.stack.append(False),
+    "EMPTY_LIST": lambda m, _: m.stack.append([]),
+    "EMPTY_DICT": lambda m, _: m.stack.append({}),
+    "EMPTY_SET": lambda m, _: m.stack.append(set()),
+    "EMPTY_TUPLE": lambda m, _: m.stack.append(()),
+    "MARK": lambda m, _: m.marks.append(len(m.stack)),
+    "POP": lambda m, _: m.top(1),
+    "POP_MARK": lambda m, _: m.since_mark(),
+    "DUP": lambda m, _: m.stack.append(m.last()),
+    "LIST": _from_mark(list),
+    "TUPLE": _from_mark(tuple),
+    "DICT": _from_mark(_dict),
+    "FROZENSET": _from_mark(lambda items: frozenset(_key(item) for item in items)),
+    "TUPLE1": lambda m, _: m.stack.append(tuple(m.top(1))),
+    "TUPLE2": lambda m, _: m.stack.append(tuple(m.top(2))),
+    "TUPLE3": lambda m, _: m.stack.append(tuple(m.top(3))),
+    "APPEND": _onto(_append, 1),
+    "APPENDS": _onto(_append),
+    "SETITEM": _onto(_pairs, 2),
+    "SETITEMS": _onto(_pairs),
+    "ADDITEMS": _onto(_add),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, number: m.stack.append(m.memo[number])),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _memoize),
+    "GLOBAL": lambda m, text: m.stack.append(_name(*text.split(" ", 1))),
+    "STACK_GLOBAL": lambda m, _: m.stack.append(_name(*m.top(2))),
+    "REDUCE": _reduce,
+    "NEWOBJ": _reduce,
+    "NEWOBJ_EX": _new_with_names,
+    "BUILD": _build,
+    "BINPERSID": lambda m, _: m.stack.append(Made("persistent", tuple(m.top(1)))),
+}

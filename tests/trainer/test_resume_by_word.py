@@ -1,0 +1,339 @@
+"""`ckpt_path="last"`, `"best"`, `"auto"` or a path: which checkpoint that is, what is skipped, and what is said."""
+
+import logging
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import LambdaCallback, ModelCheckpoint
+from treadle.engine import checkpoint
+from treadle.loggers import CSVLogger
+
+import treadle
+
+
+class Tiny(treadle.TaskModule):
+    """Five steps an epoch; its validation logs 3.0, 1.0, 2.0, 4.0 in epochs 0 to 3."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).pow(2).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", (3.0, 1.0, 2.0, 4.0)[min(self.trainer.current_epoch, 3)])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader(count=10):
+    return DataLoader(TensorDataset(torch.ones(count, 2)), batch_size=2)
+
+
+def made(root, *callbacks, **flags):
+    """As in a new process: it knows of nothing that was saved."""
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False)
+    defaults = {"max_epochs": 2, "accelerator": "cpu", "logger": False, "default_root_dir": root}
+    checkpointing = {"enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks)}
+    return treadle.Trainer(**{**defaults, **checkpointing, **quiet, **flags}, callbacks=list(callbacks))
+
+
+def fit(root, *callbacks, ckpt_path=None, **flags):
+    """Train; returns the trainer, and after how many steps it began."""
+    began = []
+    note = LambdaCallback(on_train_start=lambda trainer, _: began.append(trainer.global_step))
+    own = made(root, *callbacks, note, **flags)
+    own.fit(Tiny(), loader(), loader(4), ckpt_path=ckpt_path)
+    return own, began[0]
+
+
+def each(root, **more):
+    return ModelCheckpoint(root / "c", "{step}", every_n_train_steps=2, save_top_k=-1, **more)
+
+
+@pytest.fixture
+def words():
+    """What is announced."""
+    said = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            said.append(record.getMessage())
+
+    handler = Keep()
+    logging.getLogger("treadle").addHandler(handler)
+    yield said
+    logging.getLogger("treadle").removeHandler(handler)
+
+
+# -- damage --------------------------------------------------------------------------------------------------------
+
+
+def truncate(path):
+    os.truncate(path / "model.safetensors", (path / "model.safetensors").stat().st_size // 2)
+
+
+def flip(path):
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[-3] ^= 1
+    (path / "model.safetensors").write_bytes(data)
+
+
+def lose(path):
+    (path / "state.json").unlink()
+
+
+def garble(path):
+    (path / "manifest.json").write_text("{")
+
+
+def swap(path):
+    shutil.copy(path.parent / "step=8.ckpt" / "rank-00000.json", path / "rank-00000.json")
+    shutil.copy(path.parent / "step=8.ckpt" / "model.safetensors", path / "model.safetensors")
+
+
+DAMAGE = {
+    "truncated": (truncate, "model.safetensors has"),
+    "a bit flipped": (flip, "model.safetensors has other content"),
+    "a file lost": (lose, "state.json is missing"),
+    "no manifest to read": (garble, "manifest.json can't be read"),
+    "files of another": (swap, "has other content|bytes"),
+}
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("word", ["last", "auto"])
+def test_the_newest_that_is_intact_is_taken_and_what_was_skipped_is_said(tmp_path, words, word, name):
+    damage, reason = DAMAGE[name]
+    fit(tmp_path, each(tmp_path))
+    damage(tmp_path / "c" / "step=10.ckpt")
+    words.clear()
+    with pytest.warns(UserWarning, match=rf"ckpt_path='{word}' skips a checkpoint: .*step=10.ckpt: .*({reason})"):
+        _, began = fit(tmp_path, each(tmp_path), ckpt_path=word)
+    assert began == 8
+    said = [text for text in words if "ckpt_path" in text]
+    assert said == [f"ckpt_path='{word}': fit goes on from {tmp_path / 'c' / 'step=8.ckpt'} (optimizer step 8)"]
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_path_never_stands_for_another_checkpoint(tmp_path, name):
+    damage, reason = DAMAGE[name]
+    fit(tmp_path, each(tmp_path))
+    path = tmp_path / "c" / "step=10.ckpt"
+    damage(path)
+    for stage in ("fit", "validate"):
+        with pytest.raises(ValueError, match=rf"step=10.ckpt.*({reason})"):
+            getattr(made(tmp_path, each(tmp_path)), stage)(Tiny(), loader(), ckpt_path=path)
+
+
+def test_the_newest_is_so_by_step_not_by_clock(tmp_path):
+    fit(tmp_path, each(tmp_path))
+    for number, path in enumerate(sorted((tmp_path / "c").iterdir())):
+        os.utime(path, (1e9 - number, 1e9 - number))
+        os.utime(path / "manifest.json", (1e9 - number, 1e9 - number))
+    assert fit(tmp_path, each(tmp_path), ckpt_path="last")[1] == 10
+
+
+def test_all_are_damaged(tmp_path, words):
+    fit(tmp_path, ModelCheckpoint(tmp_path / "c"))
+    truncate(tmp_path / "c" / "epoch=1-step=10.ckpt")
+    with pytest.raises(ValueError, match=r"no intact checkpoint in .*c; .*epoch=1-step=10.ckpt: model.safetensors has"):
+        fit(tmp_path, ModelCheckpoint(tmp_path / "c"), ckpt_path="last")
+    with pytest.warns(UserWarning, match="skips a checkpoint"):
+        assert fit(tmp_path, ModelCheckpoint(tmp_path / "c"), ckpt_path="auto")[1] == 0
+    assert [text for text in words if "a fresh start" in text]
+    assert (tmp_path / "c" / "epoch=1-step=10-v1.ckpt").is_dir()  # and what is damaged is left to look at
+
+
+def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
+    weights = ModelCheckpoint(tmp_path / "c", "w-{step}", every_n_train_steps=5, save_weights_only=True, save_top_k=-1)
+    fit(tmp_path, weights, each(tmp_path), max_epochs=-1, max_steps=5)
+    with pytest.warns(UserWarning, match=r"w-step=5.ckpt: it holds weights only"):
+        assert fit(tmp_path, each(tmp_path), ckpt_path="last")[1] == 4
+    own = made(tmp_path, each(tmp_path))
+    shutil.rmtree(tmp_path / "c" / "step=6.ckpt", ignore_errors=True)
+    own.validate(Tiny(), loader(4), ckpt_path="last", verbose=False)  # weights are all that is wanted
+
+
+# -- where ---------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_there_yet(tmp_path, words):
+    with pytest.raises(ValueError, match=r"ckpt_path='last', but there is no intact checkpoint in .*/c"):
+        fit(tmp_path, each(tmp_path), ckpt_path="last")
+    with pytest.raises(ValueError, match=r"ckpt_path='best', but its ModelCheckpoint has saved no best one"):
+        fit(tmp_path, each(tmp_path), ckpt_path="best")
+    assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 0
+    said = [text for text in words if "ckpt_path" in text]
+    assert said == [f"ckpt_path='auto': a fresh start, as there is nothing to go on from in {tmp_path / 'c'}"]
+    assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 10
+
+
+def test_the_highest_version_that_has_an_intact_one(tmp_path):
+    def logger():
+        return CSVLogger(tmp_path, name="runs")
+
+    for epochs in (3, 2, 1):  # versions 0, 1, 2
+        fit(tmp_path, ModelCheckpoint(), logger=logger(), max_epochs=epochs)
+    (tmp_path / "runs" / "version_10").mkdir()  # began, and saved nothing
+    assert fit(tmp_path, ModelCheckpoint(), logger=logger(), ckpt_path="last")[1] == 5
+    newest = max((tmp_path / "runs").iterdir(), key=lambda path: int(path.name[8:]))
+    assert newest.name == "version_11"
+    shutil.rmtree(newest)
+    truncate(tmp_path / "runs" / "version_2" / "checkpoints" / "epoch=0-step=5.ckpt")
+    with pytest.warns(UserWarning, match="version_2"):
+        assert fit(tmp_path, ModelCheckpoint(), logger=logger(), ckpt_path="auto")[1] == 10
+    shutil.rmtree(tmp_path / "runs" / "version_0" / "checkpoints")
+    with pytest.raises(ValueError, match="version_0"):  # a version that is asked for is the only one
+        fit(tmp_path, ModelCheckpoint(), logger=CSVLogger(tmp_path, "runs", version=0), ckpt_path="last")
+
+
+def test_a_search_that_finds_nothing_claims_no_version(tmp_path):
+    with pytest.raises(ValueError, match="no intact checkpoint"):
+        fit(tmp_path, ModelCheckpoint(), logger=CSVLogger(tmp_path, "runs"), ckpt_path="last")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_a_logger_the_root_directory(tmp_path):
+    fit(tmp_path, ModelCheckpoint())
+    assert fit(tmp_path, ModelCheckpoint(), ckpt_path="last")[1] == 10
+
+
+def test_folders_below_and_several_callbacks(tmp_path):
+    often = ModelCheckpoint(tmp_path / "often", "{epoch}/{step}", every_n_train_steps=3, save_top_k=-1)
+    seldom = ModelCheckpoint(tmp_path / "seldom", every_n_train_steps=7)
+    fit(tmp_path, seldom, often)
+    assert (tmp_path / "often" / "epoch=1" / "step=9.ckpt").is_dir()
+    again = ModelCheckpoint(tmp_path / "often", "{epoch}/{step}", every_n_train_steps=3, save_top_k=-1)
+    assert fit(tmp_path, ModelCheckpoint(tmp_path / "seldom", every_n_train_steps=7), again, ckpt_path="last")[1] == 9
+
+
+def test_callbacks_that_the_task_brings(tmp_path):
+    class Brings(Tiny):
+        def configure_callbacks(self):
+            return [each(tmp_path)]
+
+    made(tmp_path).fit(Brings(), loader())
+    own = made(tmp_path)
+    own.fit(Brings(), loader(), ckpt_path="last")
+    assert own.ckpt_path == tmp_path / "c" / "step=10.ckpt"
+
+
+def test_what_a_killed_run_left_is_set_right_first(tmp_path, words):
+    fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True, save_top_k=0))
+    # Killed between the two renames of a replacement, and while another was being written.
+    (tmp_path / "c" / "last.ckpt").rename(tmp_path / "c" / ".last.ckpt.old")
+    shutil.copytree(tmp_path / "c" / ".last.ckpt.old", tmp_path / "c" / ".step=12.ckpt.part")
+    (tmp_path / "c" / ".step=12.ckpt.part" / "manifest.json").unlink()
+    own, began = fit(
+        tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True, save_top_k=0), ckpt_path="last", max_epochs=3
+    )
+    assert (began, own.ckpt_path) == (10, tmp_path / "c" / "last.ckpt")
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["last.ckpt"]
+    assert [text for text in words if "put back" in text]
+
+
+# -- the best ------------------------------------------------------------------------------------------------------
+
+
+def best(root, **more):
+    return ModelCheckpoint(root / "c", "{epoch}", monitor="val", save_last=True, **more)
+
+
+def test_the_best_in_a_new_process(tmp_path):
+    fit(tmp_path, best(tmp_path), max_epochs=3)
+    own, began = fit(tmp_path, best(tmp_path), ckpt_path="best")
+    assert (began, own.ckpt_path.name) == (10, "epoch=1.ckpt")
+    tested = made(tmp_path, best(tmp_path))
+    tested.validate(Tiny(), loader(4), ckpt_path="best", verbose=False)
+    assert tested.ckpt_path.name == "epoch=1.ckpt"
+
+
+def test_a_best_that_is_gone_is_an_error(tmp_path):
+    fit(tmp_path, best(tmp_path), max_epochs=3)
+    checkpoint.remove(tmp_path / "c" / "epoch=1.ckpt")
+    with pytest.raises(ValueError, match=r"epoch=1.ckpt, the best that .*last.ckpt knows of, does not exist"):
+        fit(tmp_path, best(tmp_path), ckpt_path="best")
+
+
+def test_the_best_of_a_run_that_was_moved(tmp_path):
+    fit(tmp_path / "here", best(tmp_path / "here"), max_epochs=3)
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    own, _ = fit(tmp_path, best(tmp_path / "there"), ckpt_path="best")
+    assert own.ckpt_path == tmp_path / "there" / "c" / "epoch=1.ckpt"
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "text"),
+    [
+        ("hpc", ValueError, "say 'auto'"),
+        ("registry", ValueError, "no model registry"),
+        ("registry:name:version:3", ValueError, "no model registry"),
+        ("newest", ValueError, "'last', 'best' or 'auto'"),
+        (7, TypeError, "ckpt_path=7"),
+    ],
+)
+def test_words_that_mean_nothing_here(tmp_path, path, error, text):
+    with pytest.raises(error, match=text):
+        fit(tmp_path, each(tmp_path), ckpt_path=path)
+
+
+def test_what_is_only_for_fit_or_needs_a_callback(tmp_path, words):
+    with pytest.raises(ValueError, match="'auto' may mean a fresh start, so it is for fit only"):
+        made(tmp_path, each(tmp_path)).validate(Tiny(), loader(4), ckpt_path="auto")
+    for word in ("last", "best", "auto"):
+        with pytest.raises(ValueError, match="there is no ModelCheckpoint"):
+            fit(tmp_path, ckpt_path=word)
+    fit(tmp_path, each(tmp_path), ckpt_path="auto", fast_dev_run=True)
+    assert [text for text in words if "fast_dev_run" in text]
+
+
+def test_a_directory_of_that_name_is_meant_by_a_path(tmp_path, monkeypatch):
+    own, _ = fit(tmp_path, each(tmp_path), max_epochs=1)
+    own.save_checkpoint(tmp_path / "last")
+    monkeypatch.chdir(tmp_path)
+    assert fit(tmp_path, each(tmp_path), ckpt_path=Path("last"))[1] == 5
+    assert fit(tmp_path, each(tmp_path), ckpt_path="./last")[1] == 5
+
+
+# -- several processes ---------------------------------------------------------------------------------------------
+
+
+def two(root, word):
+    root = Path(root)
+    rank = int(os.environ["RANK"])
+    kept = each(root if rank == 0 else root / "elsewhere")
+    own = made(root, kept, strategy="ddp")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            own.fit(Tiny(), loader(20), ckpt_path=word)
+        except (ValueError, RuntimeError) as error:
+            return type(error).__name__, str(error)
+    return str(own.ckpt_path), sum("skips a checkpoint" in str(w.message) for w in caught)
+
+
+def test_all_processes_get_rank_zeros_answer(tmp_path):
+    first, second = run(two, 2, str(tmp_path), "last")
+    assert first[0] == "ValueError"
+    assert second[0] == "RuntimeError"
+    assert "rank 0 failed: ValueError: ckpt_path='last', but there is no intact checkpoint" in second[1]
+    assert run(two, 2, str(tmp_path), "auto") == [("None", 0), ("None", 0)]
+    flip(tmp_path / "c" / "step=10.ckpt")
+    found = str(tmp_path / "c" / "step=8.ckpt")
+    assert run(two, 2, str(tmp_path), "auto") == [(found, 1), (found, 0)]

@@ -1,0 +1,197 @@
+"""A task from a checkpoint, ours or another program's: its arguments, then its weights."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..engine import checkpoint
+from ..engine.filed import read_now
+from ..engine.foreign import load as foreign
+from ..engine.foreign.inert import check_extent
+from ..engine.foreign.sources import Opened, Source, opened
+from ..engine.foreign.torch_files import TorchFile, View
+from ..engine.manifest import MANIFEST, read_manifest
+from ..engine.parts import has_part
+from ..strategies import warn
+from .hparams import AttributeDict
+
+if TYPE_CHECKING:
+    from .task import TaskModule
+
+_OLD_NAMES = ("hparams", "module_arguments")  # of `hyper_parameters`, in Lightning before 0.8
+_MAX_HPARAMS_BYTES = 2**20  # a YAML file of this size takes seconds
+
+
+def build(
+    cls: type[TaskModule],
+    source: Source,
+    map_location: Any,
+    hparams_file: str | Path | None,
+    strict: bool | None,
+    sha256: str | None,
+    given: dict[str, Any],
+) -> Any:
+    """Build a task and load its weights; see `TaskModule.load_from_checkpoint`."""
+    if map_location is not None and not isinstance(map_location, str | int | torch.device):
+        raise TypeError(
+            f"map_location={map_location!r:.100} must be a device to put the task on; leave it out for the CPU."
+        )
+    beside = None if hparams_file is None else read_hparams_file(hparams_file)
+    with opened(source, sha256) as found:
+        folder = Path(source) if found.file is None else None
+        if folder is not None and (folder / MANIFEST).is_file():
+            saved = checkpoint.read_part(folder, "hparams") if has_part(read_manifest(folder).files, "hparams") else {}
+            task = cls(**{**(saved if beside is None else beside), **given})
+            task.configure_model()
+        else:
+            document = {} if found.file is None else _document(found, found.file)
+            if beside is not None:
+                document |= {"hyper_parameters": beside, "hparams_name": None}
+            task = cls(**_arguments(cls, found.place, document, given))
+            task.configure_model()
+            if found.file is not None:
+                task.on_load_checkpoint(document)
+                found = Opened(found.place, dict(document["state_dict"]))  # the hook may have changed it
+        foreign.put(task, found, task.strict_loading if strict is None else strict)
+    return task if map_location is None else task.to(map_location)
+
+
+def _document(found: Opened, file: TorchFile) -> dict[str, Any]:
+    """What Lightning would hand to ``on_load_checkpoint``: all that is data, tensors mapped onto the file."""
+    try:
+        parts, dropped = _parts(file)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{found.place}: {error}.") from error
+    arguments = {place: name for place, name in dropped.items() if place.startswith(("hyper_parameters.", "hparams."))}
+    if arguments:
+        said = ", ".join(f"{place} (a {name})"[:150] for place, name in list(arguments.items())[:8])
+        warn(
+            f"{found.place}: {said} is no plain data, and no code is run to make it, so it is left out. If the task "
+            "needs it, pass it to load_from_checkpoint."
+        )
+    return parts | {"state_dict": {name: read_now(piece) for name, piece in found.weights.items()} | found.others}
+
+
+def _parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
+    """The file's parts but the weights, and what in them is no data, by place."""
+    raw = file.reader.container(file.document)
+    parts: dict[str, Any] = {}
+    dropped: dict[str, str] = {}
+    for key, value in raw.items():
+        if not isinstance(key, str) or key in ("state_dict", "hparams_type"):
+            continue
+        if isinstance(file.reader.container(value), dict):
+            before = set(file.reader.dropped)
+            inside = {key: file.reader.mapping(value, key)}
+            dropped |= {place: name for place, name in file.reader.dropped.items() if place not in before}
+        else:
+            inside = file.reader.mapping({key: value}, "")
+        check_extent(inside)
+        parts |= _with_tensors(file, inside)
+    return parts, dropped
+
+
+def _with_tensors(file: TorchFile, value: Any) -> Any:
+    if isinstance(value, View):
+        return read_now(file.piece(value))
+    if isinstance(value, dict):
+        return {key: _with_tensors(file, item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(file, item) for item in value)
+    return value
+
+
+def _arguments(cls: type[TaskModule], place: str, document: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``__init__``: what was saved, as far as it takes that, and what is given."""
+    saved: dict[str, Any] = {}
+    for name in (*_OLD_NAMES, "hyper_parameters"):
+        found = document.get(name)
+        saved |= vars(found) if hasattr(found, "__dict__") else found or {}
+    saved = {name: value for name, value in saved.items() if name not in ("_instantiator", "_class_path")}
+    parameters = inspect.signature(cls.__init__).parameters
+    names = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
+    whole = document.get("hparams_name")
+    if isinstance(whole, str) and whole in names:  # save_hyperparameters(hparams): one argument that holds all
+        return {whole: AttributeDict(saved), **given}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        unknown = [str(name) for name in saved if name not in names and name not in given]
+        if unknown:
+            warn(
+                f"{place}: {cls.__name__} takes no {', '.join(unknown[:8])}, which was saved with it; that is ignored."
+            )
+        saved = {name: value for name, value in saved.items() if name in names}
+    return {**saved, **given}
+
+
+def read_hparams_file(path: str | Path) -> dict[str, Any]:
+    """Read hyperparameters from the ``hparams.yaml`` or ``.csv`` that loggers write. Only data comes out of it.
+
+    Raises:
+        ValueError: it is no such file, is longer than one, or names types.
+    """
+    path = Path(path)
+    ending = path.suffix.lower()
+    if ending not in (".yaml", ".yml", ".csv"):
+        raise ValueError(f"hparams_file={str(path)!r} must be a .yaml, .yml or .csv file.")
+    if not path.is_file():
+        raise ValueError(f"hparams_file={str(path)!r} is no file.")
+    if os.path.getsize(path) > _MAX_HPARAMS_BYTES:
+        raise ValueError(f"hparams_file={str(path)!r} is longer than {_MAX_HPARAMS_BYTES:,} bytes.")
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = _from_csv(text) if ending == ".csv" else _from_yaml(text)
+        check_extent(found)
+    except (ValueError, RecursionError, csv.Error, TypeError, LookupError, OverflowError) as error:
+        raise ValueError(f"hparams_file={str(path)!r} can't be read as plain data: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ValueError(f"hparams_file={str(path)!r} holds no names with values.")
+    return found
+
+
+def _from_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError("hparams_file= of YAML needs PyYAML: pip install pyyaml.") from error
+
+    class Loader(yaml.SafeLoader):
+        def flatten_mapping(self, node: Any) -> None:  # merged a few times, ten lines become a billion
+            if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+                raise ValueError("it merges mappings ('<<'), which no logger writes")
+
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _from_csv(text: str) -> dict[str, Any]:
+    rows = [row for row in csv.reader(text.splitlines()) if row]
+    if any(len(row) != 2 for row in rows):
+        raise ValueError("each line must be a key and a value")
+    return {key: _value(word) for key, word in rows[1:]}
+
+
+def _value(word: str) -> Any:
+    """Numbers, lists and the like from their text; what is none of these is text."""
+    named = {"None": None, "True": True, "False": False, "": None}
+    if word in named:
+        return named[word]
+    try:
+        return json.loads(word)
+    except ValueError:
+        pass
+    try:
+        import ast
+
+        return ast.literal_eval(word) if word[0] in "([{'\"" and len(word) < 10_000 else word
+    except (ValueError, SyntaxError, MemoryError):
+        return word

@@ -1,0 +1,244 @@
+"""Which checkpoint is meant by ``ckpt_path``: a path, or a word for one that has to be found."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..callbacks import ModelCheckpoint
+from ..engine import CheckpointStore, checkpoint
+from ..engine.manifest import Manifest
+from ..strategies import announce, warn
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+WORDS = ("last", "best", "auto")
+_ELSEWHERE = {
+    "hpc": "checkpoints made for a scheduler's signal are like all others here: say 'auto'",
+    "registry": "there is no model registry: give a checkpoint's directory",
+}
+
+
+@dataclass
+class Found:
+    """What a search came to.
+
+    Attributes:
+        path: the checkpoint, or None.
+        step: its optimizer steps.
+        skipped: one sentence for each that could not be taken.
+        places: where the search went.
+    """
+
+    path: Path | None = None
+    step: int = 0
+    skipped: list[str] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+
+
+def find_checkpoint(trainer: Trainer, stage: str, ckpt_path: Any) -> Path | None:
+    """The checkpoint to go on from, the same on every process. All processes must ask.
+
+    Rank zero looks, and says once what it found and what it had to skip.
+
+    Args:
+        trainer: whose ModelCheckpoints say where to look.
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        ckpt_path: None; a path, which never stands for another one; ``"last"``, the newest by step that is intact;
+            ``"best"``; or ``"auto"``, in ``fit`` alone: as ``"last"``, or a fresh start where there is nothing.
+
+    Raises:
+        ValueError: if there is none such, or one given by its path is damaged.
+        TypeError: if it is no path.
+    """
+    if ckpt_path is None:
+        return None
+    _check(stage, ckpt_path)
+    world = trainer.accelerator.world
+    found = Found()
+    with world.together():
+        if world.is_main:
+            word = ckpt_path if isinstance(ckpt_path, str) and ckpt_path in WORDS else None
+            found = Found(_given(Path(ckpt_path))) if word is None else _search(trainer, stage, word)
+    found = world.broadcast(found)
+    for sentence in found.skipped:
+        warn(f"ckpt_path={ckpt_path!r} skips a checkpoint: {sentence}")
+    if ckpt_path == "auto" and found.path is None:
+        announce(f"ckpt_path='auto': a fresh start, as there is nothing to go on from in {_join(found.places)}")
+    elif ckpt_path in WORDS:
+        what = "goes on from" if stage == "fit" else "takes the weights of"
+        announce(f"ckpt_path={ckpt_path!r}: {stage} {what} {found.path} (optimizer step {found.step:,})")
+    return found.path
+
+
+def _check(stage: str, ckpt_path: Any) -> None:
+    if not isinstance(ckpt_path, str | os.PathLike):
+        raise TypeError(f"ckpt_path={ckpt_path!r} must be a checkpoint's directory, 'last', 'best' or 'auto'.")
+    if ckpt_path == "auto" and stage != "fit":
+        raise ValueError(
+            f"ckpt_path='auto' may mean a fresh start, so it is for fit only; {stage} takes a path, 'last' or 'best'."
+        )
+    if isinstance(ckpt_path, str) and (why := _ELSEWHERE.get(ckpt_path.partition(":")[0])):
+        raise ValueError(f"ckpt_path={ckpt_path!r}: {why}.")
+
+
+def _given(path: Path) -> Path:
+    if not path.is_dir():
+        what = "is a file, and a checkpoint of ours is a directory" if path.exists() else "does not exist"
+        raise ValueError(f"ckpt_path={str(path)!r} {what}. Give a checkpoint's directory, 'last', 'best' or 'auto'.")
+    checkpoint.verify(path, digests=False)  # they are compared when it is read
+    return path
+
+
+def _search(trainer: Trainer, stage: str, word: str) -> Found:
+    """Look for what a word means; rank zero alone does."""
+    if not trainer.checkpoint_callbacks:
+        if word == "auto" and trainer.fast_dev_run:
+            return Found(places=["a fast_dev_run, which has no checkpoints"])
+        raise ValueError(f"ckpt_path={word!r}, but there is no ModelCheckpoint to say where to look. Give a path.")
+    if word == "best":
+        return _best(trainer, stage)
+    found = _newest(trainer, recover=stage == "fit", resumable=stage == "fit")
+    if found.path is None and word == "last":
+        raise ValueError(
+            "; ".join([f"ckpt_path='last', but there is no intact checkpoint in {_join(found.places)}", *found.skipped])
+            + ". Give a path, or say 'auto' to start afresh where there is none."
+        )
+    return found
+
+
+# -- the newest ----------------------------------------------------------------------------------------------------
+
+
+def _newest(trainer: Trainer, recover: bool, resumable: bool) -> Found:
+    """The newest by step that is intact, in the directories of this run's ModelCheckpoints.
+
+    Directories of earlier versions are gone through one by one, the highest version first.
+
+    Args:
+        trainer: whose ModelCheckpoints are meant.
+        recover: finish what a killed process left half done, where this run saves.
+        resumable: leave out those that hold weights only.
+    """
+    found = Found()
+    own, earlier = _places(trainer)
+    if recover:
+        for folder in own:
+            for store in _stores(folder, trainer):
+                for sentence in store.recover():
+                    announce(sentence)
+    for folders in ([*own], *([folder] for folder in earlier)):
+        found.places += map(str, folders)
+        stores = [store for folder in folders for store in _stores(folder, trainer)]
+        if _newest_in(stores, found, resumable):
+            break
+    return found
+
+
+def _newest_in(stores: list[CheckpointStore], found: Found, resumable: bool) -> bool:
+    listed: list[tuple[Manifest, Path]] = []
+    for store in stores:
+        paths = store.find()
+        for path in paths:
+            try:
+                listed.append((checkpoint.read_manifest(path), path))
+            except ValueError as error:
+                found.skipped.append(str(error))
+        # Those whose manifest can't be read are in no list, so nobody knows how new they are.
+        _, problems = store.latest(verify=False)
+        found.skipped += [text for text in problems if not any(text.startswith(f"{path}: ") for path in paths)]
+    for manifest, path in sorted(listed, key=lambda pair: (pair[0].step, pair[0].sequence, str(pair[1])), reverse=True):
+        if resumable and "state.json" not in manifest.files:
+            found.skipped.append(f"{path}: it holds weights only, so no run can go on from it")
+            continue
+        try:
+            checkpoint.verify(path)
+        except ValueError as error:
+            found.skipped.append(str(error))
+            continue
+        found.path, found.step = path, manifest.step
+        return True
+    return False
+
+
+def _places(trainer: Trainer) -> tuple[list[Path], list[Path]]:
+    """The directories this run's ModelCheckpoints save in, and those of earlier versions, the highest first."""
+    own: dict[Path, None] = {}
+    earlier: dict[Path, None] = {}
+    for callback in trainer.checkpoint_callbacks:
+        if callback.dirpath is not None:
+            own[Path(callback.dirpath)] = None
+            continue
+        logger = next((logger for logger in trainer.loggers if logger.root_dir), None)
+        if logger is None:
+            own[Path(os.path.abspath(trainer.default_root_dir)) / "checkpoints"] = None
+        # To ask for a version that nobody has given would claim the next free one.
+        elif getattr(logger, "_version", None) is not None and logger.log_dir:
+            own[Path(os.path.abspath(logger.log_dir)) / "checkpoints"] = None
+        else:
+            earlier |= dict.fromkeys(_versions(Path(os.path.abspath(str(logger.root_dir)))))
+    return list(own), list(earlier)
+
+
+def _versions(root: Path) -> list[Path]:
+    numbers = [int(path.name[8:]) for path in root.glob("version_*") if path.name[8:].isdecimal()]
+    return [root / f"version_{number}" / "checkpoints" for number in sorted(numbers, reverse=True)]
+
+
+def _stores(folder: Path, trainer: Trainer) -> list[CheckpointStore]:
+    """The stores in a directory: itself, and where names such as ``{epoch}/{step}`` lead into folders, those too."""
+    depth = max(callback.name_depth for callback in trainer.checkpoint_callbacks)
+    level, folders = [folder], [folder]
+    for _ in range(depth):
+        level = [
+            path
+            for parent in level
+            if parent.is_dir()
+            for path in sorted(parent.iterdir())
+            if path.is_dir() and not path.name.startswith(".") and not (path / checkpoint.MANIFEST).exists()
+        ]
+        folders += level
+    return [CheckpointStore(path) for path in folders]
+
+
+# -- the best ------------------------------------------------------------------------------------------------------
+
+
+def _best(trainer: Trainer, stage: str) -> Found:
+    """The best of this process's ModelCheckpoint; in a process that has none, the one that the newest knows of."""
+    first = trainer.checkpoint_callback
+    assert first is not None
+    found = Found()
+    best, source = first.best_model_path, "its ModelCheckpoint"
+    if not best:
+        found = _newest(trainer, recover=stage == "fit", resumable=True)
+        if found.path is None:
+            raise ValueError(
+                f"ckpt_path='best', but its ModelCheckpoint has saved no best one, nor is there an intact checkpoint "
+                f"in {_join(found.places)} that says which it is. Give a path."
+            )
+        best, source = _recorded_best(first, found.path), str(found.path)
+    if not best:
+        raise ValueError(f"ckpt_path='best', but {source} knows of no best checkpoint. Give a path.")
+    if not os.path.isdir(best):
+        raise ValueError(f"ckpt_path='best', but {best}, the best that {source} knows of, does not exist. Give a path.")
+    return Found(Path(best), checkpoint.verify(best, digests=False).step, found.skipped)
+
+
+def _recorded_best(callback: ModelCheckpoint, newest: Path) -> str:
+    """The best according to the ModelCheckpoint's state in a checkpoint; "" if that has none."""
+    state = checkpoint.read_part(newest, "state")["registered"].get("callbacks", {}).get("callbacks", {})
+    own = state.get(callback.state_key, {})
+    best, home = own.get("best_model_path", ""), own.get("dirpath")
+    if best and home and not os.path.isdir(best) and Path(home) in Path(best).parents:
+        for folder in newest.parents:  # the run's directory was moved
+            if os.path.isdir(moved := folder / Path(best).relative_to(home)):
+                return str(moved)
+    return str(best)
+
+
+def _join(places: list[str]) -> str:
+    return ", ".join(places) or "the loggers' directory"
