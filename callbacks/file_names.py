@@ -50,3 +50,42 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
 def depth(template: str) -> int:
     """How many folders a template's names lead into."""
     return max(0, len(Path(template).parts) - 1)
+
+
+class NamedCheckpoints:
+    """The part of a `ModelCheckpoint` that names files; its constants may be set on a subclass, as in Lightning."""
+
+    CHECKPOINT_JOIN_CHAR = "-"
+    CHECKPOINT_EQUALS_CHAR = "="
+    CHECKPOINT_NAME_LAST = "last"
+    FILE_EXTENSION = ".ckpt"
+    STARTING_VERSION = 1
+
+    dirpath: str | None
+    filename: str | None
+    auto_insert_metric_name: bool
+
+    @property
+    def name_depth(self) -> int:
+        """How many folders below ``dirpath`` the names of checkpoints may lead into."""
+        return max(depth(self.filename or ""), depth(self.CHECKPOINT_NAME_LAST))
+
+    def format_checkpoint_name(
+        self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None
+    ) -> str:
+        """The path for these values.
+
+        Args:
+            metrics: by name; one that the template names and that is not among them counts as 0.
+            filename: the template; by default ``filename`` of the callback.
+            ver: the number for a suffix like ``-v1``.
+
+        Raises:
+            ValueError: if the template has a format that its value can't be written in.
+        """
+        template = filename or self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        equals = self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None
+        name = fill_in(template, metrics, equals)
+        if ver is not None:
+            name = f"{name}{self.CHECKPOINT_JOIN_CHAR}v{ver}"
+        return os.path.join(self.dirpath or "", name + self.FILE_EXTENSION)

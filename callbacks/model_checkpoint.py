@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..engine import checkpoint
+from ..engine.background import Job
 from ..strategies import announce, choose, warn
 from .callback import Callback
-from .file_names import check_place, depth, fill_in
+from .file_names import NamedCheckpoints, check_place
 from .monitor import MODES, ValidationWatch, better, logged_values, never_logged
 from .needed import bytes_needed
 from .retention import best_of, finish_removing, is_abandoned, remove
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _STATE = ("best_model_path", "best_model_score", "best_k_models", "last_model_path", "current_score")
 
 
-class ModelCheckpoint(Callback):
+class ModelCheckpoint(NamedCheckpoints, Callback):
     """Save checkpoints between optimizer steps and keep the ones worth keeping.
 
     A checkpoint is a directory, put in place in one move once it is complete; an older one is removed only after that.
@@ -59,6 +60,9 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: whether ``every_n_epochs`` saves when the epoch ends, or after validation. By default
             when it ends, unless validation runs several times in an epoch or not in each.
         enable_version_counter: add ``-v1`` where another run's checkpoint has the name; else replace it.
+        async_save: training goes on once the state is copied to host memory, which keeps room for one copy; the rest
+            happens beside it. A save that fails ends ``fit`` at a later step or at its end, and what is replaced is
+            removed only after its successor is in place. Until then ``best_model_path`` may not be there yet.
 
     Attributes:
         best_model_path: the best checkpoint, or "".
@@ -72,11 +76,6 @@ class ModelCheckpoint(Callback):
     """
 
     after_task = 2
-    CHECKPOINT_JOIN_CHAR = "-"
-    CHECKPOINT_EQUALS_CHAR = "="
-    CHECKPOINT_NAME_LAST = "last"
-    FILE_EXTENSION = ".ckpt"
-    STARTING_VERSION = 1
 
     def __init__(
         self,
@@ -95,6 +94,8 @@ class ModelCheckpoint(Callback):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        *,
+        async_save: bool = False,
     ) -> None:
         check_triggers(every_n_train_steps, train_time_interval, every_n_epochs)
         check_place(dirpath, filename)
@@ -104,7 +105,7 @@ class ModelCheckpoint(Callback):
             raise ValueError(f"save_top_k={save_top_k} needs a monitor to tell the best {save_top_k} by.")
         if isinstance(save_last, str):
             choose("save_last", save_last, ("link",))
-        none_given = every_n_train_steps is None and train_time_interval is None and every_n_epochs is None
+        none_given = (every_n_train_steps, train_time_interval, every_n_epochs) == (None, None, None)
         self.dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
         self.filename = filename
         self.monitor = monitor
@@ -120,6 +121,7 @@ class ModelCheckpoint(Callback):
         self.every_n_epochs = 1 if none_given else every_n_epochs or 0
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.enable_version_counter = enable_version_counter
+        self.async_save = async_save
         self.best_model_path = ""
         self.best_model_score: Tensor | None = None
         self.best_k_models: dict[str, Tensor] = {}
@@ -127,13 +129,14 @@ class ModelCheckpoint(Callback):
         self.current_score: Tensor | None = None
         self._watch = ValidationWatch()
         self._clock = AgreedInterval(train_time_interval) if train_time_interval is not None else None
-        self._triggered_step = 0
-        self._saved_step = 0
+        self._triggered_step = self._saved_step = 0
         self._wanted = False  # a trigger has fired and nothing is saved for it yet
         self._waiting = False  # the ranked save still waits for its value
         self._continues = False  # the run goes on in the directory it had
         self._resumed_step: int | None = None
         self._replaced_now: list[str] = []  # what the checkpoint that is being saved takes the place of
+        self._before: dict[str, Any] = {}  # what was known before it
+        self._job: Job | None = None  # the save that is under way
 
     @property
     def kth_best_model_path(self) -> str:
@@ -156,11 +159,13 @@ class ModelCheckpoint(Callback):
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
         own = {"dirpath": self.dirpath, "triggered_step": self._triggered_step, "waiting": self._waiting}
+        own["wanted"] = self._wanted
         return own | {"replaced": self._replaced_now} | {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`. What another directory holds isn't ours to remove: only its best is known."""
         self._triggered_step, self._waiting = state_dict["triggered_step"], state_dict["waiting"]
+        self._wanted = state_dict["wanted"]
         self._continues = self.dirpath == state_dict["dirpath"]
         self._replaced_now = state_dict["replaced"] if self._continues else []
         for name in _STATE if self._continues else ("best_model_path", "best_model_score"):
@@ -190,8 +195,10 @@ class ModelCheckpoint(Callback):
             OSError: if the directory can't be made or written to, or has no room for one checkpoint.
         """
         progress, world = trainer.progress, trainer.accelerator.world
-        self._watch, self._wanted, self._saved_step = ValidationWatch(), False, progress.step
+        self._watch, self._saved_step = ValidationWatch(), progress.step
+        self._wanted = self._wanted and trainer.ckpt_path is not None  # of an earlier fit nothing is wanted any more
         self._triggered_step = min(self._triggered_step, progress.step)
+        self._job = None
         self._resumed_step = progress.step if self._continues else None
         self._continues = False
         if self._clock is not None:
@@ -220,6 +227,8 @@ class ModelCheckpoint(Callback):
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Save if it was asked for, or if so many steps or so much time have gone by."""
+        if self._job is not None:
+            self._settle(trainer)
         progress = trainer.progress
         step = progress.step
         if self.every_n_train_steps:
@@ -238,17 +247,21 @@ class ModelCheckpoint(Callback):
         self._serve(trainer, epoch_is_over=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Say so if nothing could be ranked in the whole run."""
+        """Wait for a save that is under way. Say so if nothing could be ranked in the whole run."""
+        self._settle(trainer, wait=True)
         if self._waiting and not self.best_model_path:
             warn(f"ModelCheckpoint saved no best checkpoint: {self.monitor!r} was not measured before training ended.")
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
         """Save the last completed step if that is asked for, on rank zero. Nothing is exchanged: nobody may be there.
 
+        A save that is under way is waited for first.
+
         Raises:
             ValueError: if a weight is not finite.
             OSError: if the disk refuses.
         """
+        self._settle(trainer, wait=True)
         last = trainer.last_step
         if not self.save_on_exception or last is None or not trainer.is_global_zero or last.step <= self._saved_step:
             return
@@ -313,7 +326,8 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
         """Decide what is kept, save, and remove what is not kept any more."""
-        before = {name: getattr(self, name) for name in (*_STATE, "_replaced_now")}
+        self._settle(trainer, wait=True)
+        before = self._before = {name: getattr(self, name) for name in (*_STATE, "_replaced_now")}
         values = {**values, "epoch": trainer.progress.epoch, "step": trainer.progress.step}
         paths: list[str] = []
         # The record of what is kept is in the checkpoint too, and must be the one that is true once it is in place.
@@ -330,27 +344,48 @@ class ModelCheckpoint(Callback):
             path = self._free_path(trainer, values, self.CHECKPOINT_NAME_LAST, self.last_model_path)
             self.last_model_path = path
             paths.append(path)
+        if not paths:
+            return
         old = {before["last_model_path"], *before["best_k_models"]}
         if self.monitor is None and self.save_top_k == 1:
             old.add(before["best_model_path"])
         kept = {"", self.best_model_path, self.last_model_path, *self.best_k_models}
-        self._replaced_now = sorted(old - kept) if paths else []  # and if we are killed, the next run removes them
+        self._replaced_now = sorted(old - kept)  # and if we are killed, the next run removes them
         try:
-            for path in paths:
-                trainer.save_checkpoint(path, self.save_weights_only)
+            trainer.save_checkpoint(
+                paths[0], self.save_weights_only, blocking=not self.async_save, also=list(dict.fromkeys(paths[1:]))
+            )
         except BaseException:
             vars(self).update(before)
             raise
-        if paths:
-            self._saved_step = trainer.progress.step
-            if self.verbose:
-                announce(f"saved {' and '.join(paths)}")
+        self._saved_step = trainer.progress.step
+        self._job = trainer.accelerator.saving
+        if self._job is None:
+            self._committed(trainer)
+
+    def _settle(self, trainer: Trainer, wait: bool = False) -> None:
+        """Follow up a save beside the training that has ended; raise what it failed with."""
+        job = self._job
+        if job is None or not (wait or job.done):
+            return
+        self._job = None
+        try:
+            job.finish()
+        finally:
+            if job.error is None:
+                self._committed(trainer)
+            else:
+                vars(self).update(self._before)
+
+    def _committed(self, trainer: Trainer) -> None:
+        """The newest checkpoint is in place: now what it replaces may go."""
+        if self.verbose:
+            announce(f"saved the run as of optimizer step {self._saved_step} in {self._directory}")
         if trainer.is_global_zero:
             for path in self._replaced_now:
                 remove(path, self._directory, trainer.ckpt_path)
         self._replaced_now = []
-        if paths:
-            trainer.logbook.call("after_save_checkpoint", self)
+        trainer.logbook.call("after_save_checkpoint", self)
 
     def _is_worth_it(self, score: Tensor | None) -> bool:
         worst = self._replaced() if score is not None else ""
@@ -388,28 +423,3 @@ class ModelCheckpoint(Callback):
             path = self.format_checkpoint_name(values, filename, version)
             version += 1
         return path
-
-    @property
-    def name_depth(self) -> int:
-        """How many folders below ``dirpath`` the names of checkpoints may lead into."""
-        return max(depth(self.filename or ""), depth(self.CHECKPOINT_NAME_LAST))
-
-    def format_checkpoint_name(
-        self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None
-    ) -> str:
-        """The path for these values.
-
-        Args:
-            metrics: by name; one that the template names and that is not among them counts as 0.
-            filename: the template; by default ``filename`` of the callback.
-            ver: the number for a suffix like ``-v1``.
-
-        Raises:
-            ValueError: if the template has a format that its value can't be written in.
-        """
-        template = filename or self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
-        equals = self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None
-        name = fill_in(template, metrics, equals)
-        if ver is not None:
-            name = f"{name}{self.CHECKPOINT_JOIN_CHAR}v{ver}"
-        return os.path.join(self.dirpath or "", name + self.FILE_EXTENSION)

@@ -355,6 +355,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything prepared; returns a None for each object given, to rebind their names."""
         self.finish_saving()
+        self.close_loaders()
         for known in (self.models, self.optimizers, self.schedulers, self.loaders, self.registered):
             known.clear()  # type: ignore[attr-defined]
         self.cursor.micro = self.stream = None
@@ -368,6 +369,11 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         return [None for _ in objects]
 
     clear = free_memory
+
+    def close_loaders(self) -> None:
+        """End the workers of all prepared loaders; the next iteration starts new ones."""
+        for loader in self.loaders:
+            loader.close()
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether ``model`` was spread over several devices by a device map, so that it can not be prepared."""

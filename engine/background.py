@@ -55,50 +55,48 @@ class HostCopies:
         return copied, done.synchronize
 
 
-class Background:
-    """At most one piece of work that runs beside the training."""
+class Job:
+    """A piece of work that runs beside the training.
 
-    def __init__(self) -> None:
-        self.copies = HostCopies()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+    The interpreter does not end before it has, nor with status 0 if it failed and nobody has heard of that.
 
-    def start(self, work: Callable[[], Any]) -> None:
-        """Run ``work`` in a thread. The interpreter does not end before it has, nor with status 0 if it failed."""
-        assert self._thread is None
+    Args:
+        work: what to do, in a thread.
 
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self._error = error
+    Attributes:
+        error: what it failed with.
+    """
 
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.error: BaseException | None = None
+        self._heard = False
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="treadle-save")
         atexit.register(self._at_exit)
-        self._thread = threading.Thread(target=run, name="treadle-save")
         self._thread.start()
 
-    def finish(self) -> None:
-        """Wait for the work to end; raise what it raised."""
-        if self._thread is None:
-            return
-        self._thread.join()
-        self._thread = None
-        atexit.unregister(self._at_exit)
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.error = error
 
-    def poll(self) -> bool:
-        """Whether there is nothing under way; raise what ended work has raised."""
-        if self._thread is not None and self._thread.is_alive():
-            return False
-        self.finish()
-        return True
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait until it has ended; raise what it failed with, the first time it is asked."""
+        self._thread.join()
+        atexit.unregister(self._at_exit)
+        heard, self._heard = self._heard, True
+        if self.error is not None and not heard:
+            raise self.error
 
     def _at_exit(self) -> None:
-        """Nobody has asked how the last save ended: the program must not seem to have succeeded if it failed."""
-        if self._error is not None:
-            traceback.print_exception(self._error)
+        if self.error is not None:
+            traceback.print_exception(self.error)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # an exception would be printed and forgotten here

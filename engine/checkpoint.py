@@ -19,6 +19,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def commit(
         ValueError: A listed file is not there or of another size (do all processes write to one file system?), a
             count is negative, or the target is somebody else's directory.
         TypeError: ``info`` holds a tensor or something that isn't data.
-        OSError: The disk refused. The checkpoint that stood at the target stands there still.
+        OSError: The disk refused. The checkpoint that stood at the target stands there still, the parts are deleted.
     """
     target, source = Path(os.path.abspath(target)), beside(target)
     if os.path.lexists(target) and not (target / MANIFEST).is_file() and not _is_empty(target):
@@ -104,10 +105,15 @@ def commit(
     for stray in sorted(set(os.listdir(source)) - set(files)):  # of a killed attempt: its manifest, perhaps
         if not others:
             disk.delete(source / stray)
-    disk.write_bytes(source / MANIFEST, data)
-    disk.fsync(source / MANIFEST)
-    disk.fsync(source)
-    _swap_in(source, target)
+    try:
+        disk.write_bytes(source / MANIFEST, data)
+        disk.fsync(source / MANIFEST)
+        disk.fsync(source)
+        _swap_in(source, target)
+    except OSError:
+        with suppress(OSError):
+            _delete(source)
+        raise
     return target
 
 
@@ -119,14 +125,18 @@ def _swap_in(staging: Path, target: Path) -> None:
         # If an earlier swap left both, the one that can be loaded stays until the new one is in place.
         aside = gone if os.path.lexists(old) and not _is_whole(target) else old
         _delete(aside)
-        disk.rename(target, aside)
     try:
-        disk.rename(staging, target)
-    except OSError:
         if aside is not None:
-            disk.rename(aside, target)
+            disk.rename(target, aside)
+        disk.rename(staging, target)
+        disk.fsync(target.parent)
+    except OSError:  # what was not saved for certain was not saved; a rename may have happened and yet have failed
+        with suppress(OSError):
+            if not os.path.lexists(staging):
+                disk.rename(target, staging)
+            if aside is not None and not os.path.lexists(target):
+                disk.rename(aside, target)
         raise
-    disk.fsync(target.parent)
     try:
         _delete(old)
         _delete(gone)

@@ -1,7 +1,7 @@
 """What checkpoints ask of a disk: a few durable operations, and reading back only what was checked.
 
-Every change on disk goes through seven small functions: `mkdir`, `write_bytes`, `write_tensors`, `fsync`, `rename`,
-`unlink` and `rmdir`. They are called by way of this module, so that a test can stop the process at each of them.
+Every change on disk goes through eight small functions: `mkdir`, `write_bytes`, `write_tensors`, `fsync`, `rename`,
+`replace`, `unlink` and `rmdir`. They are called by way of this module, so that a test can stop the process at each.
 """
 
 import errno
@@ -132,6 +132,11 @@ def fsync(path: Path) -> None:
 def rename(source: Path, target: Path) -> None:
     """Rename a directory to a name that is free."""
     os.rename(source, target)
+
+
+def replace(source: Path, target: Path) -> None:
+    """Rename a file, in the place of what may stand there."""
+    os.replace(source, target)
 
 
 def unlink(path: Path) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..strategies import warn
 from ..strategies.shards import Whole
 from . import disk
 from .codec import encode, view_key
@@ -79,10 +82,18 @@ def in_one_move(path: Path, write: Callable[[str], None]) -> None:
     try:
         write(str(beside))
         disk.fsync(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+        disk.replace(beside, path)
+    except BaseException:
+        _clear([beside])
+        raise
     disk.fsync(path.parent)
+
+
+def _clear(paths: Iterable[Path]) -> None:
+    """Delete what a failure left, if the disk still lets us; the failure itself is what the caller must hear of."""
+    for path in paths:
+        with suppress(OSError):
+            disk.delete(path)
 
 
 def _untied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -102,7 +113,9 @@ def _untied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, st
 def save_weights(weights: Mapping[str, Any], directory: Path, limit: int, safe: bool) -> None:
     """Write weights as one file or as shards with an index, by the names that Hugging Face's loaders look for.
 
-    New files are complete before the first old one is touched, and the index comes last.
+    At every moment the folder holds the old weights or the new ones, whole: shards get names that no file of the
+    folder has (``-v1`` in them where the usual ones are taken), the index takes the old one's place in one move, and
+    then the old files go.
 
     Args:
         weights: tensors by name. Of tied ones the first is written; the file's header says for which others.
@@ -128,33 +141,26 @@ def write_weights(
         limit: the most bytes of a file.
         safe: safetensors, else torch's format.
     """
+    directory = Path(os.path.abspath(directory))
+    disk.make_directory(directory)
     shards = _shards(tensors, limit)
-    stem, ending = ("model", "safetensors") if safe else ("pytorch_model", "bin")
-    files = [
-        f"{stem}.{ending}" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.{ending}"
-        for number in range(1, len(shards) + 1)
-    ]
-    disk.make_directory(Path(os.path.abspath(directory)))
-    new: list[tuple[Path, Path]] = []
+    kind = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+    files = _free_names(directory, *kind, len(shards))
+    size = sum(map(nbytes, tensors.values()))
+    placed = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    index = directory / f"{'.'.join(kind)}.index.json"
+    text = json.dumps({"metadata": {"total_size": size}, "weight_map": placed}, indent=2).encode() + b"\n"
     try:
         for file, shard in zip(files, shards, strict=True):
-            new.append((directory / f".{file}.part", directory / file))
-            _write(new[-1][0], {name: tensors[name] for name in shard}, aliases, safe)
-        index = directory / f"{stem}.{ending}.index.json"
-        if len(shards) > 1:
-            new.append((directory / f".{index.name}.part", index))
-            size = sum(map(nbytes, tensors.values()))
-            placed = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-            document = {"metadata": {"total_size": size}, "weight_map": placed}
-            new[-1][0].write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-            disk.fsync(new[-1][0])
-        for beside, path in new:
-            os.replace(beside, path)
-    finally:
-        for beside, _ in new:
-            beside.unlink(missing_ok=True)
-    _drop_others(directory, stem, ending, {path.name for _, path in new})
-    disk.fsync(directory)
+            part = {name: tensors[name] for name in shard}
+            in_one_move(directory / file, lambda beside, part=part: _write(Path(beside), part, aliases, safe))
+        if len(files) > 1:
+            in_one_move(index, lambda beside: disk.write_bytes(Path(beside), text))
+    except BaseException:
+        if len(files) > 1 and not (index.is_file() and index.read_bytes() == text):  # which would name them
+            _clear(directory / file for file in files)
+        raise
+    _drop_others(directory, *kind, {*files, index.name} if len(files) > 1 else {*files})
 
 
 def nbytes(tensor: Whole) -> int:
@@ -172,6 +178,18 @@ def _shards(tensors: Mapping[str, Whole], limit: int) -> list[list[str]]:
         shards[-1].append(name)
         held += nbytes(tensor)
     return shards
+
+
+def _free_names(directory: Path, stem: str, ending: str, number: int) -> list[str]:
+    """The names for so many shards; of several, names that no file has. One file replaces another in one move."""
+    if number == 1:
+        return [f"{stem}.{ending}"]
+    for version in count():
+        start = f"{stem}-v{version}" if version else stem
+        names = [f"{start}-{n:05d}-of-{number:05d}.{ending}" for n in range(1, number + 1)]
+        if not any(os.path.lexists(directory / name) for name in names):
+            break
+    return names
 
 
 def _write(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, str], safe: bool) -> None:
@@ -192,7 +210,17 @@ def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, s
 
 
 def _drop_others(directory: Path, stem: str, ending: str, kept: set[str]) -> None:
-    ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?")
-    for name in disk.names(directory):
-        if ours.fullmatch(name) and name not in kept:
-            (directory / name).unlink()
+    """Delete what the new files replace, and what killed processes left of theirs."""
+    ours = re.compile(rf"{stem}(-v\d+)?(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?")
+    entries = {f"{stem}.{ending}", f"{stem}.{ending}.index.json"} - kept
+    found = disk.names(directory)
+    for name in entries.intersection(found):  # loaders would take it for the weights, so it may not stay
+        disk.unlink(directory / name)
+    disk.fsync(directory)
+    left = [name for name in found if name not in kept | entries and ours.fullmatch(name)]
+    left += [name for name in found if name[:1] == "." and name[-5:] == ".part" and ours.fullmatch(name[1:-5])]
+    try:
+        for name in left:
+            disk.unlink(directory / name)
+    except OSError as error:
+        warn(f"the weights in {directory} are saved, but older files can't be deleted: {error}. The next save will.")

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from ..strategies import warn
 from . import checkpoint, disk
 from .plugins import ProjectConfiguration
 
@@ -76,5 +77,9 @@ def iteration_after(project: ProjectConfiguration, loaded: Path) -> int:
 def drop_oldest(folder: Path, limit: int) -> None:
     """Delete checkpoints until ``limit`` of them are left, those of the lowest numbers first."""
     numbers = [n for n in _numbers(folder) if (folder / f"checkpoint_{n}" / checkpoint.MANIFEST).is_file()]
-    for number in numbers[:-limit]:
-        checkpoint.remove(folder / f"checkpoint_{number}")
+    try:
+        checkpoint.CheckpointStore(folder).recover()  # what was killed while it deleted
+        for number in numbers[:-limit]:
+            checkpoint.remove(folder / f"checkpoint_{number}")
+    except OSError as error:  # the new one is saved
+        warn(f"older checkpoints in {folder} can't be deleted now: {error}. The next save will try again.")

@@ -99,12 +99,10 @@ class PreparedScheduler:
         if not accelerator.sync_gradients:
             return
         if accelerator.loss_scale is not None:
-            own = getattr(self.scheduler, "optimizer", None)
-            known = [o for o in accelerator.optimizers if own is o or own is o.optimizer]
-            now = sum(o.taken for o in known), sum(o.skipped for o in known)
-            if now[0] == self._seen[0] and now[1] > self._seen[1]:
+            taken, skipped = self.since
+            if skipped and not taken:
                 return
-            self._seen = now
+            self._seen = self._counts()
         self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,6 +112,22 @@ class PreparedScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load into the wrapped scheduler."""
         self.scheduler.load_state_dict(state_dict)
+
+    @property
+    def since(self) -> tuple[int, int]:
+        """The steps that its optimizer has taken, and those it skipped, since this was called last."""
+        taken, skipped = self._counts()
+        return taken - self._seen[0], skipped - self._seen[1]
+
+    def resume(self, since: tuple[int, int]) -> None:
+        """Go on where `since` was this."""
+        taken, skipped = self._counts()
+        self._seen = (taken - since[0], skipped - since[1])
+
+    def _counts(self) -> tuple[int, int]:
+        own = getattr(self.scheduler, "optimizer", None)
+        known = [o for o in self._accelerator.optimizers if own is o or own is o.optimizer]
+        return sum(o.taken for o in known), sum(o.skipped for o in known)
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":

@@ -104,6 +104,19 @@ def numbered(saved: State, optimizer: Optimizer, names: list[str]) -> State:
     return {**saved["others"], "state": {**slots, **_taken(saved["unnamed"], None)}, "param_groups": groups}
 
 
+def keep_formats(optimizer: Optimizer, state: State) -> None:
+    """Give each slot the format it was saved in; ``load_state_dict`` casts it to the parameter's.
+
+    torch 2.13 spares the step count alone: NAdam keeps a float32 product beside float64 parameters.
+    """
+    for index, parameter in enumerate(parameters_of(optimizer)):
+        slots = optimizer.state.get(parameter, {})
+        for name, saved in state["state"].get(index, {}).items():
+            now = slots.get(name)
+            if isinstance(now, Tensor) and isinstance(saved, Tensor) and now.dtype != saved.dtype:
+                slots[name] = saved.to(now.device)
+
+
 def _taken(value: Any, parameter: Tensor | None) -> Any:
     """A nested state with its tensors in memory; those of the parameter's shape are laid out as it is."""
     if isinstance(value, Mapping):

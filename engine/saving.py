@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..strategies import Strategy, World, warn
 from ..strategies.shards import whole
-from . import export, numbered, snapshot
-from .background import Background
+from . import export, numbered, restoring, snapshot
+from .background import HostCopies, Job
 from .loader import Loader
 from .optimizer import PreparedOptimizer
 from .parts import Files
@@ -26,18 +26,21 @@ class Saving(Process):
     """The part of an `Accelerator` that keeps states on disk."""
 
     strategy: Strategy
+    data_world: World
     project_configuration: ProjectConfiguration
     models: list[nn.Module]
     optimizers: list[PreparedOptimizer]
     schedulers: list[Any]
     loaders: list[Loader]
+    saving: Job | None  # the save that is under way beside the training
 
     def _begin_saving(self) -> None:
         self.registered: dict[str, Any] = {}
         self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._steps_before = 0
-        self._background: Background | None = None
+        self.saving = None
+        self._copies = HostCopies()
 
     @property
     def own_models(self) -> list[nn.Module]:
@@ -58,7 +61,7 @@ class Saving(Process):
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
         """Add objects with ``state_dict``/``load_state_dict`` to every checkpoint, by name or by order."""
-        snapshot.register(self.registered, objects, named)
+        snapshot.register(self.registered, objects, named, self.data_world)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` before `save_state` writes; returns a handle with ``remove()``.
@@ -142,15 +145,14 @@ class Saving(Process):
         if blocking:
             publish(self.world, files)
             return
-        self._background = self._background or Background()
-        copies, wait = self._background.copies.of(files)
+        copies, wait = self._copies.of(files)
         world = self.world.beside()
 
         def work() -> None:
             wait()
             publish(world, copies)
 
-        self._background.start(work)
+        self.saving = Job(work)
 
     def poll_saving(self) -> bool:
         """Whether no ``save_state(blocking=False)`` is under way; costs nothing.
@@ -158,12 +160,15 @@ class Saving(Process):
         Raises:
             Exception: whatever the last one failed with, once.
         """
-        return self._background is None or self._background.poll()
+        if self.saving is not None and self.saving.done:
+            self.finish_saving()
+        return self.saving is None
 
     def finish_saving(self) -> None:
-        """Wait for a ``save_state(blocking=False)`` that is under way; raises what it failed with."""
-        if self._background is not None:
-            self._background.finish()
+        """Wait for a ``save_state(blocking=False)`` that is under way; raises what it failed with, once."""
+        if self.saving is not None:
+            job, self.saving = self.saving, None
+            job.finish()
 
     def end_training(self) -> None:
         """Wait for a save that is under way, then for everyone; finish the trackers."""
@@ -204,7 +209,7 @@ class Saving(Process):
             for text in skipped:
                 warn(f"load_state skipped a checkpoint: {text}")
         path = Path(input_dir)  # type: ignore[arg-type]
-        info = snapshot.load(self, path, models=models, state=state, strict=strict)  # type: ignore[arg-type]
+        info = restoring.load(self, path, models=models, state=state, strict=strict)  # type: ignore[arg-type]
         if state:
             self.steps = info["step"]
             project.iteration = self.world.broadcast(numbered.iteration_after(project, path))

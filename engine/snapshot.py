@@ -1,23 +1,21 @@
-"""What a checkpoint holds, and how it goes back: the state of everything an Accelerator has prepared."""
+"""What a checkpoint holds: the state of everything an Accelerator has prepared."""
 
 from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..strategies import World, warn
-from ..strategies.shards import cut_like
-from . import architecture, checkpoint, disk, optimizer_state
+from ..strategies import World
+from ..strategies.shards import is_sharded
+from . import architecture, checkpoint, disk, metric_objects, optimizer_state
 from .export import own_name
-from .manifest import Manifest, verify
-from .parts import Files, encode_part, has_part, size_of
-from .random_state import random_state, set_random_state
-from .stored import Stored
+from .optimizer import PreparedScheduler
+from .parts import Files, encode_part, size_of
+from .random_state import random_state
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
@@ -33,7 +31,7 @@ def model_part(number: int) -> str:
     return "model" if number == 0 else f"model-{number}"
 
 
-def _extra_part(number: int) -> str:
+def extra_part(number: int) -> str:
     """The part for what a model's state holds beside tensors."""
     return f"extra-{model_part(number)}"
 
@@ -44,7 +42,23 @@ def optimizer_part(number: int, rank: int = 0) -> str:
     return f"{name}-rank-{rank:05d}" if rank else name
 
 
-def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[str, Any]) -> None:
+class Counts:
+    """What a metric object has counted on each process: its own ``state_dict`` has that only where it is told to."""
+
+    def __init__(self, metric: nn.Module, world: World) -> None:
+        self._objects = metric_objects.find(metric)
+        self._world = world
+
+    def state_dict(self) -> dict[str, Any]:
+        """All processes must ask."""
+        return metric_objects.state(self._objects, set(), self._world)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it back, on any number of processes."""
+        metric_objects.load(self._objects, state_dict, self._world)
+
+
+def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[str, Any], world: World) -> None:
     """Add objects to those that are saved, by name or by order.
 
     Raises:
@@ -55,10 +69,8 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
     for name, value in named.items():
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise TypeError(f"{name} ({type(value).__name__}) needs state_dict and load_state_dict to be saved.")
-        registered[name] = value
-
-
-# -- saving ----------------------------------------------------------------------------------------------------------
+        is_metric = isinstance(value, nn.Module) and hasattr(value, "compute") and metric_objects.find(value)
+        registered[name] = Counts(value, world) if is_metric else value
 
 
 def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weights_only: bool) -> Files:
@@ -82,23 +94,52 @@ def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weigh
         notes = architecture.notes(accelerator.strategy.unwrap(model))
         files |= encode_part(model_part(number), tensors, rank, notes)
         if extra:
-            files |= encode_part(_extra_part(number), extra, rank)
+            files |= encode_part(extra_part(number), extra, rank)
     if rank == 0:
         for name, content in parts.items():
             files |= encode_part(name, content)
     if weights_only:
         return files
-    for number, optimizer in enumerate(accelerator.optimizers):
-        state = accelerator.strategy.optimizer_state(optimizer.optimizer)
-        names = optimizer_state.parameter_names(optimizer.optimizer, accelerator.own_models)
-        own = optimizer_state.named(state, optimizer.optimizer, names)
-        if accelerator.strategy.keeps_apart(optimizer.optimizer):
+    files |= optimizer_files(accelerator)
+    # Asked on every process: what is registered may exchange something to know its state.
+    files |= encode_part("state", _shared_state(accelerator), rank)
+    own_buffers = rank > 0 and accelerator.strategy.own_buffers
+    return files | rank_files(rank, random_state(), _buffers(accelerator) if own_buffers else [])
+
+
+def optimizer_files(accelerator: Accelerator) -> Files:
+    """What this process is to write of the optimizers' states. All processes must ask."""
+    rank, strategy = accelerator.process_index, accelerator.strategy
+    files: Files = {}
+    for number, prepared in enumerate(accelerator.optimizers):
+        optimizer = prepared.optimizer
+        names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
+        own = optimizer_state.named(strategy.optimizer_state(optimizer), optimizer, names)
+        if strategy.keeps_apart(optimizer):
             files |= encode_part(optimizer_part(number, rank), own)
         else:
             files |= encode_part(optimizer_part(number), own, rank)
-    # Asked on every process: what is registered may exchange something to know its state.
-    files |= encode_part("state", _shared_state(accelerator), rank)
-    return files | encode_part(rank_part(rank), {"random": random_state()})
+    return files
+
+
+def rank_files(rank: int, random: dict[str, Any], buffers: list[dict[str, Tensor]]) -> Files:
+    """What process ``rank`` alone knows.
+
+    Args:
+        rank: this process's.
+        random: its random state.
+        buffers: of each model, where they go on from what they are here.
+    """
+    return encode_part(rank_part(rank), {"random": random, "buffers": buffers})
+
+
+def _buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
+    """Each model's buffers that are saved, as this process has them."""
+    states = [model.state_dict() for model in accelerator.own_models]
+    return [
+        {own_name(name): b for name, b in model.named_buffers() if name in state and not is_sharded(b)}
+        for model, state in zip(accelerator.own_models, states, strict=True)
+    ]
 
 
 def publish(world: World, target: Path, files: Files, info: dict[str, Any], others: bool = False) -> None:
@@ -175,6 +216,7 @@ def _shared_state(accelerator: Accelerator) -> dict[str, Any]:
         accelerator.loss_scale.settle()
     return {
         "schedulers": [scheduler.state_dict() for scheduler in accelerator.schedulers],
+        "steps_since": [s.since if isinstance(s, PreparedScheduler) else (0, 0) for s in accelerator.schedulers],
         "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
         "loaders": [loader.state_dict() for loader in accelerator.loaders if not loader.evaluation],
         "evaluation_loaders": [loader.state_dict() for loader in accelerator.loaders if loader.evaluation],
@@ -197,178 +239,3 @@ def facts(accelerator: Accelerator) -> dict[str, Any]:
         "global_batch_size": None if batch is None else batch * accumulate,
         "models": [architecture.fingerprint(model) for model in accelerator.own_models],
     }
-
-
-# -- loading ---------------------------------------------------------------------------------------------------------
-
-
-def load(
-    accelerator: Accelerator, path: Path, *, models: bool, state: bool, strict: bool | None = None
-) -> dict[str, Any]:
-    """Restore a checkpoint, or a part of it; returns its info.
-
-    Raises:
-        ValueError: if it is no checkpoint, is damaged, or another model's or set-up's; nothing is changed then.
-    """
-    manifest = verify(path)
-    weights = _fitting_weights(accelerator, path, manifest, strict) if models else []
-    found: dict[str, Any] = {}
-    optimizers: list[tuple[Any, dict[str, Any]]] = []
-    if state:
-        if not has_part(manifest.files, "state"):
-            raise ValueError(
-                f"{path} holds weights only, so no run can go on from it: load them into a model before fit."
-            )
-        found = checkpoint.read_part(path, "state")
-        _check_counts(accelerator, found, path, manifest)
-        _say_other_batches(accelerator, manifest)
-        optimizers = _fitting_optimizers(accelerator, path, manifest, strict is not False)
-    for model, values, exactly in weights:
-        accelerator.strategy.load_model_state(model, values, exactly)
-    for optimizer, saved in optimizers:
-        accelerator.strategy.load_optimizer_state(optimizer, saved)
-    if state:
-        _load_shared_state(accelerator, found, path, strict is not False)
-        if accelerator.process_index < manifest.world_size:  # a process that was not there then keeps its own
-            set_random_state(checkpoint.read_part(path, rank_part(accelerator.process_index))["random"])
-    return manifest.info
-
-
-def _fitting_weights(
-    accelerator: Accelerator, path: Path, manifest: Manifest, strict: bool | None
-) -> list[tuple[nn.Module, dict[str, Any], bool]]:
-    """For each model what it is to load, laid out over the processes as it is."""
-    wanted = list(accelerator.models)
-    for hook in accelerator.load_hooks.values():
-        hook(wanted, str(path))
-    loads = []
-    for number, model in enumerate(accelerator.models):
-        if not any(model is kept for kept in wanted):
-            continue
-        own = accelerator.strategy.unwrap(model)
-        exactly = getattr(own, "strict_loading", True) if strict is None else strict
-        saved, notes = checkpoint.open_part(path, model_part(number))
-        architecture.compare(own, notes, path)
-        if has_part(manifest.files, _extra_part(number)):
-            saved = saved | checkpoint.read_part(path, _extra_part(number))
-        now = own.state_dict()
-        saved = _as_named_in(now, saved)
-        fits = check_weights(own, saved, path, exactly)
-        values = {n: cut_like(v, now.get(n)) if isinstance(v, Stored) else v for n, v in fits.items()}
-        loads.append((model, values, exactly))
-    return loads
-
-
-def _fitting_optimizers(
-    accelerator: Accelerator, path: Path, manifest: Manifest, strict: bool
-) -> list[tuple[Any, dict[str, Any]]]:
-    """For each optimizer the state that it is to load."""
-    loads = []
-    for number, prepared in enumerate(accelerator.optimizers):
-        optimizer = prepared.optimizer
-        saved, _ = checkpoint.open_part(path, optimizer_part(number))
-        for rank in range(1, manifest.world_size):
-            if has_part(manifest.files, optimizer_part(number, rank)):
-                saved["slots"] |= checkpoint.open_part(path, optimizer_part(number, rank))[0]["slots"]
-        names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
-        if lines := optimizer_state.differences(saved, optimizer, names):
-            text = f"{path} was saved with another optimizer:\n  " + "\n  ".join(lines[:30])
-            if strict:
-                raise ValueError(f"{text}\nTo take what fits, load with strict=False (Trainer: strict_loading=False).")
-            warn(f"{text}\nWhat does not fit begins anew.")
-            if saved["class"] != optimizer_state.class_of(optimizer):
-                continue
-        loads.append((optimizer, optimizer_state.numbered(saved, optimizer, names)))
-    return loads
-
-
-def _as_named_in(now: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
-    """Weights under the names in a model's own state, of which parts may be compiled."""
-    renamed = {own_name(name): name for name in now if name != own_name(name)}
-    return {renamed.get(name, name): value for name, value in weights.items()} if renamed else weights
-
-
-def _check_counts(accelerator: Accelerator, state: dict[str, Any], path: Path, manifest: Manifest) -> None:
-    """See that as much is prepared as was saved. Evaluation may change: its loaders have no part in training."""
-    optimizers = sum(has_part(manifest.files, optimizer_part(n)) for n in range(len(accelerator.optimizers) + 1))
-    pairs = {
-        "optimizers": (len(accelerator.optimizers), optimizers),
-        "schedulers": (len(accelerator.schedulers), len(state["schedulers"])),
-        "loaders": (sum(not loader.evaluation for loader in accelerator.loaders), len(state["loaders"])),
-    }
-    for kind, (here, there) in pairs.items():
-        if here != there:
-            raise ValueError(f"{path} holds {there} {kind}, this run has {here}: prepare the same ones before loading.")
-
-
-def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
-    now, then = facts(accelerator), manifest.info
-    if None in (now["global_batch_size"], then.get("global_batch_size")):
-        return
-    if now["global_batch_size"] != then["global_batch_size"]:
-        here, there = (
-            f"{f['global_batch_size']} ({f['batch_size']} over {f['world_size']} processes, x {f['accumulate']})"
-            for f in (now, then)
-        )
-        warn(f"the checkpoint was saved with a global batch of {there}, this run has {here}: it will train otherwise.")
-
-
-def _load_shared_state(accelerator: Accelerator, state: dict[str, Any], path: Path, strict: bool) -> None:
-    missing = sorted(set(accelerator.registered) - set(state["registered"]))
-    if missing:
-        there = ", ".join(state["registered"]) or "none"
-        text = f"{path} has no state for {', '.join(missing)}; of what was registered it has {there}."
-        if strict:
-            raise ValueError(text)
-        warn(text)
-    for scheduler, saved in zip(accelerator.schedulers, state["schedulers"], strict=True):
-        scheduler.load_state_dict(saved)
-    training = [loader for loader in accelerator.loaders if not loader.evaluation]
-    evaluation = [loader for loader in accelerator.loaders if loader.evaluation]
-    for loader, saved in zip(training, state["loaders"], strict=True):
-        loader.load_state_dict(saved)
-    for loader, saved in zip(evaluation, state["evaluation_loaders"], strict=False):
-        loader.load_state_dict(saved)
-    if accelerator.scaler is not None and state["scaler"] is not None:
-        accelerator.scaler.load_state_dict(state["scaler"])
-    if accelerator.stream is not None and state["stream"] is not None:
-        accelerator.stream.state = state["stream"]
-    for name, value in accelerator.registered.items():
-        if name in state["registered"]:
-            value.load_state_dict(state["registered"][name])
-
-
-def load_model(model: nn.Module, weights: dict[str, Any], path: Path, strict: bool = True) -> None:
-    """Load weights by name; raises as `check_weights` does."""
-    model.load_state_dict(check_weights(model, weights, path, strict), strict=strict)
-
-
-def check_weights(model: nn.Module, weights: dict[str, Any], path: Path | str, strict: bool = True) -> dict[str, Any]:
-    """See that ``weights`` are those of ``model``; returns those that fit, which with ``strict`` are all.
-
-    Args:
-        model: whose names and shapes count.
-        weights: what has a ``shape``, by name.
-        path: where they are from, for the error.
-        strict: False takes what fits, and says what was left out.
-
-    Raises:
-        ValueError: lists the names that are missing, unexpected or of another shape.
-    """
-    own = model.state_dict()
-    reshaped = {
-        name: f"{name}: {tuple(weights[name].shape)} in the checkpoint, {tuple(own[name].shape)} in the model"
-        for name in own
-        if name in weights and hasattr(own[name], "shape") and own[name].shape != weights[name].shape
-    }
-    lines = [f"missing: {name}" for name in sorted(set(own) - set(weights))]
-    lines += [f"unexpected: {name}" for name in sorted(set(weights) - set(own))]
-    lines += reshaped.values()
-    if not lines:
-        return weights
-    more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
-    text = f"{path} was saved by another model:\n  " + "\n  ".join(lines[:30]) + more
-    if strict:
-        raise ValueError(f"{text}\nTo take what fits, load with strict=False.")
-    warn(f"{text}\nWhat does not fit is left out.")
-    return {name: value for name, value in weights.items() if name in own and name not in reshaped}

@@ -145,6 +145,7 @@ class DDP(Strategy):
             "bucket_cap_mb": bucket_cap_mb,
             "broadcast_buffers": broadcast_buffers,
         }
+        self.own_buffers = not broadcast_buffers
         self.comm_hook = CommHook(given["comm_hook"], given["comm_state"], given["comm_wrapper"])
         self.sync_batchnorm = sync_batchnorm
         self.zero = zero

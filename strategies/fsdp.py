@@ -68,6 +68,7 @@ class FSDP(Strategy):
     name = "fsdp"
     distributed = True
     sharded = True
+    own_buffers = True
 
     def __init__(
         self,

@@ -88,10 +88,6 @@ def _possible(own):
             own["limit"] = 3
         if own["val_every"] == 0.5:
             own["val_every"] = 2
-    if own["precision"] in ("64-true", "bf16-true") and own["optimizer"] in ("nadam", "adamax"):
-        own["optimizer"] = "adamw"  # Optimizer.load_state_dict casts their float32 numbers to the parameters' type
-    if own["door"] == "loop" and own["precision"] == "16-mixed" and own["schedule"] in ("epoch", "plateau"):
-        own["schedule"] = "step"  # whether an epoch's steps were all skipped is not in a prepared scheduler's state
     if own["door"] == "loop" and own["precision"] == "bf16-true":
         own["precision"] = "bf16-mixed"
     if not own["validation"]:
@@ -102,8 +98,6 @@ def _possible(own):
         own["val_epochs"] = None  # counted across epochs, so it may be more than an epoch has
     if own["processes"] > 1 and own["strategy"] == "fsdp":
         own["precision"] = "32-true"
-        # Buffers that follow the data differ between FSDP's processes, and a checkpoint has rank zero's.
-        own["layers"] = [kind for kind in own["layers"] if kind == "dropout"]
     if own["processes"] > 1:
         own["keeper"] = None
         own["layers"] = [kind for kind in own["layers"] if kind != "batchnorm"]  # a share of one would not train it
@@ -434,7 +428,7 @@ class SaveEach(treadle.Callback):
 
     def __init__(self, root, first=0, until=None, folder=None):
         self.root, self.count, self.until, self.folder = root, first, until, folder
-        self.noted, self.closing = {}, set()
+        self.noted = {}
 
     def on_step_end(self, trainer, task):
         self.count += 1
@@ -448,8 +442,6 @@ class SaveEach(treadle.Callback):
             if self.folder is not None and self.folder.exists() and trainer.is_global_zero:
                 shutil.copytree(self.folder, self.root / f"folder{count}")
         self.noted[count] = (len(task.ids), len(trainer.logger.rows))
-        if trainer.progress.closed:
-            self.closing.add(count)
 
 
 def with_trainer(own, seed, folder, saver=None, ckpt_path=None):
@@ -668,9 +660,6 @@ def trial(seed, root, door=None, processes=1):
             wanted = {} if then is not None else dict(whole)
             wanted |= {name: whole[name][begun[0] : upto[0]] for name in ("ids", "losses")}
             wanted |= {"rows": whole["rows"][begun[1] : upto[1]]}
-            if saver.closing & set(steps):  # a save that waits for the epoch's end is not in ModelCheckpoint's state
-                wanted.pop("files", None)
-                wanted.pop("callbacks", None)
             part = {name: part[name] for name in wanted}
             found += [f"steps {steps} of {saver.count}, resumed at {step}{t}" for t in differences(part, wanted)]
             if then is not None:

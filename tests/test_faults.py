@@ -290,12 +290,13 @@ def test_each_disk_point(tmp_path, point):
     path, other = tmp_path / "x", tmp_path / "y"
     if operation in ("rename", "rmdir"):
         path.mkdir()
-    elif operation in ("unlink", "fsync"):
+    elif operation in ("unlink", "fsync", "replace"):
         path.write_bytes(b"1234")
     arguments = {
         "write_bytes": (b"12345678",),
         "write_tensors": (STATE, {}),
         "rename": (other,),
+        "replace": (other,),
     }.get(operation, ())
     there = {
         "mkdir": True,
@@ -304,6 +305,7 @@ def test_each_disk_point(tmp_path, point):
         "unlink": False,
         "rmdir": False,
         "rename": False,
+        "replace": False,
     }
     with pytest.raises(OSError, match="No space left") as caught, FaultPlan([Fault(point, "oserror:ENOSPC")]):
         getattr(disk, operation)(path, *arguments)

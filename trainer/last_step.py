@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..engine import Loader, checkpoint, metric_objects, optimizer_state, random_state, snapshot
+from ..engine import Loader, checkpoint, metric_objects, random_state, snapshot
 from ..strategies import World
 from ..strategies.shards import local
 from . import restore
@@ -99,6 +99,7 @@ class LastStep:
             "groups": [[_options(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
             "shared": {
                 "schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in accelerator.schedulers],
+                "steps_since": [(0, 0) for _ in accelerator.schedulers],  # the loop calls them after real steps only
                 "loaders": [_position(loader) for loader in accelerator.loaders if not loader.evaluation],
                 "evaluation_loaders": [_position(loader) for loader in accelerator.loaders if loader.evaluation],
                 "stream": None if accelerator.stream is None else accelerator.stream.state,
@@ -160,16 +161,13 @@ class LastStep:
         restore.refuse_broken_weights(trainer, task, path)
         files = snapshot.collect(accelerator, path, restore.parts_of(task), weights_only=True)
         if not weights_only:
-            for number, optimizer in enumerate(trainer.optimizers):
-                names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
-                own = optimizer_state.named(accelerator.strategy.optimizer_state(optimizer), optimizer, names)
-                files |= checkpoint.encode_part(snapshot.optimizer_part(number), own)
+            files |= snapshot.optimizer_files(accelerator)
             shared = state["shared"]
             shared["registered"]["progress"] = state["progress"].state_dict()
             shared["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
             shared["registered"]["callbacks"]["added"] = restore.added_states(trainer)
             files |= checkpoint.encode_part("state", shared)
-            files |= checkpoint.encode_part(snapshot.rank_part(0), {"random": state["random"]})
+            files |= snapshot.rank_files(0, state["random"], [])
         # Of the other processes it holds nothing, and a resume takes it for one process's.
         info = {**snapshot.facts(accelerator), **restore.facts(state["progress"], task)}
         info |= {"world_size": 1, "saved_by": accelerator.num_processes}

@@ -339,6 +339,8 @@ class FitLoop:
         since = self.progress.batches - self.progress.validated
         if self.trainer.has_validation and (since > 0 if due is None else since >= due):
             self._validate()
+        if any(config.reduce_on_plateau for config in self.by_epoch):
+            self.trainer.update_train_epoch_values()  # one may be what a scheduler looks at
         if self.by_epoch:
             self._step_schedulers(self.by_epoch, self.progress.epoch + 1)
         self.progress.closed = True

@@ -30,6 +30,8 @@ class TrainerNames:
     task: TaskModule | None
     stage: str | None
     sanity_checking: bool
+    max_epochs: int
+    max_steps: int
 
     # -- processes -----------------------------------------------------------------------------------------------
 
@@ -174,6 +176,15 @@ class TrainerNames:
             empty_init: leave parameters without values, as a checkpoint will be loaded.
         """
         return self.accelerator.init_module(bool(empty_init))
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps the whole run will take; infinite where nothing limits it."""
+        batches = self.num_training_batches
+        if self.max_epochs == -1 or batches is None:
+            return self.max_steps if self.max_steps != -1 else float("inf")
+        steps = -(-batches // self.accelerator.gradient_accumulation_steps) * self.max_epochs
+        return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
 
 def _tensors(values: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,12 +46,15 @@ def fitted(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, An
     return trainer.task, ckpt_path or (best or None)
 
 
-def save(trainer: Trainer, task: TaskModule, path: Path, weights_only: bool) -> None:
+def save(
+    trainer: Trainer, task: TaskModule, paths: Sequence[str | Path], weights_only: bool, blocking: bool = True
+) -> None:
     """Save the run as it is between two optimizer steps.
 
     Raises:
         ValueError: if a weight is not finite on any process; nothing is written or removed then.
     """
+    path, *also = map(Path, paths)
     with trainer.accelerator.world.together():
         refuse_broken_weights(trainer, task, path)
     if trainer.stage is None and not trainer.accelerator.registered and not weights_only:
@@ -61,7 +64,9 @@ def save(trainer: Trainer, task: TaskModule, path: Path, weights_only: bool) -> 
         )
         weights_only = True
     info = facts(trainer.progress, task)
-    trainer.accelerator.save_state(path, info=info, parts=parts_of(task), weights_only=weights_only)
+    trainer.accelerator.save_state(
+        path, info=info, parts=parts_of(task), weights_only=weights_only, blocking=blocking, also=also
+    )
 
 
 def refuse_broken_weights(trainer: Trainer, task: TaskModule, path: Path) -> None:

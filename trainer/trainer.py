@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -291,16 +291,24 @@ class Trainer(TrainerNames):
             self.accelerator.load_state(self.ckpt_path, state=False)
         return evaluate(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep)
 
-    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
+    def save_checkpoint(
+        self,
+        filepath: str | Path,
+        weights_only: bool = False,
+        *,
+        blocking: bool = True,
+        also: Sequence[str | Path] = (),
+    ) -> None:
         """Save the run as it is between two optimizer steps. Call it on all processes.
 
         Args:
             filepath: the checkpoint, a directory.
             weights_only: the task's weights and hyperparameters only.
+            blocking, also: see `Accelerator.save_state`.
         """
         if self.task is None:
             raise ValueError("save_checkpoint needs a task: call fit, or another stage, first.")
-        restore.save(self, self.task, Path(filepath), weights_only)
+        restore.save(self, self.task, [filepath, *also], weights_only, blocking)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on rank zero, beside the progress bar."""
@@ -379,6 +387,7 @@ class Trainer(TrainerNames):
                 errors.append(error)
                 if failure is not None:
                     failure.add_note(f"in the teardown after it, {clean_up!r} raised {type(error).__name__}: {error}")
+        self.accelerator.close_loaders()
         self.logbook.call("finalize", "success" if failure is None else "failed")
         task.__dict__["_metrics"] = None
         self.stage = None
@@ -404,15 +413,6 @@ class Trainer(TrainerNames):
         if type(self.task).validation_step is TaskModule.validation_step:
             return False
         return self.limit_val_batches != 0 and bool(self.sources.evaluation("val"))
-
-    @property
-    def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps the whole run will take; infinite where nothing limits it."""
-        batches = self.num_training_batches
-        if self.max_epochs == -1 or batches is None:
-            return self.max_steps if self.max_steps != -1 else float("inf")
-        steps = -(-batches // self.accelerator.gradient_accumulation_steps) * self.max_epochs
-        return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
     @contextmanager
     def logging_to(self, metrics: Metrics | None) -> Iterator[None]:

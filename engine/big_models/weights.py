@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -95,10 +98,28 @@ def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor])
     """Write tensors into a folder, to be read from there; a file of an earlier run is replaced."""
     path = Path(folder).absolute() / "offload.safetensors"
     disk.make_directory(path.parent)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    _clear_dead(path)
+    part = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.part")
     try:
         disk.write_tensors(part, tensors, {"format": "pt"})
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+        disk.replace(part, path)
+    except BaseException:
+        with suppress(OSError):
+            disk.delete(part)
+        raise
     return whole_model(path)
+
+
+def _clear_dead(path: Path) -> None:
+    """Delete what processes of this machine left beside ``path`` that were killed while they wrote it."""
+    if os.name != "posix":  # nowhere else can a process be asked for without harm
+        return
+    of_a_process = re.compile(rf"\.{re.escape(path.name)}\.{re.escape(socket.gethostname())}-(\d+)\.part")
+    for name in disk.names(path.parent):
+        if found := of_a_process.fullmatch(name):
+            try:
+                os.kill(int(found[1]), 0)
+            except ProcessLookupError:
+                disk.delete(path.with_name(name))
+            except OSError:  # somebody else's
+                pass

@@ -215,6 +215,28 @@ def test_parameters_of_no_model(tmp_path):
     same(stepper.state[other], optimizer.state[weight])
 
 
+def test_a_registered_metric_goes_on(tmp_path):
+    """Its own ``state_dict`` is empty."""
+    from torchmetrics import MeanMetric, MetricCollection
+    from torchmetrics.classification import BinaryAccuracy
+
+    def make():
+        accelerator = treadle.Accelerator(cpu=True)
+        metrics = MeanMetric(), MetricCollection([BinaryAccuracy()])
+        accelerator.register_for_checkpointing(*metrics)
+        return accelerator, *metrics
+
+    accelerator, mean, several = make()
+    mean.update(torch.tensor([1.0, 4.0]))
+    several.update(torch.tensor([0.9, 0.9]), torch.tensor([1, 0]))
+    accelerator.save_state(tmp_path / "x")
+    again, other, others = make()
+    again.load_state(tmp_path / "x")
+    other.update(4.0)
+    assert other.compute() == 3
+    assert others.compute() == several.compute() == {"BinaryAccuracy": 0.5}
+
+
 # -- a full disk -----------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from ..callbacks import HOOKS
 from ..engine import Accelerator, disk
 from ..trainer.hooks import Hooks
 
-OPERATIONS = ("mkdir", "write_bytes", "write_tensors", "fsync", "rename", "unlink", "rmdir")
+OPERATIONS = ("mkdir", "write_bytes", "write_tensors", "fsync", "rename", "replace", "unlink", "rmdir")
 """The functions of `treadle.engine.disk` that change something on a disk."""
 
 _WRITES = ("write_bytes", "write_tensors")
