@@ -111,7 +111,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def fsync(path: Path) -> None:

@@ -97,11 +97,13 @@ def numbered(saved: State, optimizer: Optimizer, names: list[str]) -> State:
     now = _groups_by_name(optimizer, names)
     options = saved["groups"] if _grouping(saved["groups"]) == _grouping(now) else now
     groups = [
-        {**there, "params": [index[name] for name in here["params"]]} for here, there in zip(now, options, strict=True)
+        {**_taken(there, None), "params": [index[name] for name in here["params"]]}
+        for here, there in zip(now, options, strict=True)
     ]
     fits = [name for name, shape in saved["shapes"].items() if name in index and shape == list(parameters[name].shape)]
     slots = {index[n]: _taken(saved["slots"][n], parameters[n]) for n in fits if n in saved["slots"]}
-    return {**saved["others"], "state": {**slots, **_taken(saved["unnamed"], None)}, "param_groups": groups}
+    rest = _taken({"others": saved["others"], "unnamed": saved["unnamed"]}, None)
+    return {**rest["others"], "state": {**slots, **rest["unnamed"]}, "param_groups": groups}
 
 
 def keep_formats(optimizer: Optimizer, state: State) -> None:

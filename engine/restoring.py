@@ -22,6 +22,10 @@ from .stored import Stored
 if TYPE_CHECKING:
     from .accelerator import Accelerator
 
+_STATE = {"schedulers": list, "steps_since": list, "loaders": list, "evaluation_loaders": list, "registered": dict}
+_RANK = {"random": dict, "buffers": list}
+_OPTIMIZER = {"class": str, "shapes": dict, "groups": list, "slots": dict, "unnamed": dict, "others": dict}
+
 
 def load(
     accelerator: Accelerator, path: Path, *, models: bool, state: bool, strict: bool | None = None
@@ -40,7 +44,7 @@ def load(
             raise ValueError(
                 f"{path} holds weights only, so no run can go on from it: load them into a model before fit."
             )
-        found = checkpoint.read_part(path, "state")
+        found = _of_form(_STATE, checkpoint.read_part(path, "state"), path, "state")
         _check_counts(accelerator, found, path, manifest)
         _say_other_batches(accelerator, manifest)
         optimizers = _fitting_optimizers(accelerator, path, manifest, strict is not False)
@@ -52,7 +56,8 @@ def load(
     if state:
         _load_shared_state(accelerator, found, path, strict is not False)
         if accelerator.process_index < manifest.world_size:  # a process that was not there then keeps its own
-            own = checkpoint.read_part(path, rank_part(accelerator.process_index))
+            name = rank_part(accelerator.process_index)
+            own = _of_form(_RANK, checkpoint.read_part(path, name), path, name)
             if accelerator.world.size == manifest.world_size:
                 _load_buffers(accelerator, own["buffers"])
             set_random_state(own["random"])
@@ -65,6 +70,17 @@ def _load_buffers(accelerator: Accelerator, saved: list[dict[str, Tensor]]) -> N
             value = values.get(own_name(name))
             if value is not None and value.shape == buffer.shape:
                 buffer.copy_(value)
+
+
+def _of_form(form: dict[str, type], value: Any, path: Path, part: str) -> dict[str, Any]:
+    """``value``, if it is a dict with these keys and kinds: a file may be whole and yet not be ours."""
+    wrong = [
+        name for name, kind in form.items() if not isinstance(value, dict) or not isinstance(value.get(name), kind)
+    ]
+    if wrong:
+        text = f"{path}: part {part!r} is damaged: {', '.join(wrong)} not there, or no {form[wrong[0]].__name__}"
+        raise ValueError(f"{text}. Use another checkpoint.")
+    return value  # type: ignore[no-any-return]
 
 
 def _fitting_weights(
@@ -99,10 +115,12 @@ def _fitting_optimizers(
     loads = []
     for number, prepared in enumerate(accelerator.optimizers):
         optimizer = prepared.optimizer
-        saved, _ = checkpoint.open_part(path, optimizer_part(number))
-        for rank in range(1, manifest.world_size):
-            if has_part(manifest.files, optimizer_part(number, rank)):
-                saved["slots"] |= checkpoint.open_part(path, optimizer_part(number, rank))[0]["slots"]
+        saved: dict[str, Any] = {}
+        for rank in range(manifest.world_size):
+            name = optimizer_part(number, rank)
+            if rank == 0 or has_part(manifest.files, name):  # others have something where each keeps a part of it
+                part = _of_form(_OPTIMIZER, checkpoint.open_part(path, name)[0], path, name)
+                saved = {**part, "slots": saved.get("slots", {}) | part["slots"]}
         names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
         if lines := optimizer_state.differences(saved, optimizer, names):
             text = f"{path} was saved with another optimizer:\n  " + "\n  ".join(lines[:30])
@@ -164,9 +182,9 @@ def _load_shared_state(accelerator: Accelerator, state: dict[str, Any], path: Pa
         loader.load_state_dict(saved)
     for loader, saved in zip(evaluation, state["evaluation_loaders"], strict=False):
         loader.load_state_dict(saved)
-    if accelerator.scaler is not None and state["scaler"] is not None:
+    if accelerator.scaler is not None and state.get("scaler") is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
-    if accelerator.stream is not None and state["stream"] is not None:
+    if accelerator.stream is not None and state.get("stream") is not None:
         accelerator.stream.state = state["stream"]
     for name, value in accelerator.registered.items():
         if name in state["registered"]:

@@ -109,7 +109,7 @@ class Saving(Process):
                 "in torch's format use accelerator.save(accelerator.get_state_dict(model), 'weights.pt')."
             )
         self.finish_saving()
-        info = {**snapshot.facts(self), "step": self.steps, **(info or {})}
+        info = {**snapshot.facts(self), "step": self.steps, **(info or {})}  # type: ignore[arg-type]
         numbering = self.project_configuration if output_dir is None else None
         with self.world.together():
             path = Path(output_dir) if output_dir is not None else numbered.next_target(self.project_configuration)
@@ -117,7 +117,7 @@ class Saving(Process):
         if self.save_hooks and len(targets) > 1:
             raise ValueError("save_state(also=...): what a save_state pre-hook writes would be in one of them only.")
         with self.world.together():
-            files = snapshot.collect(self, targets[0], parts or {}, weights_only)
+            files = snapshot.collect(self, targets[0], parts or {}, weights_only)  # type: ignore[arg-type]
         if numbering is not None:
             numbering.iteration += 1
         self._publish(targets, files, info, numbering, blocking)

@@ -128,6 +128,12 @@ def settings(path):
     Task.load_from_checkpoint(path.parent / "good.pt", hparams_file=path)
 
 
+def exported(path):
+    from treadle.engine.export_command import export
+
+    export(path, path.parent / "exported.safetensors")
+
+
 # What reads a path: how to go through it, what must load, and which files to take there.
 DOORS = {
     "load_weights(source)": (lambda path: treadle.load_weights(hostile_files.model(), path), "good.pt", "files"),
@@ -138,6 +144,7 @@ DOORS = {
     "dispatch_model(offload_dir)": (big("dispatch_model"), "good.safetensors", "files"),
     "Saving.load_state(input_dir)": (load_state, "whole", "state"),
     "ProjectConfiguration.__init__(project_dir)": (project, "project", "projects"),
+    "export(checkpoint)": (exported, "whole", "state"),
     "CheckpointStore.__init__(directory)": (store, "whole", "state"),
     "ModelCheckpoint.__init__(dirpath)": (best, "good-folder", "folders"),
     "Trainer.fit(ckpt_path)": (stage("fit"), "whole", "run"),
@@ -156,7 +163,7 @@ READ_NOTHING = {
     "ProjectConfiguration.set_directories(project_dir)": "as __init__",
     "ProfileKwargs.__init__(output_trace_dir)": "writes",
     "ModelCheckpoint.__init__(filename)": "is a pattern of names",
-    "ModelCheckpoint.format_checkpoint_name(filename)": "is a pattern of names",
+    "NamedCheckpoints.format_checkpoint_name(filename)": "is a pattern of names",
     "disk_offload(offload_dir)": "writes anew what it then reads",
     "load_checkpoint_in_model(offload_folder)": "is not used",
     "load_checkpoint_and_dispatch(offload_folder)": "is not used",
@@ -183,7 +190,7 @@ READ_NOTHING = {
 def public_paths():
     """Every parameter of a public callable of ours whose name says path, as ``owner(parameter)``."""
     rooms = [treadle, *(importlib.import_module(f"treadle.{room}") for room in treadle._ROOMS)]
-    rooms.append(importlib.import_module("treadle.engine.big_models"))
+    rooms += [importlib.import_module(f"treadle.engine.{name}") for name in ("big_models", "export_command")]
     found = set()
     for room in rooms:
         for name in getattr(room, "__all__", None) or vars(room):

@@ -8,7 +8,9 @@ weights of one that was never interrupted, and to leave nothing behind. By defau
 """
 
 import errno
+import gc
 import itertools
+import json
 import os
 import pickle
 import random
@@ -16,7 +18,10 @@ import shutil
 import signal
 import tempfile
 import time
+import traceback
 import warnings
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,9 +37,9 @@ from treadle.engine.checkpoint import CheckpointStore
 from treadle.engine.export_command import export
 from treadle.engine.plugins import ProjectConfiguration
 from treadle.strategies import FSDP
-from treadle.testing.faults import Fault, FaultPlan, disk_points, forked
 
 import treadle
+from treadle.testing.faults import Fault, FaultPlan, disk_points, forked
 
 pytestmark = pytest.mark.guarantee
 
@@ -168,10 +173,10 @@ class Door:
         assert hidden(self.root) == []
         assert self.newest() >= found
 
-    def kill_everywhere(self, reference, resumed):
+    def kill_everywhere(self, reference, resumed, every=1):
         """Kill at every point, and resume from each ``resumed``-th of them; ``reference`` was never interrupted."""
         seen = set()
-        for number, point in enumerate(self.points):
+        for number, point in enumerate(self.points[::every]):
             seen.add(self.kill_at(point))
             if number % resumed:
                 self.recover()
@@ -186,10 +191,10 @@ class Door:
         }
         assert len(self.points) > 60
 
-    def refuse_everywhere(self):
+    def refuse_everywhere(self, every=1):
         """Let the disk refuse at every point: an error, or a warning where only what is replaced can't be deleted."""
         outcomes = set()
-        for number, point in enumerate(self.points):
+        for number, point in enumerate(self.points[::every]):
             self.start_over()
             code = (errno.ENOSPC, errno.EIO)[number % 2]
             fault = point.fault(f"oserror:{errno.errorcode[code]}")
@@ -303,11 +308,13 @@ def test_own_loop_killed_on_tmpfs(aside, saves, resumed):
         door.kill_everywhere(reference, resumed)
 
 
-@pytest.mark.parametrize("saves", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("saves", "every"), [pytest.param(1, 2, id="some"), pytest.param(2, 1, id="all", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("how", ["same", "numbered", "beside"])
-def test_own_loop_refused_by_the_disk(how, tmp_path, aside, saves):
+def test_own_loop_refused_by_the_disk(how, tmp_path, aside, saves, every):
     door, _ = Loop(how, tmp_path / "run" / "checkpoints").door(aside, saves)
-    door.refuse_everywhere()
+    door.refuse_everywhere(every)
 
 
 # -- the Trainer -----------------------------------------------------------------------------------------------------
@@ -321,7 +328,7 @@ class Task(treadle.TaskModule):
         self.net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 2))
 
     def training_step(self, batch, batch_idx):
-        self.log("score", -float(self.global_step))
+        self.log("score", -float(self.global_step), logger=False)
         return self.net(batch[0]).square().mean()
 
     def configure_optimizers(self):
@@ -357,7 +364,7 @@ def fit(root, *callbacks, seed=0, ckpt_path=None):
 
 
 def explored(root, aside, explore):
-    """Fit; before the saves of the fourth step, ``explore(door, reference)``."""
+    """Fit; before the saves of the fifth step, ``explore(door, reference)``."""
     reference = ending(lambda: fit(root), root, aside)
     shutil.rmtree(root)
     doors = []
@@ -369,15 +376,281 @@ def explored(root, aside, explore):
         explore(doors[0], reference)
         doors[0].start_over()
 
-    weights = fit(root, Moment(4, at_moment))
+    weights = fit(root, Moment(5, at_moment))
     assert all(torch.equal(weights[name], value) for name, value in reference[0].items())
     assert len(doors) == 1
 
 
-@pytest.mark.parametrize("resumed", [pytest.param(32, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)])
-def test_trainer_killed(tmp_path, aside, resumed):
-    explored(tmp_path / "run", aside, lambda door, reference: door.kill_everywhere(reference, resumed))
+@pytest.mark.parametrize(
+    ("resumed", "every"), [pytest.param(16, 3, id="some"), pytest.param(1, 1, id="all", marks=pytest.mark.slow)]
+)
+def test_trainer_killed(tmp_path, aside, resumed, every):
+    explored(tmp_path / "run", aside, lambda door, reference: door.kill_everywhere(reference, resumed, every))
 
 
-def test_trainer_refused_by_the_disk(tmp_path, aside):
-    explored(tmp_path / "run", aside, lambda door, reference: door.refuse_everywhere())
+@pytest.mark.parametrize("every", [pytest.param(7, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)])
+def test_trainer_refused_by_the_disk(tmp_path, aside, every):
+    explored(tmp_path / "run", aside, lambda door, reference: door.refuse_everywhere(every))
+
+
+# -- two processes ---------------------------------------------------------------------------------------------------
+
+
+def save_sharded(root, steps, around):
+    """Train a sharded model, and save it by ``around(save)``."""
+    torch.manual_seed(0)
+    random.seed(0)
+    accelerator = treadle.Accelerator(cpu=True, strategy=FSDP())
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    for _ in range(steps):
+        accelerator.backward(model(torch.ones(3, 4)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    around(lambda: accelerator.save_state(root / "last"))
+
+
+class Pair:
+    """What a process of `processes.run` does: for each trial it forks a rank, and waits for it."""
+
+    def __init__(self, root, aside):
+        self.root, self.aside = root, aside
+        self.rank = int(os.environ["RANK"])
+        self.trials = 0
+
+    def meet(self, name):
+        """Wait until the other process has come to the same place."""
+        (self.aside / f"{name}-{self.rank}").touch()
+        while not (self.aside / f"{name}-{1 - self.rank}").exists():
+            time.sleep(0.001)
+
+    def trial(self, steps, around):
+        """A rank's status: -9, 0, or 1 if it raised, which is printed; and when it ended."""
+        self.trials += 1
+        if (child := os.fork()) == 0:
+            status = 1
+            gc.freeze()
+            try:
+                os.environ["TORCHELASTIC_RESTART_COUNT"] = str(self.trials)  # a group of its own in torch's store
+                save_sharded(self.root, steps, around)
+                status = 0
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        end, status = time.time() + 30, None
+        while status is None and time.time() < end:
+            pid, code = os.waitpid(child, os.WNOHANG)
+            status = os.waitstatus_to_exitcode(code) if pid else time.sleep(0.002)
+        if status is None:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            status = "hangs"
+        ended = time.time()
+        self.meet(f"trial{self.trials}")
+        return status, ended
+
+
+def kill_one_of_two(root, aside, share):
+    """Kill each rank at each of its points in turn, or at some of them; what was seen of each, by rank zero."""
+    pair, known, points = Pair(root, aside), [], aside / "points"
+    for steps in (1, 2):
+        assert pair.trial(steps, lambda save, f=f"{points}{os.environ['RANK']}": Path(f).write_bytes(
+            pickle.dumps(disk_points(save))))[0] == 0  # fmt: skip
+        known.append(content(root / "last"))
+        if pair.rank == 0 and steps == 1:
+            shutil.copytree(root, aside / "before")
+        pair.meet(f"known{steps}")
+    seen = []
+    for victim in (0, 1):
+        chosen = pickle.loads(Path(f"{points}{victim}").read_bytes())
+        for point in chosen if share is None else random.Random(victim).sample(chosen, share):
+            if pair.rank == 0:
+                reset(aside / "before", root)
+            pair.meet(f"ready{len(seen)}")
+
+            def around(save, point=point, victim=victim):
+                with FaultPlan([point.fault("kill", rank=victim)]):
+                    save()
+
+            status, ended = pair.trial(2, around)
+            if pair.rank == 0:
+                path, skipped = CheckpointStore(root).latest()
+                assert skipped == []
+                step = 1 + known.index(content(path))
+                CheckpointStore(root).recover()
+                assert os.listdir(root) == ["last"]
+                assert known.index(content(root / "last")) + 1 >= step
+            pair.meet(f"seen{len(seen)}")
+            seen.append((victim, point, status, ended, step if pair.rank == 0 else None))
+    return seen
+
+
+@pytest.mark.parametrize("share", [pytest.param(4, id="some"), pytest.param(None, id="all", marks=pytest.mark.slow)])
+def test_one_of_two_processes_killed(tmp_path, aside, share):
+    ranks = run(kill_one_of_two, 2, tmp_path / "run", aside, share, timeout=1200 if share is None else 100)
+    steps = set()
+    for (victim, point, *first), (_, _, *second) in zip(*ranks, strict=True):
+        ends = [first, second]
+        assert ends[victim][0] == -signal.SIGKILL, point
+        assert ends[1 - victim][0] == 1, f"the other process did not end with an error, {point}"
+        assert ends[1 - victim][1] - ends[victim][1] < 5, point
+        steps.add(first[2])
+        if victim == 1:
+            assert first[2] == 1
+    assert {victim for victim, *_ in ranks[0]} == {0, 1}
+    if share is None:
+        assert steps == {1, 2}
+        assert len(ranks[0]) > 80
+
+
+# -- weights for others ----------------------------------------------------------------------------------------------
+
+
+class Constant(nn.Module):
+    """Weights that are all one number."""
+
+    def __init__(self, value):
+        super().__init__()
+        for name in "abc":
+            setattr(self, name, nn.Parameter(torch.full((16,), value)))
+
+
+def exported(folder, value, name, **options):
+    path = folder.parent / f"checkpoint-{value}"
+    if not path.exists():
+        checkpoint.commit(path, checkpoint.write_part(path, "model", Constant(value).state_dict()), {})
+    export(path, folder / name, **options)
+
+
+def save_model(folder, value, **options):
+    treadle.Accelerator(cpu=True).save_model(Constant(value), folder, **options)
+
+
+def save(folder, value, name, safe):
+    treadle.Accelerator(cpu=True).save(Constant(value).state_dict(), folder / name, safe_serialization=safe)
+
+
+def values(weights):
+    assert weights.keys() == {"a", "b", "c"}
+    tensors = [one if isinstance(one, torch.Tensor) else one.get() for one in weights.values()]
+    return {value for tensor in tensors for value in tensor.tolist()}
+
+
+def as_others_find(folder, stem, ending):
+    """What tools take that look for one file first, then for an index."""
+    load = load_file if ending == "safetensors" else partial(torch.load, weights_only=True)
+    if (only := folder / f"{stem}.{ending}").exists():
+        return load(only)
+    index = json.loads((folder / f"{stem}.{ending}.index.json").read_text())
+    return {name: load(folder / file)[name] for name, file in index["weight_map"].items()}
+
+
+def in_folder(stem="model", ending="safetensors"):
+    return [open_weights, lambda folder: as_others_find(folder, stem, ending)]
+
+
+def in_file(name):
+    return [lambda folder: open_weights(folder / name)]
+
+
+SHARDED = {"max_shard_size": 64}
+WAYS = {
+    "export a file": (partial(exported, name="w.safetensors"), {}, {}, in_file("w.safetensors")),
+    "export shards": (partial(exported, name="."), SHARDED, SHARDED, in_folder()),
+    "save_model, one file": (save_model, {}, {}, in_folder()),
+    "save_model, shards": (save_model, SHARDED, SHARDED, in_folder()),
+    "save_model, one for shards": (save_model, SHARDED, {}, in_folder()),
+    "save_model, shards for one": (save_model, {}, SHARDED, in_folder()),
+    "save_model, other shards": (save_model, SHARDED, {"max_shard_size": 128}, in_folder()),
+    "save_model, torch's format": (
+        partial(save_model, safe_serialization=False), SHARDED, SHARDED, in_folder("pytorch_model", "bin")
+    ),
+    "save, safetensors": (partial(save, name="w.safetensors", safe=True), {}, {}, in_file("w.safetensors")),
+    "save, torch's format": (partial(save, name="w.pt", safe=False), {}, {}, in_file("w.pt")),
+    "offload": (lambda folder, value: write_weights(folder, Constant(value).state_dict()), {}, {}, [open_weights]),
+}  # fmt: skip
+"""How weights are written: by what, how the old and how the new ones, and how they are read."""
+
+
+@pytest.mark.parametrize("every", [pytest.param(3, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("action", ["kill", "oserror:ENOSPC"])
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_for_others_are_the_old_or_the_new_ones(tmp_path, way, action, every):
+    write, before, after, readers = WAYS[way]
+    folder, seen = tmp_path / "out", set()
+    folder.mkdir()
+    exported(tmp_path / "other", 2.0, "x")  # its checkpoint is there before the export
+    write(folder, 1.0, **before)
+    shutil.copytree(folder, tmp_path / "start")
+    points = disk_points(lambda: write(folder, 2.0, **after))
+    count = len(os.listdir(folder))
+    for point in points[::every]:
+        reset(tmp_path / "start", folder)
+        status = forked(lambda: write(folder, 2.0, **after), point.fault(action))
+        assert status == -signal.SIGKILL if action == "kill" else status in (0, 1)
+        found = [values(read(folder)) for read in readers]
+        assert all(one in ({1.0}, {2.0}) for one in found), point
+        assert status != 0 or found == [{2.0}] * len(found), point
+        seen |= set.union(*found)
+        write(folder, 2.0, **after)
+        assert [values(read(folder)) for read in readers] == [{2.0}] * len(readers)
+        assert hidden(folder) == [], point
+        assert len(os.listdir(folder)) == count, point
+    assert seen == {1.0, 2.0}
+    assert len(points) >= 4
+
+
+# -- killed from outside ---------------------------------------------------------------------------------------------
+
+
+def keep_saving(target, begin):
+    """Save 3 MB for ever: the step's number, in each of the tensors."""
+    for step in itertools.count(begin):
+        state = {name: torch.full((2**17,), float(step)) for name in "abcdef"}
+        files = checkpoint.write_part(target, "model", state)
+        files |= checkpoint.write_part(target, "state", {"step": step})
+        checkpoint.commit(target, files, {"step": step})
+
+
+def is_half_written(folder, sizes):
+    """Whether a file of a checkpoint is there that is not as long as it will be."""
+    with suppress(OSError):
+        return any(os.path.getsize(folder / name) < size for name, size in sizes.items())
+    return False
+
+
+@pytest.mark.parametrize("kills", [pytest.param(10), pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_from_outside(tmp_path, kills):
+    """Half of the signals come at any moment, half when a half-written file is seen, which is mostly not too late."""
+    chance, halves, target, step = random.Random(1), 0, tmp_path / "run" / "last", 0
+    store = CheckpointStore(target.parent)
+    sizes = {"model.safetensors": 6 * 2**19}
+    for number in range(kills):
+        child = os.fork()
+        if child == 0:
+            try:
+                keep_saving(target, step + 1)
+            finally:
+                os._exit(1)
+        deadline = time.monotonic() + 30
+        while not target.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if number % 2:
+            while not is_half_written(checkpoint.beside(target), sizes) and time.monotonic() < deadline:
+                pass
+        else:
+            time.sleep(chance.uniform(0, 0.1))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        halves += is_half_written(checkpoint.beside(target), sizes)
+        assert store.latest()[1] == []
+        store.recover()
+        assert os.listdir(target.parent) == ["last"]
+        found = checkpoint.verify(target).step
+        assert found >= max(step, 1), "older than one that was seen before"
+        step = found
+        assert checkpoint.read_part(target, "state") == {"step": step}
+        assert {value for t in checkpoint.read_part(target, "model").values() for value in t.tolist()} == {float(step)}
+    print(f"{halves} of {kills} kills left a half-written file")
+    assert halves > kills // 10

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from treadle.engine import disk
 from treadle.engine.checkpoint import read_manifest
 from treadle.engine.export_command import export, main
 
@@ -213,6 +214,22 @@ def test_parameters_of_no_model(tmp_path):
     again, other, stepper = make()
     again.load_state(tmp_path / "x")
     same(stepper.state[other], optimizer.state[weight])
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(
+    ("part", "content"),
+    [("state", {"a": 1}), ("state", [1]), ("rank-00000", {"random": 3}), ("optimizer", {"class": "x"})],
+)
+def test_a_whole_file_of_another_form_is_an_ordinary_error(saved, part, content):
+    path, *_ = saved
+    (path / f"{part}.json").write_text(json.dumps(content))
+    document = json.loads((path / "manifest.json").read_text())
+    document["files"][f"{part}.json"] = disk.describe(path / f"{part}.json")
+    (path / "manifest.json").write_text(json.dumps(document))
+    accelerator, *_ = prepared()
+    with pytest.raises(ValueError, match=f"part '{part}' is damaged"):
+        accelerator.load_state(path)
 
 
 def test_a_registered_metric_goes_on(tmp_path):
