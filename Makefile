@@ -17,7 +17,7 @@ demo: install
 	$(BIN)/python examples/digits.py
 
 test: install
-	$(BIN)/python -m pytest -n 2 -m 'not slow and not slurm' $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not slurm' $(ARGS)
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow --timeout 3600

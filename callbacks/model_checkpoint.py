@@ -198,7 +198,7 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
         self._watch, self._saved_step = ValidationWatch(), progress.step
         self._wanted = self._wanted and trainer.ckpt_path is not None  # of an earlier fit nothing is wanted any more
         self._triggered_step = min(self._triggered_step, progress.step)
-        self._job = None
+        self._settle(trainer, wait=True)  # of a fit that Ctrl-C ended twice
         self._resumed_step = progress.step if self._continues else None
         self._continues = False
         if self._clock is not None:
@@ -261,7 +261,12 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
             ValueError: if a weight is not finite.
             OSError: if the disk refuses.
         """
-        self._settle(trainer, wait=True)
+        try:
+            self._settle(trainer, wait=True)
+        finally:
+            self._save_last(trainer, exception)
+
+    def _save_last(self, trainer: Trainer, exception: BaseException) -> None:
         last = trainer.last_step
         if not self.save_on_exception or last is None or not trainer.is_global_zero or last.step <= self._saved_step:
             return
@@ -327,7 +332,7 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
     def _save(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
         """Decide what is kept, save, and remove what is not kept any more."""
         self._settle(trainer, wait=True)
-        before = self._before = {name: getattr(self, name) for name in (*_STATE, "_replaced_now")}
+        before = self._before = {name: getattr(self, name) for name in (*_STATE, "_replaced_now", "_saved_step")}
         values = {**values, "epoch": trainer.progress.epoch, "step": trainer.progress.step}
         paths: list[str] = []
         # The record of what is kept is in the checkpoint too, and must be the one that is true once it is in place.
@@ -368,14 +373,14 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
         job = self._job
         if job is None or not (wait or job.done):
             return
-        self._job = None
         try:
             job.finish()
         finally:
-            if job.error is None:
-                self._committed(trainer)
-            else:
-                vars(self).update(self._before)
+            if job.done:  # else Ctrl-C ended the wait, and what is replaced is still needed
+                self._job = None
+                vars(self).update({} if job.error is None else self._before)
+        if job.error is None:
+            self._committed(trainer)
 
     def _committed(self, trainer: Trainer) -> None:
         """The newest checkpoint is in place: now what it replaces may go."""

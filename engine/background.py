@@ -71,30 +71,34 @@ class Job:
         self.error: BaseException | None = None
         self._heard = False
         self._work = work
-        self._thread = threading.Thread(target=self._run, name="treadle-save")
+        # A thread that Ctrl-C interrupted the `join` of counts as ended, though it runs (Python 3.11).
+        self._ended = threading.Event()
         atexit.register(self._at_exit)
-        self._thread.start()
+        threading.Thread(target=self._run, name="treadle-save").start()
 
     def _run(self) -> None:
         try:
             self._work()
         except BaseException as error:
             self.error = error
+        finally:
+            self._ended.set()
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def finish(self) -> None:
         """Wait until it has ended; raise what it failed with, the first time it is asked."""
-        self._thread.join()
+        self._ended.wait()
         atexit.unregister(self._at_exit)
         heard, self._heard = self._heard, True
         if self.error is not None and not heard:
             raise self.error
 
     def _at_exit(self) -> None:
+        self._ended.wait()
         if self.error is not None:
             traceback.print_exception(self.error)
             sys.stdout.flush()

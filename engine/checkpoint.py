@@ -17,6 +17,7 @@ Deleting a checkpoint starts with one rename too, to ``.last.gone``. `recover` c
 
 import os
 import re
+import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -35,6 +36,7 @@ __all__ = [
     "commit",
     "discard",
     "encode_part",
+    "find_again",
     "open_part",
     "read_manifest",
     "read_part",
@@ -151,6 +153,23 @@ def discard(target: Path | str) -> None:
         target: As given to `write_part`. A checkpoint that stands there is not touched.
     """
     _delete(beside(target))
+
+
+def find_again(path: Path | str) -> None:
+    """See to it that a checkpoint stands under its name, if one was being replaced there.
+
+    Between two renames there is none. A process that is at it now has a moment to finish; one that was killed there has
+    left both, and the better one is put in place. One process calls it, before the checkpoint is read.
+
+    Args:
+        path: The checkpoint's directory. One that stands, or that nobody replaces, is left alone.
+    """
+    target, old = Path(os.path.abspath(path)), _beside(path, "old")
+    for _ in range(20):
+        if os.path.lexists(target) or not (old / MANIFEST).is_file():
+            return
+        time.sleep(0.1)
+    warnings.warn(_finish_swap(target, beside(target), old))
 
 
 def remove(path: Path | str) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,8 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
         in_one_move(Path(f), write)
 
 
-def in_one_move(path: Path, write: Callable[[str], None]) -> None:
-    """Let ``write`` write a file beside ``path``, and put it in place once it is complete."""
+def in_one_move(path: Path, write: Callable[[str], object]) -> None:
+    """Let ``write`` write a file beside ``path``, and put it in place once it is complete, durably."""
     path = Path(os.path.abspath(path))
     beside = path.parent / f".{path.name}.part"
     try:
@@ -153,7 +154,7 @@ def write_weights(
     try:
         for file, shard in zip(files, shards, strict=True):
             part = {name: tensors[name] for name in shard}
-            in_one_move(directory / file, lambda beside, part=part: _write(Path(beside), part, aliases, safe))
+            in_one_move(directory / file, partial(_write, tensors=part, aliases=aliases, safe=safe))
         if len(files) > 1:
             in_one_move(index, lambda beside: disk.write_bytes(Path(beside), text))
     except BaseException:
@@ -192,21 +193,19 @@ def _free_names(directory: Path, stem: str, ending: str, number: int) -> list[st
     return names
 
 
-def _write(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, str], safe: bool) -> None:
+def _write(path: str, tensors: Mapping[str, Whole], aliases: Mapping[str, str], safe: bool) -> None:
     if safe:
-        write_file(path, tensors, aliases)
+        write_file(Path(path), tensors, aliases)
     else:
         # Of a view, only what is seen.
         torch.save({name: tensor[...].detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
-        disk.fsync(path)
 
 
 def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, str]) -> None:
-    """Write one safetensors file, durably."""
+    """Write one safetensors file."""
     # Header entries as safetensors' own `save_model` writes them, which its `load_model` reads.
     notes = {alias: kept for alias, kept in aliases.items() if kept in tensors}
     disk.write_tensors(path, tensors, {"format": "pt", **notes})
-    disk.fsync(path)
 
 
 def _drop_others(directory: Path, stem: str, ending: str, kept: set[str]) -> None:
@@ -216,7 +215,7 @@ def _drop_others(directory: Path, stem: str, ending: str, kept: set[str]) -> Non
     found = disk.names(directory)
     for name in entries.intersection(found):  # loaders would take it for the weights, so it may not stay
         disk.unlink(directory / name)
-    disk.fsync(directory)
+        disk.fsync(directory)
     left = [name for name in found if name not in kept | entries and ours.fullmatch(name)]
     left += [name for name in found if name[:1] == "." and name[-5:] == ".part" and ours.fullmatch(name[1:-5])]
     try:

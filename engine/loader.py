@@ -276,6 +276,14 @@ class Loader:
         return (plan.batch_size if isinstance(plan, ShardedBatches) else plan.counted or 1) * plan.planner.size
 
     @property
+    def left_out(self) -> int:
+        """Samples of each epoch that ``drop_last`` leaves out: those of a last, short global batch."""
+        plan = self._plan
+        if not isinstance(plan, ShardedBatches) or not plan.drop_last or sized(plan.sampler) is None:
+            return 0
+        return len(plan.sampler) % self.total_batch_size  # type: ignore[arg-type]
+
+    @property
     def total_dataset_length(self) -> int:
         """Samples in the dataset."""
         return len(self.source.dataset)  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -48,6 +49,7 @@ def named(state: State, optimizer: Optimizer, names: list[str]) -> State:
     return {
         "class": class_of(optimizer),
         "shapes": {name: list(p.shape) for name, p in zip(names, parameters_of(optimizer), strict=True)},
+        "formats": {name: p.dtype for name, p in zip(names, parameters_of(optimizer), strict=True)},
         "groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
         "slots": {names[i]: slots[i] for i in range(len(names)) if i in slots},
         "unnamed": {key: value for key, value in slots.items() if not _is_index(key, names)},
@@ -101,7 +103,8 @@ def numbered(saved: State, optimizer: Optimizer, names: list[str]) -> State:
         for here, there in zip(now, options, strict=True)
     ]
     fits = [name for name, shape in saved["shapes"].items() if name in index and shape == list(parameters[name].shape)]
-    slots = {index[n]: _taken(saved["slots"][n], parameters[n]) for n in fits if n in saved["slots"]}
+    formats = saved.get("formats", {})
+    slots = {index[n]: _taken(saved["slots"][n], parameters[n], formats.get(n)) for n in fits if n in saved["slots"]}
     rest = _taken({"others": saved["others"], "unnamed": saved["unnamed"]}, None)
     return {**rest["others"], "state": {**slots, **rest["unnamed"]}, "param_groups": groups}
 
@@ -119,14 +122,18 @@ def keep_formats(optimizer: Optimizer, state: State) -> None:
                 slots[name] = saved.to(now.device)
 
 
-def _taken(value: Any, parameter: Tensor | None) -> Any:
-    """A nested state with its tensors in memory; those of the parameter's shape are laid out as it is."""
+def _taken(value: Any, parameter: Tensor | None, was: torch.dtype | None = None) -> Any:
+    """A nested state with its tensors in memory; those of the parameter's shape are laid out as it is.
+
+    What had the parameter's format, which ``was`` another one, changes with it; counts and products do not.
+    """
     if isinstance(value, Mapping):
-        return {key: _taken(item, parameter) for key, item in value.items()}
+        return {key: _taken(item, parameter, was) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_taken(item, parameter) for item in value)
+        return type(value)(_taken(item, parameter, was) for item in value)
     if not isinstance(value, Stored):
         return value
-    if is_sharded(parameter) and value.shape == parameter.shape:  # type: ignore[union-attr]
-        return cut_like(value, parameter)
-    return value.read()
+    alike = is_sharded(parameter) and value.shape == parameter.shape  # type: ignore[union-attr]
+    tensor = cut_like(value, parameter) if alike else value.read()
+    changes = parameter is not None and tensor.dtype == was and (tensor.ndim or not parameter.ndim)
+    return tensor.to(parameter.dtype) if changes else tensor  # type: ignore[union-attr]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from ..strategies import warn
@@ -16,7 +17,7 @@ from .manifest import Manifest, verify
 from .optimizer import PreparedScheduler
 from .parts import has_part
 from .random_state import set_random_state
-from .snapshot import extra_part, facts, model_part, optimizer_part, rank_part
+from .snapshot import extra_part, facts, model_part, optimizer_part, rank_part, scheduler_kinds
 from .stored import Stored
 
 if TYPE_CHECKING:
@@ -40,21 +41,24 @@ def load(
     found: dict[str, Any] = {}
     optimizers: list[tuple[Any, dict[str, Any]]] = []
     if state:
+        wanted = (getattr(own, "strict_loading", True) for own in accelerator.own_models)
+        exactly = all(wanted) if strict is None else strict
         if not has_part(manifest.files, "state"):
             raise ValueError(
                 f"{path} holds weights only, so no run can go on from it: load them into a model before fit."
             )
         found = _of_form(_STATE, checkpoint.read_part(path, "state"), path, "state")
         _check_counts(accelerator, found, path, manifest)
+        _check_kinds(accelerator, found, path, exactly)
         _say_other_batches(accelerator, manifest)
-        optimizers = _fitting_optimizers(accelerator, path, manifest, strict is not False)
+        optimizers = _fitting_optimizers(accelerator, path, manifest, exactly)
     for model, values, exactly in weights:
         accelerator.strategy.load_model_state(model, values, exactly)
     for optimizer, saved in optimizers:
         accelerator.strategy.load_optimizer_state(optimizer, saved)
         optimizer_state.keep_formats(optimizer, saved)
     if state:
-        _load_shared_state(accelerator, found, path, strict is not False)
+        _load_shared_state(accelerator, found)
         if accelerator.process_index < manifest.world_size:  # a process that was not there then keeps its own
             name = rank_part(accelerator.process_index)
             own = _of_form(_RANK, checkpoint.read_part(path, name), path, name)
@@ -72,7 +76,7 @@ def _load_buffers(accelerator: Accelerator, saved: list[dict[str, Tensor]]) -> N
                 buffer.copy_(value)
 
 
-def _of_form(form: dict[str, type], value: Any, path: Path, part: str) -> dict[str, Any]:
+def _of_form(form: Mapping[str, type], value: Any, path: Path, part: str) -> dict[str, Any]:
     """``value``, if it is a dict with these keys and kinds: a file may be whole and yet not be ours."""
     wrong = [
         name for name, kind in form.items() if not isinstance(value, dict) or not isinstance(value.get(name), kind)
@@ -125,7 +129,9 @@ def _fitting_optimizers(
         if lines := optimizer_state.differences(saved, optimizer, names):
             text = f"{path} was saved with another optimizer:\n  " + "\n  ".join(lines[:30])
             if strict:
-                raise ValueError(f"{text}\nTo take what fits, load with strict=False (Trainer: strict_loading=False).")
+                raise ValueError(
+                    f"{text}\nTo take what fits, load with strict=False (in a task: strict_loading = False)."
+                )
             warn(f"{text}\nWhat does not fit begins anew.")
             if saved["class"] != optimizer_state.class_of(optimizer):
                 continue
@@ -142,7 +148,11 @@ def _as_named_in(now: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
 def _check_counts(accelerator: Accelerator, state: dict[str, Any], path: Path, manifest: Manifest) -> None:
     """See that as much is prepared as was saved. Evaluation may change: its loaders have no part in training."""
     optimizers = sum(has_part(manifest.files, optimizer_part(n)) for n in range(len(accelerator.optimizers) + 1))
+    models = len(accelerator.models)
+    # Hooks may keep models apart from a checkpoint.
+    more = not accelerator.load_hooks and has_part(manifest.files, model_part(models))
     pairs = {
+        "models": (models, models + more),
         "optimizers": (len(accelerator.optimizers), optimizers),
         "schedulers": (len(accelerator.schedulers), len(state["schedulers"])),
         "loaders": (sum(not loader.evaluation for loader in accelerator.loaders), len(state["loaders"])),
@@ -152,8 +162,30 @@ def _check_counts(accelerator: Accelerator, state: dict[str, Any], path: Path, m
             raise ValueError(f"{path} holds {there} {kind}, this run has {here}: prepare the same ones before loading.")
 
 
+def _check_kinds(accelerator: Accelerator, state: dict[str, Any], path: Path, strict: bool) -> None:
+    """See that schedulers are of the classes that were saved, and the same objects registered."""
+    kinds = scheduler_kinds(accelerator.schedulers)
+    pairs = zip(kinds, state.get("scheduler_kinds", kinds), strict=True)
+    lines = [f"scheduler: {there} in the checkpoint, {here} in this run" for here, there in pairs if here != there]
+    registered = state["registered"]
+    if missing := sorted(set(accelerator.registered) - set(registered)):
+        lines.append(
+            f"no state for {', '.join(missing)}; of what was registered it has {', '.join(registered) or 'none'}"
+        )
+    if lines:
+        text = f"{path} was saved by another run:\n  " + "\n  ".join(lines)
+        if strict:
+            raise ValueError(f"{text}\nTo take what fits, load with strict=False (in a task: strict_loading = False).")
+        warn(f"{text}\nWhat does not fit begins anew.")
+    if left := sorted(set(registered) - set(accelerator.registered)):
+        warn(f"{path} has a state for {', '.join(left)}, which nobody takes: it is not registered in this run.")
+
+
 def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
     now, then = facts(accelerator), manifest.info
+    if then.get("precision", now["precision"]) != now["precision"]:
+        there, here = then["precision"], now["precision"]
+        warn(f"the checkpoint was saved with precision {there}, this run has {here}: it will train otherwise.")
     if None in (now["global_batch_size"], then.get("global_batch_size")):
         return
     if now["global_batch_size"] != then["global_batch_size"]:
@@ -164,15 +196,12 @@ def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
         warn(f"the checkpoint was saved with a global batch of {there}, this run has {here}: it will train otherwise.")
 
 
-def _load_shared_state(accelerator: Accelerator, state: dict[str, Any], path: Path, strict: bool) -> None:
-    missing = sorted(set(accelerator.registered) - set(state["registered"]))
-    if missing:
-        there = ", ".join(state["registered"]) or "none"
-        text = f"{path} has no state for {', '.join(missing)}; of what was registered it has {there}."
-        if strict:
-            raise ValueError(text)
-        warn(text)
-    for scheduler, saved, since in zip(accelerator.schedulers, state["schedulers"], state["steps_since"], strict=True):
+def _load_shared_state(accelerator: Accelerator, state: dict[str, Any]) -> None:
+    kinds = scheduler_kinds(accelerator.schedulers)
+    there = zip(state.get("scheduler_kinds", kinds), state["schedulers"], state["steps_since"], strict=True)
+    for scheduler, kind, (saved_kind, saved, since) in zip(accelerator.schedulers, kinds, there, strict=True):
+        if kind != saved_kind:
+            continue
         scheduler.load_state_dict(saved)
         if isinstance(scheduler, PreparedScheduler):
             scheduler.resume(since)
@@ -212,11 +241,25 @@ def check_weights(model: nn.Module, weights: dict[str, Any], path: Path | str, s
     lines = [f"missing: {name}" for name in sorted(set(own) - set(weights))]
     lines += [f"unexpected: {name}" for name in sorted(set(weights) - set(own))]
     lines += reshaped.values()
+    untied = _untied(model, weights)
+    lines += [f"{name}: one with {kept} in the model, other values in the checkpoint" for name, kept in untied.items()]
     if not lines:
         return weights
     more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
     text = f"{path} was saved by another model:\n  " + "\n  ".join(lines[:30]) + more
     if strict:
-        raise ValueError(f"{text}\nTo take what fits, load with strict=False.")
+        raise ValueError(f"{text}\nTo take what fits, load with strict=False (in a task: strict_loading = False).")
     warn(f"{text}\nWhat does not fit is left out.")
-    return {name: value for name, value in weights.items() if name in own and name not in reshaped}
+    return {name: value for name, value in weights.items() if name in own and name not in {**reshaped, **untied}}
+
+
+def _untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
+    """Names of a tensor that the model has under another name too, where the weights have different values for both."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        kept = first.setdefault(id(tensor), name)
+        one, other = weights.get(kept), weights.get(name)
+        if one is not other and one is not None and other is not None and not torch.equal(one[...], other[...]):
+            found[name] = kept
+    return found

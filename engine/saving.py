@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..strategies import Strategy, World, warn
 from ..strategies.shards import whole
-from . import export, numbered, restoring, snapshot
+from . import checkpoint, export, numbered, restoring, snapshot
 from .background import HostCopies, Job
 from .loader import Loader
 from .optimizer import PreparedOptimizer
@@ -116,11 +116,14 @@ class Saving(Process):
         targets = [Path(os.path.abspath(one)) for one in (path, *also)]
         if self.save_hooks and len(targets) > 1:
             raise ValueError("save_state(also=...): what a save_state pre-hook writes would be in one of them only.")
+        wait = None
         with self.world.together():
             files = snapshot.collect(self, targets[0], parts or {}, weights_only)  # type: ignore[arg-type]
+            if not blocking:
+                files, wait = self._copies.of(files)
         if numbering is not None:
             numbering.iteration += 1
-        self._publish(targets, files, info, numbering, blocking)
+        self._publish(targets, files, info, numbering, wait)
         return targets[0]
 
     def _publish(
@@ -129,12 +132,12 @@ class Saving(Process):
         files: Files,
         info: dict[str, Any],
         numbering: ProjectConfiguration | None,
-        blocking: bool,
+        wait: Callable[[], None] | None,
     ) -> None:
-        """Write and commit, here and now or beside the training; then drop what is too old."""
+        """Write and commit, then drop what is too old: here and now, or beside the training once ``wait`` returns."""
         hooked = bool(self.save_hooks)
 
-        def publish(world: World, files: Files) -> None:
+        def publish(world: World) -> None:
             for target in targets:
                 snapshot.publish(world, target, files, info, hooked)
             if numbering is not None and numbering.total_limit is not None:
@@ -142,15 +145,14 @@ class Saving(Process):
                     if world.is_main:
                         numbered.drop_oldest(targets[0].parent, numbering.total_limit)
 
-        if blocking:
-            publish(self.world, files)
+        if wait is None:
+            publish(self.world)
             return
-        copies, wait = self._copies.of(files)
         world = self.world.beside()
 
         def work() -> None:
             wait()
-            publish(world, copies)
+            publish(world)
 
         self.saving = Job(work)
 
@@ -166,9 +168,13 @@ class Saving(Process):
 
     def finish_saving(self) -> None:
         """Wait for a ``save_state(blocking=False)`` that is under way; raises what it failed with, once."""
-        if self.saving is not None:
-            job, self.saving = self.saving, None
-            job.finish()
+        job = self.saving
+        if job is not None:
+            try:
+                job.finish()
+            finally:
+                if job.done:  # else Ctrl-C ended the wait, and the copies that it writes are still in use
+                    self.saving = None
 
     def end_training(self) -> None:
         """Wait for a save that is under way, then for everyone; finish the trackers."""
@@ -209,6 +215,9 @@ class Saving(Process):
             for text in skipped:
                 warn(f"load_state skipped a checkpoint: {text}")
         path = Path(input_dir)  # type: ignore[arg-type]
+        with self.world.together():
+            if self.is_main_process:
+                checkpoint.find_again(path)
         info = restoring.load(self, path, models=models, state=state, strict=strict)  # type: ignore[arg-type]
         if state:
             self.steps = info["step"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,10 +168,10 @@ def publish(world: World, target: Path, files: Files, info: dict[str, Any], othe
             if all(written for _, written in every):
                 merged = {name: entry for part, _ in every for name, entry in part.items()}
                 checkpoint.commit(target, merged, info, others=others)
-            else:
-                checkpoint.discard(target)
         except Exception as caught:
             error = error or caught
+        with suppress(OSError):  # what is left is cleared away at the next start
+            checkpoint.discard(target)  # of a commit there is nothing
     world.raise_together(error)
 
 
@@ -216,6 +217,7 @@ def _shared_state(accelerator: Accelerator) -> dict[str, Any]:
         accelerator.loss_scale.settle()
     return {
         "schedulers": [scheduler.state_dict() for scheduler in accelerator.schedulers],
+        "scheduler_kinds": scheduler_kinds(accelerator.schedulers),
         "steps_since": [s.since if isinstance(s, PreparedScheduler) else (0, 0) for s in accelerator.schedulers],
         "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
         "loaders": [loader.state_dict() for loader in accelerator.loaders if not loader.evaluation],
@@ -223,6 +225,12 @@ def _shared_state(accelerator: Accelerator) -> dict[str, Any]:
         "stream": None if accelerator.stream is None else accelerator.stream.state,
         "registered": {name: value.state_dict() for name, value in accelerator.registered.items()},
     }
+
+
+def scheduler_kinds(schedulers: list[Any]) -> list[str]:
+    """The names of their classes; those of scripts may be in another module the next time."""
+    own = (s.scheduler if isinstance(s, PreparedScheduler) else s for s in schedulers)
+    return [type(scheduler).__qualname__ for scheduler in own]
 
 
 def facts(accelerator: Accelerator) -> dict[str, Any]:

@@ -451,6 +451,20 @@ class Pair:
         return status, ended
 
 
+def named(point, points, rank):
+    """The fault at a point by the file's name: which process makes the directory is not the same each time."""
+    same = [(p.operation, p.moment, p.path) for p in points[: points.index(point) + 1]].count(
+        (point.operation, point.moment, point.path)
+    )
+    where = {"rank": rank, "occurrence": same, "match": f"*/{os.path.basename(point.path)}"}
+    return Fault(f"disk:{point.operation}:{point.moment}", "kill", **where)
+
+
+def under(fault, save):
+    with FaultPlan([fault]):
+        save()
+
+
 def kill_one_of_two(root, aside, share):
     """Kill each rank at each of its points in turn, or at some of them; what was seen of each, by rank zero."""
     pair, known, points = Pair(root, aside), [], aside / "points"
@@ -469,11 +483,7 @@ def kill_one_of_two(root, aside, share):
                 reset(aside / "before", root)
             pair.meet(f"ready{len(seen)}")
 
-            def around(save, point=point, victim=victim):
-                with FaultPlan([point.fault("kill", rank=victim)]):
-                    save()
-
-            status, ended = pair.trial(2, around)
+            status, ended = pair.trial(2, partial(under, named(point, chosen, victim)))
             if pair.rank == 0:
                 path, skipped = CheckpointStore(root).latest()
                 assert skipped == []
@@ -486,22 +496,27 @@ def kill_one_of_two(root, aside, share):
     return seen
 
 
+@pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="needs FSDP on CPU: torch 2.7")
 @pytest.mark.parametrize("share", [pytest.param(4, id="some"), pytest.param(None, id="all", marks=pytest.mark.slow)])
 def test_one_of_two_processes_killed(tmp_path, aside, share):
     ranks = run(kill_one_of_two, 2, tmp_path / "run", aside, share, timeout=1200 if share is None else 100)
-    steps = set()
+    steps, struck = set(), [0, 0]
     for (victim, point, *first), (_, _, *second) in zip(*ranks, strict=True):
         ends = [first, second]
+        if ends[victim][0] == 1 and (point.operation == "mkdir" or point.path.endswith("/run")):
+            continue  # the other one made the directory
+        struck[victim] += 1
         assert ends[victim][0] == -signal.SIGKILL, point
         assert ends[1 - victim][0] == 1, f"the other process did not end with an error, {point}"
         assert ends[1 - victim][1] - ends[victim][1] < 5, point
         steps.add(first[2])
         if victim == 1:
             assert first[2] == 1
-    assert {victim for victim, *_ in ranks[0]} == {0, 1}
+    assert min(struck) > 0
     if share is None:
         assert steps == {1, 2}
-        assert len(ranks[0]) > 80
+        assert struck[0] > 60
+        assert struck[1] > 15
 
 
 # -- weights for others ----------------------------------------------------------------------------------------------
@@ -585,7 +600,7 @@ def test_weights_for_others_are_the_old_or_the_new_ones(tmp_path, way, action, e
     shutil.copytree(folder, tmp_path / "start")
     points = disk_points(lambda: write(folder, 2.0, **after))
     count = len(os.listdir(folder))
-    for point in points[::every]:
+    for point in dict.fromkeys([*points[::every], points[-1]]):
         reset(tmp_path / "start", folder)
         status = forked(lambda: write(folder, 2.0, **after), point.fault(action))
         assert status == -signal.SIGKILL if action == "kill" else status in (0, 1)
@@ -599,6 +614,17 @@ def test_weights_for_others_are_the_old_or_the_new_ones(tmp_path, way, action, e
         assert len(os.listdir(folder)) == count, point
     assert seen == {1.0, 2.0}
     assert len(points) >= 4
+
+
+def test_weights_for_others_are_on_the_disk_before_the_index_and_the_index_before_the_old_ones_go(tmp_path):
+    save_model(tmp_path, 1.0, max_shard_size=128)
+    points = disk_points(lambda: save_model(tmp_path, 2.0, max_shard_size=128))
+    done = [(p.operation, os.path.relpath(p.path, tmp_path)) for p in points if p.moment == "after"]
+    new, index = [f"model-v1-0000{n}-of-00002.safetensors" for n in (1, 2)], "model.safetensors.index.json"
+    expected = []
+    for write, name in [("write_tensors", new[0]), ("write_tensors", new[1]), ("write_bytes", index)]:
+        expected += [(write, f".{name}.part"), ("fsync", f".{name}.part"), ("replace", f".{name}.part"), ("fsync", ".")]
+    assert done == [*expected, *(("unlink", name.replace("-v1", "")) for name in new)]
 
 
 # -- killed from outside ---------------------------------------------------------------------------------------------
@@ -620,10 +646,9 @@ def is_half_written(folder, sizes):
     return False
 
 
-@pytest.mark.parametrize("kills", [pytest.param(10), pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_from_outside(tmp_path, kills):
+def test_killed_from_outside(tmp_path):
     """Half of the signals come at any moment, half when a half-written file is seen, which is mostly not too late."""
-    chance, halves, target, step = random.Random(1), 0, tmp_path / "run" / "last", 0
+    chance, kills, halves, target, step = random.Random(1), 50, 0, tmp_path / "run" / "last", 0
     store = CheckpointStore(target.parent)
     sizes = {"model.safetensors": 6 * 2**19}
     for number in range(kills):
@@ -653,4 +678,4 @@ def test_killed_from_outside(tmp_path, kills):
         assert checkpoint.read_part(target, "state") == {"step": step}
         assert {value for t in checkpoint.read_part(target, "model").values() for value in t.tolist()} == {float(step)}
     print(f"{halves} of {kills} kills left a half-written file")
-    assert halves > kills // 10
+    assert halves > 5

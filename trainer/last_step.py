@@ -99,6 +99,7 @@ class LastStep:
             "groups": [[_options(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
             "shared": {
                 "schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in accelerator.schedulers],
+                "scheduler_kinds": snapshot.scheduler_kinds(accelerator.schedulers),
                 "steps_since": [(0, 0) for _ in accelerator.schedulers],  # the loop calls them after real steps only
                 "loaders": [_position(loader) for loader in accelerator.loaders if not loader.evaluation],
                 "evaluation_loaders": [_position(loader) for loader in accelerator.loaders if loader.evaluation],

@@ -169,12 +169,13 @@ class FitLoop:
         metrics.between_batches(True)
         metrics.weight = 1.0  # a process's value, not a batch's
         trainer.update_train_epoch_values()
+        if progress.closing:
+            trainer.logbook.keep_step_values(metrics)  # before anyone saves
         for hook in hooks.on_train_epoch_end:
             hook()
         trainer.logbook.write_epoch(progress.step, progress.epoch)
         metrics.between_batches(False)
         if progress.closing:  # else a limit ended the run within the epoch, and a checkpoint may go on with it
-            trainer.logbook.keep_step_values(metrics)
             metrics.reset()
             progress.next_epoch()
 

@@ -86,6 +86,7 @@ def _check(stage: str, ckpt_path: Any) -> None:
 
 
 def _given(path: Path) -> Path:
+    checkpoint.find_again(path)
     if not path.is_dir():
         what = "is a file, and a checkpoint of ours is a directory" if path.exists() else "does not exist"
         raise ValueError(f"ckpt_path={str(path)!r} {what}. Give a checkpoint's directory, 'last', 'best' or 'auto'.")

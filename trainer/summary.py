@@ -36,6 +36,8 @@ def describe_fit(trainer: Trainer, loader: Loader) -> str:
         lines.append(f"effective batch {size * processes * k:,} = {size} per process {factors}")
     else:
         lines.append(f"effective batch: what the loader yields {factors}")
+    if loader.left_out:
+        lines.append(f"drop_last leaves {count(loader.left_out, 'sample')} of each epoch out")
     if processes > 1 and not trainer.use_distributed_sampler:
         lines.append("each process reads its own loader as it is (use_distributed_sampler=False)")
     idle = "configure_optimizers returned None: nothing is trained"

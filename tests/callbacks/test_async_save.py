@@ -2,10 +2,11 @@
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 from callback_runs import Tiny, fit
-from processes import run
+from processes import run, script
 from treadle.callbacks import Callback, ModelCheckpoint
 from treadle.engine import disk
 from treadle.engine.checkpoint import verify
@@ -123,6 +124,74 @@ def test_an_error_in_training_waits_for_the_save_and_survives(tmp_path, monkeypa
         fit(tmp_path, saver, task=Breaks(), max_epochs=1, validate=False)
     assert any("the disk is gone" in note for note in error.value.__notes__)
     assert os.listdir(tmp_path / "bad") == []
+
+
+def test_an_error_after_a_failed_save_still_saves_the_last_step(tmp_path, monkeypatch):
+    gated = Gated(monkeypatch, fail=1)
+
+    class Breaks(Tiny):
+        def training_step(self, batch, index):
+            if index == 4:
+                gated.gate.clear()  # the save of step 4 fails while the error is handled
+                threading.Timer(0.2, gated.gate.set).start()
+                raise RuntimeError("broken")
+            return super().training_step(batch, index)
+
+        def on_train_batch_start(self, batch, index):
+            if index == 3:
+                gated.gate.clear()
+
+    options = {"save_on_exception": True, "async_save": True, "filename": "{step}"}
+    saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=4, **options)
+    with pytest.raises(RuntimeError, match="broken") as error:
+        fit(tmp_path, saver, task=Breaks(), max_epochs=1, validate=False)
+    assert any("the disk is gone" in note for note in error.value.__notes__)
+    assert os.listdir(tmp_path / "kept") == ["step=4.ckpt"]
+    verify(tmp_path / "kept" / "step=4.ckpt")
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time, warnings
+sys.path[:0] = sys.argv[2:]
+from callback_runs import Tiny, fit
+from treadle.callbacks import ModelCheckpoint
+from treadle.engine import disk
+warnings.simplefilter("ignore")
+write = disk.write_tensors
+
+def slow(path, *args):
+    if "step=4" in str(path):
+        time.sleep(1.5)
+        raise OSError(5, "the disk is gone")
+    return write(path, *args)
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+class Interrupted(Tiny):
+    def training_step(self, batch, index):
+        if self.trainer.global_step == 4:
+            threading.Timer(0.5, interrupt).start()  # the second one, while the save is waited for
+            interrupt()
+        return super().training_step(batch, index)
+
+disk.write_tensors = slow
+saver = ModelCheckpoint(sys.argv[1] + "/k", every_n_train_steps=2, async_save=True, filename="{step}")
+try:
+    fit(sys.argv[1], saver, task=Interrupted(), max_epochs=1, validate=False)
+except KeyboardInterrupt:
+    print("step=2.ckpt" in os.listdir(saver.dirpath))
+"""
+
+
+@pytest.mark.guarantee
+def test_ctrl_c_twice_keeps_what_is_not_replaced_yet(tmp_path):
+    here = Path(__file__).parent
+    done = script(INTERRUPTED, str(tmp_path), str(here), str(here.parent))
+    assert done.stdout == "True\n", done.stderr
+    assert done.returncode == 1  # the save failed, and nobody has heard of that
+    assert os.listdir(tmp_path / "k") == ["step=2.ckpt"]
+    verify(tmp_path / "k" / "step=2.ckpt")
 
 
 def test_two_callbacks_each_hear_of_their_own(tmp_path, monkeypatch):

@@ -1,13 +1,15 @@
 """A committed checkpoint survives whatever happens later, a damaged one is noticed, and reading one runs nothing.
 
-The kill tests fork: the child runs the real code and ends by ``os._exit`` at one disk operation, as a SIGKILL would end
-it; the parent then looks at what stands on the disk. All operations are tried in turn: before, half-way and after.
+The kill tests fork: the child runs the real code and gets SIGKILL at one disk operation; the parent then looks at what
+stands on the disk. All operations are tried in turn: before, half-way and after. ``tests/test_killed.py`` does so with
+whole runs.
 """
 
 import json
 import os
 import random
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -17,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from treadle.engine import checkpoint, disk
 from treadle.engine.checkpoint import CheckpointStore
 
-OPERATIONS = ("mkdir", "write_bytes", "write_tensors", "fsync", "rename", "unlink", "rmdir")
+from treadle.testing.faults import disk_points, forked
+
 FILES = ("model.safetensors", "state.json", "state.safetensors", "rank-00000.json", "rank-00000.safetensors")
 
 
@@ -227,71 +230,26 @@ def test_without_digests_only_sizes_are_compared(tmp_path):
 # -- the process is killed -------------------------------------------------------------------------------------------
 
 
-def killed_at(number, moment, action):
-    """Run ``action`` in a child that dies at disk operation ``number``. False if there are not that many."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            _interpose(number, moment)
-            action()
-            code = 0
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, 9)
-    return code == 9
-
-
-def _interpose(number, moment):
-    count = 0
-
-    def interposed(name, operation):
-        def call(*args):
-            nonlocal count
-            count += 1
-            if count - 1 < number:
-                return operation(*args)
-            if moment == "half" and name.startswith("write"):
-                operation(*args)
-                os.truncate(args[0], args[0].stat().st_size // 2)
-                if name == "write_tensors":  # safetensors writes under such a name, then renames
-                    os.rename(args[0], args[0].parent / ".tmpAb1")
-            elif moment == "after":
-                operation(*args)
-            os._exit(9)
-
-        return call
-
-    for name in OPERATIONS:
-        setattr(disk, name, interposed(name, getattr(disk, name)))
-
-
-def every_kill(action, moments=("before", "half", "after")):
-    """Each point at which the action can be killed; the caller prepares the disk anew, then calls what it gets."""
-    for moment in moments:
-        number = 0
-        while True:
-            alive: list[bool] = []
-
-            def run(number=number, moment=moment, alive=alive):
-                if not killed_at(number, moment, action):
-                    alive.append(True)
-
-            yield run
-            if alive:
-                assert number > 3
-                break
-            number += 1
+def every_kill(prepare, action, moments=("before", "half", "after")):
+    """Prepare the disk, and kill the action at one of its disk operations: at each of them in turn."""
+    prepare()
+    points = [point for point in disk_points(action) if point.moment in moments]
+    assert len(points) > 3
+    for point in points:
+        prepare()
+        assert forked(action, point.fault("kill")) == -signal.SIGKILL
+        yield
 
 
 @pytest.mark.guarantee
 def test_killed_while_overwriting_one_of_both_is_always_loadable(where):
     target, seen = where / "run" / "last", []
-    for kill in every_kill(lambda: save(target, 2)):
+
+    def prepare():
         shutil.rmtree(where / "run", ignore_errors=True)
         save(target, 1)
-        kill()
+
+    for _ in every_kill(prepare, lambda: save(target, 2)):
         found, _ = CheckpointStore(target.parent).latest()  # before anything is repaired, too
         assert found is not None
         CheckpointStore(target.parent).recover()
@@ -302,7 +260,7 @@ def test_killed_while_overwriting_one_of_both_is_always_loadable(where):
         if len(seen) % 8 == 0:
             save(target, 3)
             assert_holds(target, 3)
-    assert len(seen) > 60
+    assert len(seen) > 50
     assert set(seen) == {1, 2}
 
 
@@ -312,21 +270,16 @@ def test_killed_while_recovering_from_a_kill(tmp_path):
     store = CheckpointStore(target.parent)
     save(target, 1)
     shutil.copytree(target.parent, tmp_path / "before")
-    for kill in every_kill(lambda: save(target, 2), moments=("after",)):
-        reset(tmp_path / "before", target.parent)
-        kill()
+    for _ in every_kill(lambda: reset(tmp_path / "before", target.parent), lambda: save(target, 2), ("after",)):
         reset(target.parent, tmp_path / "killed")
-        number = 0
-        while True:
+        for point in disk_points(store.recover):
             reset(tmp_path / "killed", target.parent)
-            again = killed_at(number, "after", store.recover)
+            assert forked(store.recover, point.fault("kill")) == -signal.SIGKILL
             assert store.latest()[0] is not None
             store.recover()
             assert os.listdir(target.parent) == ["last"]
             assert_holds(target, checkpoint.read_manifest(target).step)
-            number, tried = number + 1, tried + 1
-            if not again:
-                break
+            tried += 1
     assert tried > 60
 
 
@@ -338,10 +291,12 @@ def reset(source, target):
 @pytest.mark.guarantee
 def test_killed_while_saving_a_new_one_the_older_stays(where):
     store, steps = CheckpointStore(where / "run"), set()
-    for kill in every_kill(lambda: save(where / "run" / "step-2", 2)):
+
+    def prepare():
         shutil.rmtree(where / "run", ignore_errors=True)
         save(where / "run" / "step-1", 1)
-        kill()
+
+    for _ in every_kill(prepare, lambda: save(where / "run" / "step-2", 2)):
         for _ in range(2):
             path, skipped = store.latest()
             assert skipped == []
@@ -356,11 +311,13 @@ def test_killed_while_saving_a_new_one_the_older_stays(where):
 @pytest.mark.guarantee
 def test_killed_while_removing_nothing_half_deleted_counts(tmp_path):
     store, left = CheckpointStore(tmp_path / "run"), set()
-    for kill in every_kill(lambda: checkpoint.remove(tmp_path / "run" / "step-2")):
+
+    def prepare():
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         for step in (1, 2):
             save(tmp_path / "run" / f"step-{step}", step)
-        kill()
+
+    for _ in every_kill(prepare, lambda: checkpoint.remove(tmp_path / "run" / "step-2")):
         for _ in range(2):
             names = [path.name for path in store.find()]
             for name in names:
@@ -666,7 +623,6 @@ def test_probe_says_how_much_is_missing_and_why_it_cannot_write(tmp_path):
 
 def test_a_full_disk_is_an_oserror_and_the_old_one_stays(tmp_path):
     resource = pytest.importorskip("resource")
-    signal = pytest.importorskip("signal")
     save(tmp_path / "last", 1)
     child = os.fork()
     if child == 0:

@@ -17,6 +17,7 @@ from treadle.engine.checkpoint import read_manifest
 from treadle.engine.export_command import export, main
 
 import treadle
+from treadle.testing.faults import Fault, forked
 
 
 def net(width=8, activation=nn.Tanh, head="head"):
@@ -127,6 +128,16 @@ def test_what_fits_is_taken_where_it_is_asked_for(saved):
     stepper.step()
 
 
+def test_a_model_may_say_so_itself(saved):
+    class Lenient(Net):
+        strict_loading = False
+
+    accelerator, other, _ = prepared(lambda: Lenient(head="top"))
+    with pytest.warns(UserWarning, match="saved with another optimizer"):
+        accelerator.load_state(saved[0])
+    same(other.parts["body"].weight, saved[1].parts["body"].weight)
+
+
 def test_the_order_of_parameters_is_of_no_matter(saved):
     """By number a state would go to other parameters of the same shape without a word."""
     path, model, optimizer = saved
@@ -216,6 +227,131 @@ def test_parameters_of_no_model(tmp_path):
     same(stepper.state[other], optimizer.state[weight])
 
 
+def test_options_that_are_tensors(tmp_path):
+    def make():
+        return prepared(optimizer=lambda m: torch.optim.Adam(m.parameters(), torch.tensor(0.1), foreach=False), steps=2)
+
+    accelerator, model, optimizer = make()
+    optimizer.param_groups[0]["lr"].fill_(0.03)
+    accelerator.save_state(tmp_path / "x")
+    again, other, stepper = make()
+    again.load_state(tmp_path / "x")
+    for one, net, own in ((accelerator, model, optimizer), (again, other, stepper)):
+        one.backward(net(torch.ones(2, 4)).square().mean())
+        own.step()
+    same(snapshot(other, stepper), snapshot(model, optimizer))
+    assert stepper.param_groups[0]["lr"] == torch.tensor(0.03)
+
+
+class Note:
+    def __init__(self, value=0):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("other", ["scheduler", "registered", "models"])
+def test_what_else_differs_is_refused_before_anything_changes(tmp_path, other):
+    def make(scheduler, **named):
+        accelerator, model, stepper = prepared()
+        accelerator.prepare(scheduler(stepper.optimizer))
+        accelerator.register_for_checkpointing(**named)
+        return accelerator, model, stepper
+
+    constant, step = torch.optim.lr_scheduler.ConstantLR, lambda o: torch.optim.lr_scheduler.StepLR(o, 2)
+    accelerator, *_ = make(step, note=Note(3), left=Note())
+    if other == "models":
+        accelerator.prepare(Net(3))
+    accelerator.save_state(tmp_path / "x")
+    kind = constant if other == "scheduler" else step
+    name = "else" if other == "registered" else "note"
+    accelerator, model, stepper = make(kind, **{name: Note()})
+    before = snapshot(model, stepper)
+    words = {
+        "scheduler": "scheduler: StepLR in the checkpoint, ConstantLR in this run",
+        "registered": "no state for else; of what was registered it has note, left",
+        "models": "holds 2 models, this run has 1",
+    }[other]
+    with pytest.raises(ValueError, match=words):
+        accelerator.load_state(tmp_path / "x")
+    same(snapshot(model, stepper), before)
+    if other == "models":
+        return
+    with pytest.warns(UserWarning, match="which nobody takes") as said:
+        accelerator.load_state(tmp_path / "x", strict=False)
+    texts = [str(one.message) for one in said]
+    assert any(words in text and "begins anew" in text for text in texts)
+    assert any("a state for " in text and "left" in text for text in texts)
+    if other == "scheduler":
+        assert accelerator.registered["note"].value == 3
+        assert "step_size" not in accelerator.schedulers[0].state_dict()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.NAdam])
+def test_another_precision_is_said_and_the_optimizer_goes_with_it(saved, optimizer, tmp_path):
+    def make(precision):
+        accelerator = treadle.Accelerator(cpu=True, mixed_precision=precision)
+        model, stepper = accelerator.prepare(net := Net(), optimizer(net.parameters(), lr=0.1))
+        return accelerator, model, stepper
+
+    def step(accelerator, model, stepper):
+        x = torch.ones(2, 4, dtype=accelerator.unwrap_model(model).parts["head"].weight.dtype)
+        accelerator.backward(model(x).square().mean())
+        stepper.step()
+
+    first = make("32-true")
+    step(*first)
+    first[0].save_state(tmp_path / "x")
+    for precision in ("bf16-true", "64-true"):
+        accelerator, model, stepper = make(precision)
+        with pytest.warns(UserWarning, match=f"saved with precision 32-true, this run has {precision}"):
+            accelerator.load_state(tmp_path / "x")
+        step(accelerator, model, stepper)
+        weight = accelerator.unwrap_model(model).parts["head"].weight
+        slots = stepper.state[weight]
+        assert slots["exp_avg"].dtype == weight.dtype
+        assert {slots[name].dtype for name in ("step", "mu_product") if name in slots} == {torch.float32}
+        assert slots["step"] == 2
+
+
+class Pair(nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        torch.manual_seed(4)
+        self.a, self.b = (nn.Linear(3, 3, bias=False) for _ in range(2))
+        if tied:
+            self.b.weight = self.a.weight
+
+
+@pytest.mark.guarantee
+def test_weights_that_are_tied_here_and_differ_there(tmp_path):
+    """torch would take one of the two without a word."""
+    accelerator = treadle.Accelerator(cpu=True)
+    apart = accelerator.prepare(Pair(False))
+    accelerator.save_state(tmp_path / "x")
+    again = treadle.Accelerator(cpu=True)
+    tied = again.prepare(Pair(True))
+    words = r"b\.weight: one with a\.weight in the model, other values in the checkpoint"
+    with pytest.raises(ValueError, match=words):
+        again.load_state(tmp_path / "x")
+    with torch.no_grad():
+        tied.a.weight.zero_()
+    with pytest.warns(UserWarning, match=words):
+        again.load_state(tmp_path / "x", strict=False)
+    same(tied.b.weight, apart.a.weight)
+    with torch.no_grad():
+        apart.b.weight.copy_(apart.a.weight)
+    accelerator.save_state(tmp_path / "equal")
+    again.load_state(tmp_path / "equal")
+    again.save_state(tmp_path / "tied")
+    accelerator.load_state(tmp_path / "tied")
+
+
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
     ("part", "content"),
@@ -252,6 +388,27 @@ def test_a_registered_metric_goes_on(tmp_path):
     other.update(4.0)
     assert other.compute() == 3
     assert others.compute() == several.compute() == {"BinaryAccuracy": 0.5}
+
+
+@pytest.mark.guarantee
+def test_a_path_whose_replacement_was_killed_between_two_renames(saved):
+    path, model, _ = saved
+    accelerator, *_ = prepared(steps=3)
+    assert forked(lambda: accelerator.save_state(path), Fault("disk:rename:after", "kill", match="*/saved")) == -9
+    assert not path.exists()
+    again, other, _ = prepared()
+    with pytest.warns(UserWarning, match="finished replacing it by the newer checkpoint"):
+        assert again.load_state(path)["step"] == 3
+    assert not torch.equal(other.parts["body"].weight, model.parts["body"].weight)
+
+
+def test_a_folder_of_somebody_else_is_left_alone(saved):
+    accelerator, *_ = prepared()
+    (saved[0].parent / "mine").mkdir()
+    (saved[0].parent / "mine" / "x").write_text("")
+    with pytest.raises(ValueError, match="is not a checkpoint, so it isn't replaced"):
+        accelerator.save_state(saved[0].parent / "mine")
+    assert sorted(os.listdir(saved[0].parent)) == ["mine", "saved"]
 
 
 # -- a full disk -----------------------------------------------------------------------------------------------------

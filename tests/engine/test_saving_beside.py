@@ -139,6 +139,60 @@ def test_a_program_that_ends_waits_and_does_not_succeed_if_the_save_failed(tmp_p
     assert done.stdout == "the end\n"
 
 
+INTERRUPTED = """
+import os, signal, sys, threading, treadle
+from torch import nn
+from treadle.engine import disk
+from treadle.engine.checkpoint import read_part
+write, gate = disk.write_tensors, threading.Event()
+disk.write_tensors = lambda *args: gate.wait(60) and write(*args)
+accelerator = treadle.Accelerator(cpu=True)
+model = accelerator.prepare(nn.Linear(2, 2))
+nn.init.constant_(model.weight, 1)
+accelerator.save_state(sys.argv[1] + "/one", blocking=False)
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    accelerator.finish_saving()
+except KeyboardInterrupt:
+    print("interrupted", accelerator.poll_saving())
+nn.init.constant_(model.weight, 2)
+threading.Timer(0.3, gate.set).start()
+accelerator.save_state(sys.argv[1] + "/two", blocking=False)
+accelerator.finish_saving()
+print(*(read_part(sys.argv[1] + name, "model")["weight"].mean().item() for name in ("/one", "/two")))
+"""
+
+
+@pytest.mark.guarantee
+def test_a_wait_that_is_interrupted_does_not_give_the_copies_away(tmp_path):
+    done = script(INTERRUPTED, str(tmp_path))
+    assert done.stdout == "interrupted False\n1.0 2.0\n", done.stderr
+
+
+def no_room_for_copies(root):
+    accelerator, model, optimizer = prepared("ddp")
+    step(accelerator, model, optimizer)
+    copy = accelerator._copies.of
+
+    def fails(files):
+        if accelerator.process_index == 1:
+            raise MemoryError("no host memory")
+        return copy(files)
+
+    accelerator._copies.of = fails
+    with pytest.raises((MemoryError, RuntimeError), match="no host memory"):
+        accelerator.save_state(root / "bad", blocking=False)
+    accelerator._copies.of = copy
+    step(accelerator, model, optimizer)
+    accelerator.save_state(root / "good", blocking=False)
+    accelerator.finish_saving()
+
+
+def test_a_process_without_room_for_copies_fails_with_all_others(tmp_path):
+    run(no_room_for_copies, 2, tmp_path)
+    assert os.listdir(tmp_path) == ["good"]
+
+
 def two_processes(strategy, root):
     accelerator, model, optimizer = prepared({"zero": DDP(zero=True), "fsdp": FSDP()}[strategy])
     rank = accelerator.process_index
