@@ -19,7 +19,9 @@ _SHOWN = 10
 
 def _kinds(model: nn.Module) -> dict[str, str]:
     """The class of each part by the part's name; of the model itself it is "", which scripts may rename."""
-    return {own_name(name): own_class(part).__qualname__ for name, part in model.named_modules() if name}
+    # Of a part that is compiled it is the class inside, which comes second.
+    names = ((own_name(f"{name}.").removesuffix("."), part) for name, part in model.named_modules())
+    return {name: own_class(part).__qualname__ for name, part in names if name}
 
 
 def notes(model: nn.Module) -> dict[str, str]:

@@ -23,7 +23,10 @@ from .stored import Stored
 if TYPE_CHECKING:
     from .accelerator import Accelerator
 
-_STATE = {"schedulers": list, "steps_since": list, "loaders": list, "evaluation_loaders": list, "registered": dict}
+_STATE = {"schedulers": list, "steps_since": list, "loaders": list, "evaluation_loaders": list} | {
+    "reduction_orders": list,
+    "registered": dict,
+}
 _RANK = {"random": dict, "buffers": list}
 _OPTIMIZER = {"class": str, "shapes": dict, "groups": list, "slots": dict, "unnamed": dict, "others": dict}
 
@@ -211,6 +214,8 @@ def _load_shared_state(accelerator: Accelerator, state: dict[str, Any]) -> None:
         loader.load_state_dict(saved)
     for loader, saved in zip(evaluation, state["evaluation_loaders"], strict=False):
         loader.load_state_dict(saved)
+    for model, order in zip(accelerator.models, state["reduction_orders"], strict=True):
+        accelerator.strategy.take_reduction_order(model, order)
     if accelerator.scaler is not None and state.get("scaler") is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
     if accelerator.stream is not None and state.get("stream") is not None:

@@ -223,6 +223,7 @@ def _shared_state(accelerator: Accelerator) -> dict[str, Any]:
         "loaders": [loader.state_dict() for loader in accelerator.loaders if not loader.evaluation],
         "evaluation_loaders": [loader.state_dict() for loader in accelerator.loaders if loader.evaluation],
         "stream": None if accelerator.stream is None else accelerator.stream.state,
+        "reduction_orders": reduction_orders(accelerator),
         "registered": {name: value.state_dict() for name, value in accelerator.registered.items()},
     }
 
@@ -231,6 +232,11 @@ def scheduler_kinds(schedulers: list[Any]) -> list[str]:
     """The names of their classes; those of scripts may be in another module the next time."""
     own = (s.scheduler if isinstance(s, PreparedScheduler) else s for s in schedulers)
     return [type(scheduler).__qualname__ for scheduler in own]
+
+
+def reduction_orders(accelerator: Accelerator) -> list[list[int]]:
+    """Each model's; see `Strategy.reduction_order`."""
+    return [accelerator.strategy.reduction_order(model) for model in accelerator.models]
 
 
 def facts(accelerator: Accelerator) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from .ddp_batchnorm import synchronise
 from .ddp_errors import explained
 from .ddp_hooks import CommHook
 from .ddp_local_sgd import LocalSteps
+from .ddp_order import ReadyOrder
 from .ddp_zero import Shards
 from .messages import announce, nearest
 from .precision import Precision
@@ -45,6 +46,7 @@ class _Replica(DistributedDataParallel):
         names = [name for name, p in router.named_parameters() if p.requires_grad]  # the reducer's order
         self._names = [name.removeprefix("module.").replace("_orig_mod.", "") for name in names]
         self.apart = 0
+        self.ready: ReadyOrder | None = None
 
     def primed(self) -> bool:
         """Whether a backward may go without a reduction; a static graph has to be seen in one with it first."""
@@ -65,6 +67,8 @@ class _Replica(DistributedDataParallel):
         Raises:
             ValueError: names the parameters that got no gradient.
         """
+        if self.ready is not None and self.ready.watching:
+            self.ready.settle()
         try:
             self.reducer._check_reducer_finalized()  # 0.1 us
         except RuntimeError as error:
@@ -195,6 +199,8 @@ class DDP(Strategy):
         replica = _Replica(router, device_ids=places, process_group=self.world.group, **_for_torch(self.options))
         if self.comm_hook:
             self.comm_hook.register(replica, self.world)
+        fixed = bool(self.comm_hook) or replica.static_graph or replica.find_unused_parameters
+        replica.ready = ReadyOrder(replica, fixed)
         if ballot is not None:
             self._carrying = replica
         self._replicas.add(replica)
@@ -337,6 +343,17 @@ class DDP(Strategy):
         """See `Strategy.model_state`. Processes that have stepped alone get one model."""
         self._meet()
         return super().model_state(module)
+
+    def reduction_order(self, module: nn.Module) -> list[int]:
+        """See `Strategy.reduction_order`."""
+        replica = _replica(module)
+        return [] if replica is None or replica.ready is None else replica.ready.order
+
+    def take_reduction_order(self, module: nn.Module, order: list[int]) -> None:
+        """See `Strategy.take_reduction_order`."""
+        replica = _replica(module)
+        if replica is not None and replica.ready is not None:
+            replica.ready.rehearse(order)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """See `Strategy.optimizer_state`."""

@@ -179,6 +179,13 @@ class Strategy:
         """Load a state of all parameters, sharded as the parameters are."""
         optimizer.load_state_dict(state)
 
+    def reduction_order(self, module: nn.Module) -> list[int]:
+        """What decides in which order gradients are added up, where it depends on the steps before; else nothing."""
+        return []
+
+    def take_reduction_order(self, module: nn.Module, order: list[int]) -> None:
+        """Add gradients up from here on as a run does whose `reduction_order` was this. All processes must ask."""
+
     def keeps_apart(self, optimizer: Optimizer) -> bool:
         """Whether each process has the state of parameters of its own, so that each has to save what it has."""
         return False

@@ -104,6 +104,7 @@ class LastStep:
                 "loaders": [_position(loader) for loader in accelerator.loaders if not loader.evaluation],
                 "evaluation_loaders": [_position(loader) for loader in accelerator.loaders if loader.evaluation],
                 "stream": None if accelerator.stream is None else accelerator.stream.state,
+                "reduction_orders": snapshot.reduction_orders(accelerator),
                 "registered": registered,
             },
         }

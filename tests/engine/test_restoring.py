@@ -154,6 +154,17 @@ def test_the_same_shapes_that_compute_something_else(saved):
         accelerator.load_state(saved[0])
 
 
+def test_a_part_that_is_compiled_is_the_same_part(saved):
+    def compiled():
+        made = Net()
+        made.parts["act"] = torch.compile(made.parts["act"], backend="eager")
+        return made
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepared(compiled, steps=0)[0].load_state(saved[0])
+
+
 def test_the_manifest_says_what_was_trained_how(saved):
     info = read_manifest(saved[0]).info
     known = {"accumulate": 1, "batch_size": 4, "global_batch_size": 4, "strategy": "single", "precision": "32-true"}

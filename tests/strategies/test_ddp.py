@@ -8,6 +8,7 @@ import torch
 from processes import run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 from treadle.strategies import DDP
 
 import treadle
@@ -647,3 +648,76 @@ def test_post_local_sgd_is_that_of_two_workers_by_hand():
     both = post_local_by_hand(3, 2)[5]
     torch.testing.assert_close(torch.cat([v.flatten() for v in state[0].values()]), (both[0] + both[1]) / 2)
     assert [torch.equal(a, b) for a, b in zip(rest, other, strict=True)] == [False, True, False]
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+
+class Crossed(nn.Module):
+    """Its parts are used in another order than they were made, so torch lays its gradients out anew after one step."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.middle, self.first = nn.Linear(133, 7), nn.Linear(133, 133), nn.Linear(21, 133)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x).relu()).relu())
+
+
+class CrossedTask(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Crossed()
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def by_three(root):
+    """Weights at the end, of a run and of those that go on from its first steps, in both doors."""
+    found = {}
+    for zero in (False, True):
+        accelerator = treadle.Accelerator(cpu=True, strategy=DDP(zero=zero))
+
+        def train(begin, root, accelerator=accelerator):
+            accelerator.free_memory()
+            torch.manual_seed(0)
+            net = Crossed()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            model, optimizer = accelerator.prepare(net, optimizer)
+            if begin:
+                accelerator.load_state(root / str(begin))
+            for number in range(begin, 5):
+                seed = torch.Generator().manual_seed(9 * number + accelerator.process_index)
+                accelerator.backward(model(torch.randn(5, 21, generator=seed)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if not begin:
+                    accelerator.save_state(root / str(number + 1))
+            return weights(net)
+
+        found["zero" if zero else "loop"] = [train(begin, root / str(zero)) for begin in (0, 1, 2, 3)]
+
+    def fit(path=None):
+        treadle.seed_everything(0)
+        task = CrossedTask()
+        saver = treadle.Callback()
+        if path is None:
+            saver.on_step_end = lambda trainer, _: trainer.save_checkpoint(root / f"fit{trainer.global_step}")
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        one = treadle.Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, callbacks=saver, **quiet)
+        one.fit(task, DataLoader(TensorDataset(torch.randn(60, 21)), 4), ckpt_path=path)
+        return weights(task)
+
+    found["trainer"] = [fit(path) for path in (None, *(root / f"fit{step}" for step in (1, 2, 3)))]
+    return found
+
+
+@pytest.mark.guarantee
+def test_from_three_processes_on_a_resumed_run_adds_up_in_the_same_order(tmp_path):
+    for rank in run(by_three, 3, tmp_path):
+        for door, (whole, *resumed) in rank.items():
+            assert [torch.equal(one, whole) for one in resumed] == [True, True, True], door
