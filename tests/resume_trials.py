@@ -88,6 +88,8 @@ def _possible(own):
             own["limit"] = 3
         if own["val_every"] == 0.5:
             own["val_every"] = 2
+        if own["data"] == "stateful" and own["limit"] and own["size"] % (own["limit"] * own["batch"]) == 0:
+            own["limit"] = None  # it would be left just before its end, and the next epoch have nothing
     if own["door"] == "loop" and own["precision"] == "bf16-true":
         own["precision"] = "bf16-mixed"
     if not own["validation"]:
