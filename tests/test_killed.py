@@ -430,6 +430,7 @@ class Pair:
         if (child := os.fork()) == 0:
             status = 1
             gc.freeze()
+            torch.set_num_threads(1)
             try:
                 os.environ["TORCHELASTIC_RESTART_COUNT"] = str(self.trials)  # a group of its own in torch's store
                 save_sharded(self.root, steps, around)
@@ -655,6 +656,7 @@ def test_killed_from_outside(tmp_path):
         child = os.fork()
         if child == 0:
             try:
+                torch.set_num_threads(1)  # OpenMP's other threads are not in the copy
                 keep_saving(target, step + 1)
             finally:
                 os._exit(1)

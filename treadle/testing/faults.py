@@ -41,6 +41,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import torch
+
 from ..strategies.current import current_place
 from .fault import Action, Fault, FaultInjected, Firing
 from .places import OPERATIONS, POINTS, Places
@@ -262,6 +264,7 @@ def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[st
     if child == 0:
         status = 1
         gc.freeze()  # a fit collects garbage, and needs 0.3 s to look through what torch alone holds
+        torch.set_num_threads(1)  # OpenMP's other threads are not in the copy, and it would wait for them for ever
         try:
             with FaultPlan(faults, record=record):
                 work()
