@@ -427,8 +427,17 @@ class Validated(Task):
         pass
 
 
-@pytest.mark.parametrize("how", ["raise", "kill"])
-@pytest.mark.parametrize("phase", ["setup", "train", "eval", "save"])
+ALWAYS = {("train", "raise"), ("eval", "kill"), ("save", "raise")}  # each takes seven seconds of both processors
+
+
+@pytest.mark.parametrize(
+    ("phase", "how"),
+    [
+        pytest.param(phase, how, marks=() if (phase, how) in ALWAYS else pytest.mark.slow)
+        for phase in ("setup", "train", "eval", "save")
+        for how in ("raise", "kill")
+    ],
+)
 def test_one_process_fails(phase, how, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(FAILING)
     monkeypatch.chdir(tmp_path)

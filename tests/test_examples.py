@@ -53,7 +53,12 @@ def both_doors(world, folder, precision, mixed):
 
 
 @pytest.mark.parametrize(
-    ("world", "precision", "mixed"), [(1, "32-true", "no"), (2, "32-true", "no"), (2, "bf16-mixed", "bf16")]
+    ("world", "precision", "mixed"),
+    [
+        (1, "32-true", "no"),
+        (2, "32-true", "no"),
+        pytest.param(2, "bf16-mixed", "bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_own_loop_is_the_trainers_loop(world, precision, mixed, tmp_path):
     accuracies = set()
@@ -64,7 +69,10 @@ def test_own_loop_is_the_trainers_loop(world, precision, mixed, tmp_path):
     assert len(accuracies) == 1
 
 
-@pytest.mark.parametrize("options", [(), ("--devices", "2", "--batch-size", "32", "--accumulate", "2")])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param((), marks=pytest.mark.slow), ("--devices", "2", "--batch-size", "32", "--accumulate", "2")],
+)
 def test_digits(options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = script(EXAMPLES / "digits.py", *options)

@@ -344,7 +344,16 @@ def check(name, folder, marker, tried):
     assert grown < MEGABYTES, grown
 
 
-@pytest.mark.parametrize("name", DOORS)
+# What these do with a path the others do too.
+ALIKE = {
+    *("Trainer.validate(ckpt_path)", "Trainer.test(ckpt_path)", "Trainer.predict(ckpt_path)"),
+    *("load_checkpoint_and_dispatch(checkpoint)", "dispatch_model(offload_dir)"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in DOORS]
+)
 def test_no_file_does_harm(name, files):
     folder, marker, made = files
     check(name, folder, marker, chosen(name, made))

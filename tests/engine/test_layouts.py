@@ -119,7 +119,7 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["single", "zero", "fsdp3", "hybrid", "tensor"])
 def test_every_layout_loads_every_other(checkpoints, layout):
     root, after = checkpoints
     world, _ = LAYOUTS[layout]

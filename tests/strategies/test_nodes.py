@@ -104,7 +104,7 @@ def alone(script: str) -> list[float]:
 @pytest.mark.parametrize(
     ("launcher", "count"),
     [
-        pytest.param("treadle", 1, id="2x1"),
+        pytest.param("treadle", 1, id="2x1", marks=pytest.mark.slow),
         pytest.param("treadle", 2, id="2x2", marks=pytest.mark.slow),
         pytest.param("torchrun", 1, id="torchrun"),
     ],
@@ -124,6 +124,7 @@ def test_two_agents_train_what_one_process_does(
         assert place[-1] == pytest.approx(alone, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_machines_with_numbers(script: str, alone: list[float], tmp_path: Path) -> None:
     port = str(free_port())
     # Accelerate's spelling; the number of processes is that of both machines.
@@ -212,6 +213,7 @@ def hosts() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
+@pytest.mark.slow
 def test_two_hosts_whose_names_are_loopback_addresses(
     script: str, alone: list[float], hosts: list[str], tmp_path: Path
 ) -> None:
