@@ -55,7 +55,7 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
     if safe:
         if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
             raise TypeError(f"safe_serialization=True takes a dict of tensors by name, not {type(obj).__name__}.")
-        tensors = _untied(obj)[0]
+        tensors = untied(obj)[0]
 
         def write(target: Any) -> None:
             if isinstance(target, str):
@@ -97,7 +97,7 @@ def _clear(paths: Iterable[Path]) -> None:
             disk.delete(path)
 
 
-def _untied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def untied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors, each once, and which name stands for which of the others."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -127,7 +127,7 @@ def save_weights(weights: Mapping[str, Any], directory: Path, limit: int, safe: 
     others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
     if others:
         raise TypeError(f"{others[0]} in the model's state is no tensor; weights are tensors only. Use save_state.")
-    write_weights(*_untied(weights), directory, limit, safe)
+    write_weights(*untied(weights), directory, limit, safe)
 
 
 def write_weights(

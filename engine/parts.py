@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..strategies.shards import is_sharded, piece_of
 from . import disk
-from .codec import check_tensor, decode, encode, view_key
+from .codec import check_tensor, decode, encode
+from .export import untied
 from .manifest import read_manifest
 from .stored import OFFSETS, SHAPES, Stored, open_tensors
 
@@ -194,18 +195,10 @@ def _fold(part: str, state: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise TypeError(
             f"{part}: needs a flat dict of tensors, such as model.state_dict(), not {type(state).__name__}."
         )
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         if type(name) is not str or name == "__metadata__":
             raise ValueError(f"{part}: {name!r} can't be a tensor's name in a safetensors file; rename it.")
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{part}.{name}: is a {type(tensor).__name__}, not a tensor; store it in another part.")
         check_tensor(tensor, f"{part}.{name}")
-        kept = first.setdefault(view_key(tensor), name)
-        if kept == name:
-            tensors[name] = tensor
-        else:
-            aliases[name] = kept
-    return tensors, aliases
+    return untied(state)

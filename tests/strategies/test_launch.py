@@ -192,9 +192,9 @@ def test_signal_goes_to_every_rank_and_sigkill_after_the_grace_or_a_second_signa
     began = time.monotonic()
     for _ in range(times):
         process.send_signal(number)
-        wait_for(lambda: f"rank 0 saved on {int(number)}\n" in (tmp_path / "out").read_text(), 20)
-    assert process.wait(30) == 128 + number
-    assert time.monotonic() - began < 20  # of 60; other tests may have the processors
+        wait_for(lambda: f"rank 0 saved on {int(number)}\n" in (tmp_path / "out").read_text(), 5)
+    assert process.wait(10) == 128 + number
+    assert time.monotonic() - began < 5
     assert times > 1 or time.monotonic() - began > 1
     err = (tmp_path / "err").read_text()
     assert f"treadle: {number.name} was forwarded to 2 rank(s)\n" in err
