@@ -103,8 +103,8 @@ def numbered(saved: State, optimizer: Optimizer, names: list[str]) -> State:
         for here, there in zip(now, options, strict=True)
     ]
     fits = [name for name, shape in saved["shapes"].items() if name in index and shape == list(parameters[name].shape)]
-    formats = saved.get("formats", {})
-    slots = {index[n]: _taken(saved["slots"][n], parameters[n], formats.get(n)) for n in fits if n in saved["slots"]}
+    formats = saved["formats"]
+    slots = {index[n]: _taken(saved["slots"][n], parameters[n], formats[n]) for n in fits if n in saved["slots"]}
     rest = _taken({"others": saved["others"], "unnamed": saved["unnamed"]}, None)
     return {**rest["others"], "state": {**slots, **rest["unnamed"]}, "param_groups": groups}
 

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from .accelerator import Accelerator
 
 _STATE = {"schedulers": list, "steps_since": list, "loaders": list, "evaluation_loaders": list} | {
+    "scheduler_kinds": list,
     "reduction_orders": list,
     "registered": dict,
 }
 _RANK = {"random": dict, "buffers": list}
-_OPTIMIZER = {"class": str, "shapes": dict, "groups": list, "slots": dict, "unnamed": dict, "others": dict}
+_OPTIMIZER = {"class": str, "groups": list} | dict.fromkeys(("shapes", "formats", "slots", "unnamed", "others"), dict)
 
 
 def load(
@@ -168,7 +169,7 @@ def _check_counts(accelerator: Accelerator, state: dict[str, Any], path: Path, m
 def _check_kinds(accelerator: Accelerator, state: dict[str, Any], path: Path, strict: bool) -> None:
     """See that schedulers are of the classes that were saved, and the same objects registered."""
     kinds = scheduler_kinds(accelerator.schedulers)
-    pairs = zip(kinds, state.get("scheduler_kinds", kinds), strict=True)
+    pairs = zip(kinds, state["scheduler_kinds"], strict=True)
     lines = [f"scheduler: {there} in the checkpoint, {here} in this run" for here, there in pairs if here != there]
     registered = state["registered"]
     if missing := sorted(set(accelerator.registered) - set(registered)):
@@ -201,7 +202,7 @@ def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
 
 def _load_shared_state(accelerator: Accelerator, state: dict[str, Any]) -> None:
     kinds = scheduler_kinds(accelerator.schedulers)
-    there = zip(state.get("scheduler_kinds", kinds), state["schedulers"], state["steps_since"], strict=True)
+    there = zip(state["scheduler_kinds"], state["schedulers"], state["steps_since"], strict=True)
     for scheduler, kind, (saved_kind, saved, since) in zip(accelerator.schedulers, kinds, there, strict=True):
         if kind != saved_kind:
             continue
