@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
+# Tests start many processes; each would compile the whole package where bytecode is not kept.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-slow test-resume test-slurm lint types wheel bench clean
+.PHONY: install demo test test-slow test-resume test-slurm test-browser lint types wheel bench clean
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -17,7 +19,7 @@ demo: install
 	$(BIN)/python examples/digits.py
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not slurm' $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not slurm and not browser' $(ARGS)
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow --timeout 3600
@@ -31,6 +33,10 @@ test-slurm: install
 	@for program in munged slurmctld slurmd srun; do PATH=$$PATH:/usr/sbin command -v $$program > /dev/null || \
 	  { echo "$$program is missing: apt-get install --no-install-recommends munge slurmctld slurmd slurm-client"; exit 1; }; done
 	$(BIN)/python -m pytest -m slurm tests/slurm
+
+# The pages a run leaves, opened in a browser without a window.
+test-browser: install
+	$(BIN)/python -m pytest -m browser tests/test_browser.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -168,6 +168,30 @@ def lightning_validating(steps: int) -> None:
     validate("lightning.pytorch", steps)
 
 
+def raw_predicting(steps: int) -> None:
+    model = make_model().eval()
+    kept = []
+    with torch.inference_mode():
+        for batch in make_loader(steps):
+            kept.append(loss_of(model, batch))
+
+
+def treadle_predicting(steps: int) -> None:
+    predict("treadle", steps)
+
+
+def lightning_predicting(steps: int) -> None:
+    predict("lightning.pytorch", steps)
+
+
+def treadle_by_hand(steps: int) -> None:
+    fit("treadle", steps, by_hand=True, **OFF)
+
+
+def lightning_by_hand(steps: int) -> None:
+    fit("lightning.pytorch", steps, by_hand=True, **OFF)
+
+
 # What Treadle and its peers have in common is written once: the same names are the point.
 
 OFF = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -178,19 +202,28 @@ def batches_for(count: int, prepare: Callable[[DataLoader], Any] = lambda loader
     return itertools.islice(prepare(make_loader(count + 10)), count)
 
 
-def make_task(library: ModuleType, logs: bool) -> Any:
+def make_task(library: ModuleType, logs: bool, by_hand: bool = False) -> Any:
     base = library.TaskModule if hasattr(library, "TaskModule") else library.LightningModule
 
     class Task(base):
         def __init__(self) -> None:
             super().__init__()
             self.model = make_model()
+            self.automatic_optimization = not by_hand
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = loss_of(self.model, batch)
             if logs:
                 self.log("train_loss", loss, prog_bar=True)
+            if by_hand:
+                optimizer = self.optimizers()
+                self.manual_backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
             return loss
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return loss_of(self.model, batch)
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val_loss", loss_of(self.model, batch))
@@ -201,12 +234,14 @@ def make_task(library: ModuleType, logs: bool) -> Any:
     return Task()
 
 
-def fit(name: str, steps: int, *, batches: int | None = None, logs: bool = False, **options: Any) -> None:
+def fit(
+    name: str, steps: int, *, batches: int | None = None, logs: bool = False, by_hand: bool = False, **options: Any
+) -> None:
     library = importlib.import_module(name)
     trainer = library.Trainer(
         max_steps=steps, max_epochs=-1, accelerator="cpu", devices=1, enable_model_summary=False, **options
     )
-    trainer.fit(make_task(library, logs), train_dataloaders=make_loader((batches or steps) + 10))
+    trainer.fit(make_task(library, logs, by_hand), train_dataloaders=make_loader((batches or steps) + 10))
 
 
 def fit_with_everything(name: str, steps: int) -> None:
@@ -228,6 +263,12 @@ def validate(name: str, batches: int) -> None:
     library = importlib.import_module(name)
     trainer = library.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **OFF)
     trainer.validate(make_task(library, logs=True), make_loader(batches), verbose=False)
+
+
+def predict(name: str, batches: int) -> None:
+    library = importlib.import_module(name)
+    trainer = library.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **OFF)
+    trainer.predict(make_task(library, logs=False), make_loader(batches))
 
 
 def own_loop(name: str, steps: int) -> None:
@@ -274,6 +315,11 @@ MORE = [
     Arm("raw validation", raw_validating),
     Arm("Treadle validation, per batch", treadle_validating, "treadle", "raw validation"),
     Arm("Lightning validation, per batch", lightning_validating, "lightning", "raw validation"),
+    Arm("raw prediction", raw_predicting),
+    Arm("Treadle prediction, per batch", treadle_predicting, "treadle", "raw prediction"),
+    Arm("Lightning prediction, per batch", lightning_predicting, "lightning", "raw prediction"),
+    Arm("Treadle, manual optimization", treadle_by_hand, "treadle", "raw loop"),
+    Arm("Lightning, manual optimization", lightning_by_hand, "lightning", "raw loop"),
 ]
 
 # ---------------------------------------------------------------------------------------------------------------------

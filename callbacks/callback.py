@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,9 +21,29 @@ class Callback:
     Attributes:
         after_task: 0 to be called before the task's own hook; 1 after it, to decide (`EarlyStopping`, `Timer`); 2 to
             keep what was decided (`ModelCheckpoint`); 3 to show it (`TQDMProgressBar`).
+        searches: whether it tries something out before the stage begins (`BatchSizeFinder`, `LearningRateFinder`).
     """
 
     after_task: int = 0
+    searches: bool = False
+    _task: TaskModule | None = None
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Log one number, as the task's own ``log`` does, with the same arguments and in the same hooks.
+
+        Raises:
+            RuntimeError: outside of a stage.
+        """
+        self._attached().log(name, value, *args, **kwargs)
+
+    def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
+        """`log` every item with the same arguments."""
+        self._attached().log_dict(dictionary, **kwargs)
+
+    def _attached(self) -> TaskModule:
+        if self._task is None:
+            raise RuntimeError(f"{type(self).__name__}.log needs a running stage: call it in a hook.")
+        return self._task
 
     @property
     def state_key(self) -> str:
@@ -39,6 +60,10 @@ class Callback:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
+
+    def added_layout(self) -> dict[str, Any]:
+        """What shows how the tensors that `on_save_checkpoint` adds lie on the processes; see there for the names."""
+        return {}
 
     # -- the run -------------------------------------------------------------------------------------------------
 

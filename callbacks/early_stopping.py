@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..strategies import announce, choose, warn
 from .callback import Callback
-from .monitor import MODES, ValidationWatch, better, logged_values, never_logged
+from .checks import monitor_name, number, switch, whole
+from .monitor import MODES, better, logged_values, never_logged
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -22,7 +23,8 @@ class EarlyStopping(Callback):
     """Stop the run when ``monitor`` has not improved for ``patience`` checks.
 
     The value is one of all processes, so they all stop after the same step. ``min_epochs`` and ``min_steps`` of the
-    Trainer are kept: the run goes on until they are reached.
+    Trainer are kept: the run goes on until they are reached. A resumed run that had been stopped stays so, unless its
+    ``patience`` or thresholds are now such that it would not have been.
 
     Args:
         monitor: the logged value to watch.
@@ -42,11 +44,12 @@ class EarlyStopping(Callback):
     Attributes:
         best_score: the best value so far, a 0-d tensor; at first the worst there is.
         wait_count: checks since.
-        stopped_epoch: the epoch it asked to stop in; 0 if it did not.
+        stopped_epoch: the epoch it asked to stop in; 0 if it did not in this run.
         stopping_reason_message: why it asked to, in words; None if it did not.
 
     Raises:
         ValueError: for a mode that doesn't exist, a negative patience; in training, for a value that was never logged.
+        TypeError: for an argument of another kind.
     """
 
     after_task = 1
@@ -65,23 +68,25 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
-        if not isinstance(patience, int) or patience < 0:
-            raise ValueError(f"patience={patience!r} must be a whole number of checks, at least 0.")
-        self.monitor = monitor
-        self.min_delta = abs(min_delta)
-        self.patience = patience
-        self.verbose = verbose
+        switch("log_rank_zero_only", log_rank_zero_only)
+        at_end, above, below = check_on_train_epoch_end, stopping_threshold, divergence_threshold
+        self.monitor = monitor_name(monitor)
+        self.min_delta = abs(number("min_delta", min_delta))
+        self.patience = whole("patience", patience, 0)
+        self.verbose = switch("verbose", verbose)
         self.mode = choose("mode", mode, MODES)
-        self.strict = strict
-        self.check_finite = check_finite
-        self.stopping_threshold = stopping_threshold
-        self.divergence_threshold = divergence_threshold
-        self.check_on_train_epoch_end = check_on_train_epoch_end
-        self.best_score: Tensor = torch.tensor(math.inf if mode == "min" else -math.inf)
+        self.strict = switch("strict", strict)
+        self.check_finite = switch("check_finite", check_finite)
+        self.stopping_threshold = None if above is None else number("stopping_threshold", above)
+        self.divergence_threshold = None if below is None else number("divergence_threshold", below)
+        self.check_on_train_epoch_end = None if at_end is None else switch("check_on_train_epoch_end", at_end)
+        # In the precision of what is compared with it: a rounded one is beaten by the very same value again.
+        self.best_score: Tensor = torch.tensor(math.inf if mode == "min" else -math.inf, dtype=torch.float64)
         self.wait_count = 0
         self.stopped_epoch = 0
         self.stopping_reason_message: str | None = None
-        self._watch = ValidationWatch()
+        self._decided_at: float | None = None  # the value it asked to stop at
+        self._decided_after = 0  # and the wait_count
 
     @property
     def state_key(self) -> str:
@@ -90,23 +95,37 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
-        return {name: getattr(self, name) for name in _STATE}
+        decided = {"decided_at": self._decided_at, "decided_after": self._decided_after}
+        return {name: getattr(self, name) for name in _STATE} | decided
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`."""
+        """See `Callback.load_state_dict`. A state of an earlier version may lack the names that ``get`` asks for."""
         for name in _STATE:
             setattr(self, name, state_dict[name])
+        self._decided_at = state_dict.get("decided_at")
+        self._decided_after = state_dict.get("decided_after", self.wait_count)
+
+    def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Forget that another run was stopped; a resumed one gets that back after this."""
+        if stage == "fit":
+            self.stopped_epoch, self.stopping_reason_message = 0, None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Forget the validations of another run."""
-        self._watch = ValidationWatch()
+        """Stop a resumed run that had been stopped already."""
+        reason = self.stopping_reason_message
+        if reason is None:
+            return
+        if self._limit(self._decided_at, self._decided_after) is None:
+            self.stopped_epoch, self.stopping_reason_message = 0, None
+            announce(f"early stopping: the run had been stopped ({reason}), but by its limits now it goes on")
+            return
+        announce(f"early stopping: the run had been stopped already ({reason}); with other limits it would go on")
+        trainer.should_stop = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check, unless that happens when epochs end."""
-        if trainer.training:
-            self._watch.end(trainer)
-            if not self._at_epoch_end(trainer):
-                self._check(trainer)
+        if trainer.stage == "fit" and not trainer.sanity_checking and not self._at_epoch_end(trainer):
+            self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check, if that happens when epochs end."""
@@ -122,12 +141,13 @@ class EarlyStopping(Callback):
         return once or not trainer.has_validation
 
     def _check(self, trainer: Trainer) -> None:
-        if self.monitor in self._watch.stale(trainer):
+        watch = trainer.logbook.watch
+        if self.monitor in watch.stale(trainer):
             return  # not measured since: no check, so no failure to improve
-        values = logged_values(trainer, keep=self._watch.just_measured(trainer))
+        values = logged_values(trainer, keep=watch.just_measured(trainer))
         value = values.get(self.monitor)
         if value is None:
-            if trainer.has_validation and self._watch.step is None:
+            if trainer.has_validation and watch.step is None:
                 return  # no validation yet
             if self.strict:
                 raise never_logged(trainer, self.monitor, "EarlyStopping's monitor", values)
@@ -137,25 +157,33 @@ class EarlyStopping(Callback):
         if reason is not None:
             self.stopped_epoch = trainer.progress.epoch
             self.stopping_reason_message = reason
+            self._decided_at, self._decided_after = value, self.wait_count
             if not trainer.should_stop:
                 announce(f"early stopping: {reason}")
             trainer.should_stop = True
 
     def _reason(self, value: float) -> str | None:
         """Why to stop at ``value``, or None; keeps count."""
-        best = self.best_score.item()
-        if self.check_finite and not math.isfinite(value):
-            return f"{self.monitor} is {value}"
-        if self.stopping_threshold is not None and better(value, self.stopping_threshold, self.mode):
-            return f"{self.monitor} = {value:.4g} is better than stopping_threshold = {self.stopping_threshold}"
-        if self.divergence_threshold is not None and better(self.divergence_threshold, value, self.mode):
-            return f"{self.monitor} = {value:.4g} is worse than divergence_threshold = {self.divergence_threshold}"
-        if better(value, best, self.mode, self.min_delta):
+        reason = self._limit(value, 0)
+        if reason is not None:
+            return reason
+        if better(value, self.best_score.item(), self.mode, self.min_delta):
             if self.verbose:
                 announce(f"{self.monitor} improved to {value:.4g}")
-            self.best_score, self.wait_count = torch.tensor(value), 0
+            self.best_score, self.wait_count = torch.tensor(value, dtype=torch.float64), 0
             return None
         self.wait_count += 1
-        if self.wait_count >= self.patience:
-            return f"{self.monitor} has not improved on {best:.4g} in the last {self.wait_count} checks"
+        return self._limit(None, self.wait_count)
+
+    def _limit(self, value: float | None, waited: int) -> str | None:
+        """The limit that ``value``, or so many checks without improvement, are beyond; None if there is none."""
+        if value is not None:
+            if self.check_finite and not math.isfinite(value):
+                return f"{self.monitor} is {value}"
+            if self.stopping_threshold is not None and better(value, self.stopping_threshold, self.mode):
+                return f"{self.monitor} = {value:.4g} is better than stopping_threshold = {self.stopping_threshold}"
+            if self.divergence_threshold is not None and better(self.divergence_threshold, value, self.mode):
+                return f"{self.monitor} = {value:.4g} is worse than divergence_threshold = {self.divergence_threshold}"
+        if waited and waited >= self.patience:
+            return f"{self.monitor} has not improved on {self.best_score.item():.4g} in the last {waited} checks"
         return None

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..engine import checkpoint
 from ..strategies import nearest, warn
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
@@ -40,16 +41,48 @@ def fill_in(template: str, values: Mapping[str, Any], equals: str | None) -> str
 
 
 def check_place(dirpath: str | Path | None, filename: str | None) -> None:
-    """Raise ValueError for a place that checkpoints can't be kept in."""
+    """Raise ValueError or TypeError for a place that checkpoints can't be kept in, or a name they can't have."""
+    if dirpath is not None and not isinstance(dirpath, str | os.PathLike):
+        raise TypeError(f"dirpath={dirpath!r} must be a directory's path, not a {type(dirpath).__name__}.")
     if dirpath is not None and "://" in str(dirpath):
         raise ValueError(f"dirpath={str(dirpath)!r} is no directory of a local or mounted file system.")
-    if filename is not None and (os.path.isabs(filename) or ".." in Path(filename).parts):
+    if filename is None:
+        return
+    if not isinstance(filename, str):
+        raise TypeError(f"filename={filename!r} must be a template such as '{{epoch}}-{{val_loss:.2f}}'.")
+    if os.path.isabs(filename) or ".." in Path(filename).parts:
         raise ValueError(f"filename={filename!r} leads out of dirpath; give the directory as dirpath.")
+    parts = filename.split("/")
+    if not parts[-1] or any(part.startswith(".") for part in parts):
+        raise ValueError(
+            f"filename={filename!r} must end in a name, and no part of it may begin with a dot: those are the names of "
+            "checkpoints that are not complete. Leave it out for '{epoch}-{step}'."
+        )
+    if re.search("[{}]", _FIELD.sub("", filename)):
+        raise ValueError(
+            f"filename={filename!r} has a brace that is no part of a field: write {{epoch}} or {{val_loss:.2f}}."
+        )
 
 
 def depth(template: str) -> int:
     """How many folders a template's names lead into."""
     return max(0, len(Path(template).parts) - 1)
+
+
+def folders(directory: str | Path, levels: int) -> list[Path]:
+    """A directory and, so many levels down, the folders in it that checkpoints may be in."""
+    found = level = [Path(directory)]
+    for _ in range(levels):
+        level = [path for parent in level if parent.is_dir() for path in sorted(parent.iterdir()) if _is_folder(path)]
+        found = found + level
+    return found
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether it may be searched, and is neither a checkpoint nor what a killed run left of one."""
+    if path.name.startswith(".") or not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):
+        return False
+    return not (path / checkpoint.MANIFEST).exists()
 
 
 class NamedCheckpoints:

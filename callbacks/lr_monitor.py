@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from ..strategies import choose
-from .callback import Callback
+from ..strategies import choose, warn
+from .checks import switch
+from .service import Service
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
 
-class LearningRateMonitor(Callback):
+class LearningRateMonitor(Service):
     """Send each optimizer's learning rate to the loggers: the one a step was, or an epoch is, taken with.
 
-    The name is the scheduler's ``name``, or ``lr-`` and the optimizer's class; a second optimizer of that name gets
-    ``-1``, and parameter groups ``/pg1``, ``/pg2`` or their own ``"name"``.
+    Each scheduler has a name of its own: the one in its configuration, or ``lr-`` and its optimizer's class, such as
+    ``lr-Adam``; so has each optimizer without one. A second of that class is ``lr-Adam-1``. Of several parameter
+    groups each has its own: ``lr-Adam/pg1``, ``lr-Adam/pg2``, or with the ``"name"`` that the group has.
 
     Args:
         logging_interval: ``"step"`` (every ``log_every_n_steps``), ``"epoch"``, or None for each scheduler's own;
@@ -28,9 +31,13 @@ class LearningRateMonitor(Callback):
 
     Attributes:
         lrs: the learning rates that were logged, by name.
+        last_momentum_values: the newest momenta, by name.
+        last_weight_decay_values: the newest weight decays, by name.
 
     Raises:
-        ValueError: for another interval; in ``fit``, where there is no logger to send it to.
+        ValueError: for another interval; in ``fit``, where there is no logger to send it to, no step is logged
+            (``log_every_n_steps=0``), or two groups of an optimizer have one name.
+        TypeError: for a switch that is neither True nor False.
     """
 
     def __init__(
@@ -39,9 +46,11 @@ class LearningRateMonitor(Callback):
         if logging_interval is not None:
             choose("logging_interval", logging_interval, ("step", "epoch"))
         self.logging_interval = logging_interval
-        self.log_momentum = log_momentum
-        self.log_weight_decay = log_weight_decay
+        self.log_momentum = switch("log_momentum", log_momentum)
+        self.log_weight_decay = switch("log_weight_decay", log_weight_decay)
         self.lrs: dict[str, list[float]] = {}
+        self.last_momentum_values: dict[str, float] = {}
+        self.last_weight_decay_values: dict[str, float] = {}
         self._rates: dict[str, float] = {}
         self._others: dict[str, float] = {}
 
@@ -49,33 +58,49 @@ class LearningRateMonitor(Callback):
         """Begin anew."""
         if not trainer.loggers:
             raise ValueError("LearningRateMonitor has no logger to write to: drop it, or drop Trainer(logger=False).")
+        no_step = self.logging_interval != "epoch" and not trainer.log_every_n_steps
+        if no_step and (names := [name for _, name in self._named(trainer, "step")]):
+            raise ValueError(
+                f"LearningRateMonitor has no step to log {', '.join(names)} at: give the Trainer log_every_n_steps, or "
+                'the monitor logging_interval="epoch".'
+            )
+        for optimizer in trainer.optimizers:
+            _check_names(optimizer)
+        without = [o for o in trainer.optimizers if not {"momentum", "betas"} & o.defaults.keys()]
+        if self.log_momentum and without:
+            warn(f"log_momentum=True, but {type(without[0]).__name__} has no momentum: 0 is logged.")
         self.lrs, self._rates = {}, {}
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Log what is logged by epoch."""
         if self.logging_interval != "step" and not trainer.progress.batch:  # an epoch that is resumed has been logged
-            self._read(trainer, "epoch")
-            self._write(trainer)
+            self._safely(self._read_and_write, trainer)
+
+    def _read_and_write(self, trainer: Trainer) -> None:
+        self._read(trainer, "epoch")
+        self._write(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
         """Read what this step is taken with: schedulers may change it before the step is over."""
         every = trainer.log_every_n_steps
         if self.logging_interval != "epoch" and every and (trainer.progress.step + 1) % every == 0:
-            self._read(trainer, "step")
+            self._safely(self._read, trainer, "step", optimizer if self._rates else None)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Log it, unless the step did not happen."""
         if self._rates:
             if trainer.progress.step % trainer.log_every_n_steps == 0:
-                self._write(trainer)
-            self._rates = {}
+                self._safely(self._write, trainer)
+            self._rates, self._others = {}, {}
 
-    def _read(self, trainer: Trainer, interval: str) -> None:
-        self._rates, self._others = {}, {}
+    def _read(self, trainer: Trainer, interval: str, only: Optimizer | None = None) -> None:
+        """Read all optimizers; or of several in one step ``only`` the one that steps now, as the others may have."""
         for optimizer, name in self._named(trainer, interval):
-            groups: list[dict[str, Any]] = optimizer.param_groups
-            for number, group in enumerate(groups, start=1):
-                label = f"{name}/{group.get('name', f'pg{number}')}" if len(groups) > 1 else name
+            if only is not None and optimizer is not only:
+                continue
+            for label, group in _labelled(name, optimizer):
+                if "lr" not in group:
+                    continue
                 self._rates[label] = float(group["lr"])
                 if self.log_momentum:
                     self._others[f"{label}-momentum"] = float(group.get("momentum", group.get("betas", (0.0,))[0]))
@@ -83,23 +108,72 @@ class LearningRateMonitor(Callback):
                     self._others[f"{label}-weight_decay"] = float(group.get("weight_decay", 0.0))
 
     def _named(self, trainer: Trainer, interval: str) -> Iterator[tuple[Optimizer, str]]:
-        """The optimizers that are logged at this interval, with their names."""
-        taken: dict[str, int] = {}
-        for optimizer in trainer.optimizers:
-            own = [c for c in trainer.lr_scheduler_configs if getattr(c.scheduler, "optimizer", None) is optimizer]
-            name = next((config.name for config in own if config.name), f"lr-{type(optimizer).__name__}")
-            number = taken[name] = taken.get(name, -1) + 1
-            due = {config.interval for config in own} or {"step"}
-            if self.logging_interval is not None or interval in due:
-                yield optimizer, f"{name}-{number}" if number else name
+        """What is logged at this interval."""
+        for optimizer, name, due in named_optimizers(trainer):
+            if self.logging_interval is not None or interval == due:
+                yield optimizer, name
 
     def _write(self, trainer: Trainer) -> None:
         if not self._rates:
             return
         for name, value in self._rates.items():
+            before, _, group = name.rpartition("/")
+            if group == "pg1" and before in self.lrs and before not in self._rates:
+                self.lrs[name] = self.lrs.pop(before)  # it was the only group, until others were added
             self.lrs.setdefault(name, []).append(value)
+        for ending, newest in (
+            ("-momentum", self.last_momentum_values),
+            ("-weight_decay", self.last_weight_decay_values),
+        ):
+            newest.update({name: value for name, value in self._others.items() if name.endswith(ending)})
         row = {**self._rates, **self._others}
-        self._rates = {}
+        self._rates, self._others = {}, {}
         # In callback_metrics too, so that a checkpoint's name can hold it.
         trainer.logbook.callback_values.update(row)
         trainer.logbook.write_row(row, trainer.progress.step, trainer.progress.epoch)
+
+
+def named_optimizers(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
+    """Each scheduler's optimizer, then those that have none; with a name of its own and the schedule's interval."""
+    optimizers = trainer.optimizers
+    taken: Counter[str] = Counter()
+    scheduled = []
+    for config in trainer.lr_scheduler_configs:
+        optimizer = getattr(config.scheduler, "optimizer", None)
+        if optimizer is None and len(optimizers) == 1:  # one of the user's own kind
+            optimizer = optimizers[0]
+        if isinstance(optimizer, Optimizer):
+            scheduled.append((optimizer, config.name, config.interval))
+    known = {id(optimizer) for optimizer, _, _ in scheduled}
+    left = [(optimizer, None, "step") for optimizer in optimizers if id(optimizer) not in known]
+    for optimizer, given, due in [*scheduled, *left]:
+        name = given or f"lr-{type(optimizer).__name__}"
+        number = taken[name]
+        taken[name] += 1
+        yield optimizer, f"{name}-{number}" if number else name, due
+
+
+def learning_rates(trainer: Trainer) -> dict[str, float]:
+    """Each parameter group's learning rate as it is now, under the name that `LearningRateMonitor` gives it."""
+    return {
+        label: float(group["lr"])
+        for optimizer, name, _ in named_optimizers(trainer)
+        for label, group in _labelled(name, optimizer)
+        if "lr" in group
+    }
+
+
+def _labelled(name: str, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    for number, group in enumerate(groups, start=1):
+        own = group.get("name", f"pg{number}" if len(groups) > 1 else None)
+        yield f"{name}/{own}" if own else name, group
+
+
+def _check_names(optimizer: Optimizer) -> None:
+    names = Counter(label for label, _ in _labelled("", optimizer))
+    if twice := [label.lstrip("/") for label, count in names.items() if count > 1]:
+        raise ValueError(
+            f"{type(optimizer).__name__} has several parameter groups with the name {twice[0]!r}, which "
+            "LearningRateMonitor could not tell apart: give each another one."
+        )

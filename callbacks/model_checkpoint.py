@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,12 @@ from ..engine import checkpoint
 from ..engine.background import Job
 from ..strategies import announce, choose, warn
 from .callback import Callback
-from .file_names import NamedCheckpoints, check_place
-from .monitor import MODES, ValidationWatch, better, logged_values, never_logged
+from .checks import monitor_name, switch, switch_or_word, whole
+from .file_names import NamedCheckpoints, check_place, folders
+from .kept import KeptCheckpoints, moved
+from .monitor import MODES, logged_values, never_logged
 from .needed import bytes_needed
-from .retention import best_of, finish_removing, is_abandoned, remove
+from .retention import finish_removing, is_abandoned, remove
 from .triggers import AgreedInterval, check_triggers
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 _STATE = ("best_model_path", "best_model_score", "best_k_models", "last_model_path", "current_score")
 
 
-class ModelCheckpoint(NamedCheckpoints, Callback):
+class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
     """Save checkpoints between optimizer steps and keep the ones worth keeping.
 
     A checkpoint is a directory, put in place in one move once it is complete; an older one is removed only after that.
@@ -35,7 +38,8 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
     It is saved when everything that belongs to its step is done: after the step's validation and the schedulers, and
     for an epoch's last step when the epoch is over. A checkpoint is ranked by a value that was measured on its own
     weights: where ``monitor`` is a value of validation (or of a whole epoch) and a save by steps or by time comes in
-    between, the ranked save waits for the next such value. ``last.ckpt`` does not wait.
+    between, the ranked save waits for the next such value. ``last.ckpt`` does not wait. A value of a training step is
+    the newest there is: one that is not logged in every step may be of some steps before.
 
     Args:
         dirpath: where to; by default ``checkpoints`` in the first logger's directory, else in ``default_root_dir``.
@@ -43,14 +47,14 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
         monitor: the logged value that says which is best; without one the newest is.
         verbose: say what was saved.
         save_last: keep a ``last.ckpt`` too, the newest of all. ``"link"`` means the same: a checkpoint stays whole
-            when others are removed, so nothing is linked.
+            when others are removed, so nothing is linked. What ``save_on_exception`` saves is that one then.
         save_top_k: how many of the best to keep; -1 keeps all, 0 none.
         save_on_exception: when an error or Ctrl-C ends ``fit``, save the run as it was after the last completed step;
             a run that goes on from there is the one that never failed. With several processes rank zero does, with
             nothing of the others, whose random numbers begin anew; not where they hold parts of the model. Nothing is
-            saved if the error comes between the optimizer's step and ``on_step_end``, but for one in a validation,
-            which is then done again. Costs 0.1 ms per step, a copy of the model's buffers and of the callbacks' states,
-            and on a GPU a wait if an epoch's mean is logged.
+            saved if the error comes within the optimizer's step or in ``on_step_end``, or, with several processes,
+            between the two, but for one in a validation, which is then done again. Costs 0.1 ms per step, a copy of the
+            model's buffers and of the callbacks' states, and on a GPU a wait if an epoch's mean is logged.
         save_weights_only: leave out what only resuming needs.
         mode: whether ``"min"`` or ``"max"`` is best. NaN is worse than anything.
         auto_insert_metric_name: write ``name=value`` into file names, a ``/`` of the name as ``_``.
@@ -59,7 +63,8 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
         every_n_epochs: save every so many epochs; 1 where none of the three triggers is given.
         save_on_train_epoch_end: whether ``every_n_epochs`` saves when the epoch ends, or after validation. By default
             when it ends, unless validation runs several times in an epoch or not in each.
-        enable_version_counter: add ``-v1`` where another run's checkpoint has the name; else replace it.
+        enable_version_counter: add ``-v1`` where another run's checkpoint has the name; else replace it. What another
+            ModelCheckpoint of this run keeps is never replaced.
         async_save: training goes on once the state is copied to host memory, which keeps room for one copy; the rest
             happens beside it. A save that fails ends ``fit`` at a later step or at its end, and what is replaced is
             removed only after its successor is in place. Until then ``best_model_path`` may not be there yet.
@@ -73,6 +78,7 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
 
     Raises:
         ValueError: for triggers that exclude each other, or a value that can't be honoured.
+        TypeError: for a value of another kind.
     """
 
     after_task = 2
@@ -99,51 +105,40 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
     ) -> None:
         check_triggers(every_n_train_steps, train_time_interval, every_n_epochs)
         check_place(dirpath, filename)
-        if save_top_k < -1:
-            raise ValueError(f"save_top_k={save_top_k} must be at least -1, which keeps all.")
-        if monitor is None and save_top_k not in (-1, 0, 1):
+        if whole("save_top_k", save_top_k, -1, "keeps all") > 1 and monitor is None:
             raise ValueError(f"save_top_k={save_top_k} needs a monitor to tell the best {save_top_k} by.")
-        if isinstance(save_last, str):
-            choose("save_last", save_last, ("link",))
+        at_end = save_on_train_epoch_end
         none_given = (every_n_train_steps, train_time_interval, every_n_epochs) == (None, None, None)
         self.dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
         self.filename = filename
-        self.monitor = monitor
-        self.verbose = verbose
-        self.save_last = bool(save_last)
+        self.monitor = None if monitor is None else monitor_name(monitor)
+        self.verbose = switch("verbose", verbose)
+        self.save_last = save_last is not None and switch_or_word("save_last", save_last, ("link",))
         self.save_top_k = save_top_k
-        self.save_on_exception = save_on_exception
-        self.save_weights_only = save_weights_only
+        self.save_on_exception = switch("save_on_exception", save_on_exception)
+        self.save_weights_only = switch("save_weights_only", save_weights_only)
         self.mode = choose("mode", mode, MODES)
-        self.auto_insert_metric_name = auto_insert_metric_name
+        self.auto_insert_metric_name = switch("auto_insert_metric_name", auto_insert_metric_name)
         self.every_n_train_steps = every_n_train_steps or 0
         self.train_time_interval = train_time_interval
         self.every_n_epochs = 1 if none_given else every_n_epochs or 0
-        self.save_on_train_epoch_end = save_on_train_epoch_end
-        self.enable_version_counter = enable_version_counter
-        self.async_save = async_save
+        self.save_on_train_epoch_end = None if at_end is None else switch("save_on_train_epoch_end", at_end)
+        self.enable_version_counter = switch("enable_version_counter", enable_version_counter)
+        self.async_save = switch("async_save", async_save)
         self.best_model_path = ""
         self.best_model_score: Tensor | None = None
         self.best_k_models: dict[str, Tensor] = {}
         self.last_model_path = ""
         self.current_score: Tensor | None = None
-        self._watch = ValidationWatch()
         self._clock = AgreedInterval(train_time_interval) if train_time_interval is not None else None
         self._triggered_step = self._saved_step = 0
         self._wanted = False  # a trigger has fired and nothing is saved for it yet
         self._waiting = False  # the ranked save still waits for its value
         self._continues = False  # the run goes on in the directory it had
         self._resumed_step: int | None = None
-        self._replaced_now: list[str] = []  # what the checkpoint that is being saved takes the place of
-        self._before: dict[str, Any] = {}  # what was known before it
+        self._replaced_now: list[str] = []
+        self._before: dict[str, Any] = {}  # what was known before the checkpoint that is being saved
         self._job: Job | None = None  # the save that is under way
-
-    @property
-    def kth_best_model_path(self) -> str:
-        """The worst that is kept, which the next better one takes the place of; "" while there is room."""
-        if not self.best_k_models or (self.save_top_k != -1 and len(self.best_k_models) < self.save_top_k):
-            return ""
-        return best_of(self.best_k_models, self.mode, worst=True)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -158,14 +153,16 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
-        own = {"dirpath": self.dirpath, "triggered_step": self._triggered_step, "waiting": self._waiting}
-        own["wanted"] = self._wanted
-        return own | {"replaced": self._replaced_now} | {name: getattr(self, name) for name in _STATE}
+        own = {"dirpath": self.dirpath, "triggered_step": self._triggered_step, "replaced": self._replaced_now}
+        when = {"wanted": self._wanted, "waiting": self._waiting}
+        return own | when | {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`. What another directory holds isn't ours to remove: only its best is known."""
         self._triggered_step, self._waiting = state_dict["triggered_step"], state_dict["waiting"]
         self._wanted = state_dict["wanted"]
+        if self.dirpath is not None:
+            state_dict = moved(state_dict, self.dirpath)
         self._continues = self.dirpath == state_dict["dirpath"]
         self._replaced_now = state_dict["replaced"] if self._continues else []
         for name in _STATE if self._continues else ("best_model_path", "best_model_score"):
@@ -180,9 +177,11 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
     # -- when ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Find the directory, the same on every process."""
+        """Find the directory, the same on every process. Forget what another run still wanted."""
         if stage != "fit":
             return
+        self._settle(trainer, wait=True)  # of a fit that Ctrl-C ended twice
+        self._wanted = self._waiting = False
         if self.dirpath is None:
             root = trainer.logbook.agree_on_directory(trainer.default_root_dir)
             self.dirpath = os.path.abspath(os.path.join(root, "checkpoints"))
@@ -195,10 +194,8 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
             OSError: if the directory can't be made or written to, or has no room for one checkpoint.
         """
         progress, world = trainer.progress, trainer.accelerator.world
-        self._watch, self._saved_step = ValidationWatch(), progress.step
-        self._wanted = self._wanted and trainer.ckpt_path is not None  # of an earlier fit nothing is wanted any more
+        self._saved_step = progress.step
         self._triggered_step = min(self._triggered_step, progress.step)
-        self._settle(trainer, wait=True)  # of a fit that Ctrl-C ended twice
         self._resumed_step = progress.step if self._continues else None
         self._continues = False
         if self._clock is not None:
@@ -207,23 +204,19 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
             if world.is_main and self.saves:
                 store = checkpoint.CheckpointStore(self._directory)
                 store.probe(bytes_needed(trainer, self.save_weights_only))
-                left = finish_removing(self._replaced_now, self._directory, progress.step, trainer.ckpt_path)
-                for sentence in [*store.recover(), *(f"{path}: removed, as it had been replaced" for path in left)]:
+                replaced = set(self._replaced_now) - self._held_by_others(trainer)
+                left = finish_removing(sorted(replaced), self._directory, progress.step, trainer.ckpt_path)
+                stores = map(checkpoint.CheckpointStore, folders(self._directory, self.name_depth))
+                done = [sentence for one in stores for sentence in one.recover()]
+                for sentence in [*done, *(f"{path}: removed, as it had been replaced" for path in left)]:
                     announce(sentence)
         self._replaced_now = []
-        known = {*self.best_k_models, self.best_model_path} - {""}
-        gone = world.broadcast([path for path in sorted(known) if not os.path.exists(path)])
-        self.best_k_models = {path: value for path, value in self.best_k_models.items() if path not in gone}
-        if self.best_model_path in gone:
-            self.best_model_path = best_of(self.best_k_models, self.mode) if self.best_k_models else ""
-            self.best_model_score = self.best_k_models.get(self.best_model_path)
+        self._forget_missing(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Note what is new; ask for a save if that happens after validation."""
-        if trainer.training:
-            self._watch.end(trainer)
-            if not self._at_epoch_end(trainer):
-                self._trigger_by_epoch(trainer)
+        """Ask for a save if that happens after validation."""
+        if trainer.stage == "fit" and not trainer.sanity_checking and not self._at_epoch_end(trainer):
+            self._trigger_by_epoch(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Save if it was asked for, or if so many steps or so much time have gone by."""
@@ -273,7 +266,14 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
         if last.lost:
             warn(f"nothing is saved: {last.lost}. Its checkpoints are of earlier steps.")
             return
-        path = self._name({**trainer.logbook.callback_values, **last.counts}, last.step)
+        values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values, **last.counts}
+        if self.save_last:
+            kept = {self.best_model_path, *self.best_k_models}
+            path = self._name(trainer, values, last.step, self.CHECKPOINT_NAME_LAST, self.last_model_path, kept)
+            self.last_model_path = path
+            last.amend(self, last_model_path=path)
+        else:
+            path = self._name(trainer, values, last.step)
         last.save(Path(path), self.save_weights_only)
         self._saved_step = last.step
         announce(f"{type(exception).__name__}: the run as of optimizer step {last.step} is saved as {path}")
@@ -295,11 +295,11 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
 
     def _serve(self, trainer: Trainer, epoch_is_over: bool) -> None:
         """Save what was asked for, as far as its value is known."""
-        measured = epoch_is_over or self._watch.step == trainer.progress.step
+        measured = epoch_is_over or trainer.logbook.watch.step == trainer.progress.step
         if not self._wanted and not (self._waiting and measured):
             return
         ranked = bool(self.save_top_k)
-        values = logged_values(trainer, keep=self._watch.just_measured(trainer))
+        values = logged_values(trainer, keep=trainer.logbook.watch.just_measured(trainer))
         if ranked and self.monitor is not None:
             ranked = self._is_known(trainer, self.monitor, values, epoch_is_over)
             self._waiting = not ranked
@@ -308,16 +308,16 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
             self._save(trainer, values, ranked)
 
     def _is_known(self, trainer: Trainer, name: str, values: dict[str, float], epoch_is_over: bool) -> bool:
-        """Whether ``name`` has a value of the present weights.
+        """Whether ``name`` has a value of the present weights, as far as can be told: a step's value counts as such.
 
         Raises:
             ValueError: if the epoch is over and has not logged it.
         """
         if name in values:
-            own = name in self._watch.just_measured(trainer) or name in trainer.metrics.latest()
-            # What is left is a whole epoch's value, or an older validation's.
-            return own or (epoch_is_over and name not in self._watch.stale(trainer))
-        if epoch_is_over and not (trainer.has_validation and self._watch.step is None):
+            own = name in trainer.logbook.watch.just_measured(trainer) or name in trainer.metrics.latest()
+            # Otherwise it is a whole epoch's, a part's (a limit ended the run within it) or an older validation's.
+            return own or (trainer.progress.closing and name not in trainer.logbook.watch.stale(trainer))
+        if epoch_is_over and not (trainer.has_validation and trainer.logbook.watch.step is None):
             raise never_logged(trainer, name, "ModelCheckpoint's monitor", values)
         return False
 
@@ -337,16 +337,17 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
         paths: list[str] = []
         # The record of what is kept is in the checkpoint too, and must be the one that is true once it is in place.
         if ranked:
-            score = None if self.monitor is None else torch.tensor(values[self.monitor])
+            score = None if self.monitor is None else torch.tensor(values[self.monitor], dtype=torch.float64)
             self.current_score = score
             if self._is_worth_it(score):
                 replaced = self._replaced()
-                paths.append(self._free_path(trainer, values, None, replaced))
+                paths.append(self._free_path(trainer, values, None, replaced, {self.last_model_path}))
                 self._keep(paths[0], score, replaced)
             elif self.verbose:
                 announce(f"{self.monitor} = {float(score or 0):.5g} is not among the best {self.save_top_k}")
         if self.save_last:
-            path = self._free_path(trainer, values, self.CHECKPOINT_NAME_LAST, self.last_model_path)
+            kept = {self.best_model_path, *self.best_k_models}
+            path = self._free_path(trainer, values, self.CHECKPOINT_NAME_LAST, self.last_model_path, kept)
             self.last_model_path = path
             paths.append(path)
         if not paths:
@@ -355,11 +356,10 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
         if self.monitor is None and self.save_top_k == 1:
             old.add(before["best_model_path"])
         kept = {"", self.best_model_path, self.last_model_path, *self.best_k_models}
-        self._replaced_now = sorted(old - kept)  # and if we are killed, the next run removes them
+        # And if we are killed, the next run removes them.
+        self._replaced_now = sorted(old - kept - self._held_by_others(trainer))
         try:
-            trainer.save_checkpoint(
-                paths[0], self.save_weights_only, blocking=not self.async_save, also=list(dict.fromkeys(paths[1:]))
-            )
+            trainer.save_checkpoint(paths[0], self.save_weights_only, blocking=not self.async_save, also=paths[1:])
         except BaseException:
             vars(self).update(before)
             raise
@@ -392,38 +392,30 @@ class ModelCheckpoint(NamedCheckpoints, Callback):
         self._replaced_now = []
         trainer.logbook.call("after_save_checkpoint", self)
 
-    def _is_worth_it(self, score: Tensor | None) -> bool:
-        worst = self._replaced() if score is not None else ""
-        return not worst or better(float(score), float(self.best_k_models[worst]), self.mode)  # type: ignore[arg-type]
-
-    def _replaced(self) -> str:
-        """The checkpoint that the next one takes the place of; "" if there is room for it."""
-        if self.save_top_k == -1:
-            return ""
-        return self.best_model_path if self.monitor is None else self.kth_best_model_path
-
-    def _keep(self, path: str, score: Tensor | None, replaced: str) -> None:
-        if score is None:
-            self.best_model_path = path
-            return
-        known = {*self.best_k_models, ""}
-        self.best_k_models = {p: s for p, s in self.best_k_models.items() if p != replaced} | {path: score}
-        best = best_of(self.best_k_models, self.mode)
-        earlier = None if self.best_model_path in known else self.best_model_score  # of the directory before a resume
-        if earlier is None or better(float(self.best_k_models[best]), float(earlier), self.mode):
-            self.best_model_path, self.best_model_score = best, self.best_k_models[best]
-
     # -- names ---------------------------------------------------------------------------------------------------
 
-    def _free_path(self, trainer: Trainer, values: dict[str, Any], filename: str | None, own: str) -> str:
-        """The path to save to: ``own``, which may be replaced, or one that no other checkpoint has."""
-        path = self._name(values, trainer.progress.step, filename, own) if trainer.is_global_zero else ""
+    def _free_path(
+        self, trainer: Trainer, values: dict[str, Any], filename: str | None, own: str, kept: set[str]
+    ) -> str:
+        """The path to save to: ``own``, which may be replaced, or one that no other checkpoint has, nor ``kept``."""
+        step = trainer.progress.step
+        path = self._name(trainer, values, step, filename, own, kept) if trainer.is_global_zero else ""
         return str(trainer.accelerator.world.broadcast(path))
 
-    def _name(self, values: dict[str, Any], step: int, filename: str | None = None, own: str = "") -> str:
+    def _name(
+        self,
+        trainer: Trainer,
+        values: dict[str, Any],
+        step: int,
+        filename: str | None = None,
+        own: str = "",
+        kept: Iterable[str] = (),
+    ) -> str:
+        # Of this run: it may not be on the disk yet, or look like what was saved before a resume.
+        taken = self._held_by_others(trainer).union(kept)
         path, version = self.format_checkpoint_name(values, filename), self.STARTING_VERSION
-        while self.enable_version_counter and os.path.lexists(path) and path != own:
-            if is_abandoned(path, step, self._resumed_step):
+        while path in taken or (self.enable_version_counter and os.path.lexists(path) and path != own):
+            if path not in taken and is_abandoned(path, step, self._resumed_step):
                 break
             path = self.format_checkpoint_name(values, filename, version)
             version += 1

@@ -1,22 +1,26 @@
-"""A table of the model's parts."""
+"""Tables of the model's parts, when training begins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-from torch import nn
-from torch.nn.parameter import is_lazy
+import sys
+from typing import TYPE_CHECKING, Any
 
 from ..strategies import announce
-from .callback import Callback
+from .checks import whole
+from .model_table import Summary, summarize
+from .optional import require
+from .service import Service
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
 
-class ModelSummary(Callback):
+class ModelSummary(Service):
     """Print a table of the model's parts when ``fit`` begins: type, parameters, training or evaluation mode, frozen.
+
+    Where the task has an ``example_input_array``, it is run on it once, and the table shows what goes into each part,
+    what comes out, and how many floating-point operations that takes. Of a sharded model it also says how many of
+    the parameters one process holds. Override `show` to print it otherwise.
 
     Args:
         max_depth: how many levels of parts to show; -1 for all, 0 for no table.
@@ -26,57 +30,57 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, max_depth: int = 1) -> None:
-        if not isinstance(max_depth, int) or max_depth < -1:
-            raise ValueError(f"max_depth={max_depth!r} must be a whole number of at least -1, which shows all.")
-        self.max_depth = max_depth
+        self.max_depth = whole("max_depth", max_depth, -1, "shows all")
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Print the table."""
-        if self.max_depth:
-            announce(summarize(pl_module, self.max_depth))
+        """Print the table. To run a sharded model on its example takes all processes."""
+        if self.max_depth and (trainer.is_global_zero or pl_module.example_input_array is not None):
+            self._safely(self._look, trainer, pl_module)
+
+    def _look(self, trainer: Trainer, task: TaskModule) -> None:
+        accelerator = trainer.accelerator
+
+        def prepare(example: Any) -> Any:
+            return accelerator.precision.cast(task.transfer_batch_to_device(example, accelerator.device, 0))
+
+        forward = accelerator.local_method(task, "forward")
+        found = summarize(task, self.max_depth, forward=forward, prepare=prepare)
+        if trainer.is_global_zero:
+            self.show(found)
+
+    def show(self, summary: Summary) -> None:
+        """Print it. Called on rank zero."""
+        announce(str(summary))
 
 
-def summarize(module: nn.Module, max_depth: int = 1) -> str:
-    """The table of a module's parts, and their sum.
+class RichModelSummary(ModelSummary):
+    """As `ModelSummary`, drawn by the package ``rich``.
 
     Args:
-        module: whose parts are shown. Parameters that it holds itself are one row, ``(own)``.
-        max_depth: how many levels; -1 for all.
+        max_depth: see `ModelSummary`.
+        header_style: rich's style of the table's head.
+
+    Raises:
+        ModuleNotFoundError: without the package.
     """
-    rows = [("name", "type", "parameters", "mode")]
-    for name, part in module.named_modules():
-        if name and (max_depth == -1 or name.count(".") < max_depth):
-            rows.append((name, type(part).__name__, *_describe(part.parameters(), part.training)))
-    if own := list(module.parameters(recurse=False)):
-        rows.append(("(own)", type(module).__name__, *_describe(own, module.training)))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows]
-    rule = "-" * max(map(len, lines))
-    return "\n".join([lines[0], rule, *lines[1:], rule, _totals(module)])
 
+    def __init__(self, max_depth: int = 1, header_style: str = "bold magenta") -> None:
+        require("rich", "RichModelSummary", "rich")
+        super().__init__(max_depth)
+        self.header_style = header_style
 
-def _describe(parameters: Iterable[nn.Parameter], training: bool) -> tuple[str, str]:
-    known = list(parameters)
-    frozen = bool(known) and not any(p.requires_grad for p in known)
-    return _count(known), ("train" if training else "eval") + (", frozen" if frozen else "")
+    def show(self, summary: Summary) -> None:
+        """Print it on standard error."""
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
 
-
-def _count(parameters: list[nn.Parameter]) -> str:
-    """Their elements; lazy ones have none before the first batch."""
-    count = sum(p.numel() for p in parameters if not is_lazy(p))
-    if any(is_lazy(p) for p in parameters):
-        return f"{count:,} + lazy" if count else "lazy"
-    return f"{count:,}"
-
-
-def _totals(module: nn.Module) -> str:
-    every = list(module.parameters())
-    trainable = [p for p in every if p.requires_grad]
-    frozen = [p for p in every if not p.requires_grad]
-    size = sum(p.numel() * p.element_size() for p in every if not is_lazy(p))
-    training = sum(part.training for part in module.modules())
-    evaluating = sum(not part.training for part in module.modules())
-    return (
-        f"{_count(every)} parameters: {_count(trainable)} trainable, {_count(frozen)} frozen; {size / 2**20:,.1f} MiB; "
-        f"{training} modules in train mode, {evaluating} in eval mode"
-    )
+        table = Table(header_style=self.header_style)
+        columns = summary.columns()
+        for head, _ in columns:
+            table.add_column(head, justify="right" if head in summary.NUMBERS else "left", no_wrap=head == "name")
+        for row in zip(*(cells for _, cells in columns), strict=True):
+            table.add_row(*map(Text, row))  # a shape in brackets is no markup
+        console = Console(file=sys.stderr)
+        console.print(table)
+        console.print(Text(summary.totals()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..strategies import nearest
 
@@ -34,6 +34,14 @@ class ValidationWatch:
         self.names = trainer.logbook.newest
         self.step = trainer.progress.step
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run has to know: what is logged comes back with it, and would count as new."""
+        return {"step": self.step, "names": sorted(self.names)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.step, self.names = state_dict["step"], frozenset(state_dict["names"])
+
     def just_measured(self, trainer: Trainer) -> frozenset[str]:
         """The names whose values a validation of the present weights logged."""
         return self.names if self.step == trainer.progress.step else frozenset()
@@ -57,7 +65,9 @@ def logged_values(trainer: Trainer, keep: Container[str] = ()) -> dict[str, floa
     return values | {name: value for name, value in steps.items() if name not in keep}
 
 
-def monitored_value(trainer: Trainer, name: str, who: str, strict: bool = True) -> float | None:
+def monitored_value(
+    trainer: Trainer, name: str, who: str, strict: bool = True, keep: Container[str] = ()
+) -> float | None:
     """The newest value of ``name``, the same on every process. All processes must ask.
 
     Args:
@@ -65,11 +75,12 @@ def monitored_value(trainer: Trainer, name: str, who: str, strict: bool = True) 
         name: the logged name.
         who: who asks, for the error, such as ``"the scheduler's monitor"``.
         strict: whether a name that was never logged is an error; else the answer is None.
+        keep: see `logged_values`.
 
     Raises:
         ValueError: lists what was logged.
     """
-    values = logged_values(trainer)
+    values = logged_values(trainer, keep)
     if name not in values and strict:
         raise never_logged(trainer, name, who, values)
     return values.get(name)

@@ -23,19 +23,25 @@ def best_of(scores: Mapping[str, Tensor], mode: str, worst: bool = False) -> str
     return (max if worst else min)(scores, key=rank)
 
 
-def remove(path: str, directory: str, resumed: Path | None) -> None:
-    """Delete a checkpoint of ours; never the one the run was resumed from, nor one that is in another directory."""
-    if (resumed is not None and os.path.abspath(resumed) == path) or Path(directory) not in Path(path).parents:
-        return
+def remove(path: str, directory: str, resumed: Path | None) -> bool:
+    """Delete a checkpoint of ours, if it is there; returns whether it was deleted.
+
+    Never the one the run was resumed from, by whatever name, nor one that is in another directory.
+    """
+    if Path(directory) not in Path(path).parents:
+        return False
     try:
-        if os.path.exists(path):
-            checkpoint.remove(path)
+        if not os.path.exists(path) or (resumed is not None and resumed.exists() and os.path.samefile(resumed, path)):
+            return False
+        checkpoint.remove(path)
     except (OSError, ValueError) as error:  # the new one is saved; a leftover is no reason to end the run
         warn(f"{path} is not kept any more, but can't be removed: {error}")
+        return False
+    return True
 
 
 def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: Path | None) -> list[str]:
-    """Delete what a killed run had replaced and could not remove; returns those that were still there.
+    """Delete what a killed run had replaced and could not remove; returns those that were still there to delete.
 
     Args:
         paths: what it was about to remove, as its newest checkpoint says.
@@ -44,9 +50,7 @@ def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: Pa
         resumed: the checkpoint that the run goes on from.
     """
     left = [path for path in paths if os.path.isdir(path) and _step_of(path, after=step) < step]
-    for path in left:
-        remove(path, directory, resumed)
-    return left
+    return [path for path in left if remove(path, directory, resumed)]
 
 
 def is_abandoned(path: str, step: int, resumed_step: int | None) -> bool:

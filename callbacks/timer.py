@@ -9,16 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from ..strategies import announce, choose
 from .callback import Callback
+from .checks import switch
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
 
+_STAGES = ("train", "validate", "test")
+
+
 class Timer(Callback):
     """Measures how long training takes, over all resumed runs, and stops it after ``duration``.
 
+    It also knows how long the newest validation or test took: ask with their name, ``"validate"`` or ``"test"``.
+
     Where the processes' clocks differ they still stop after the same step. ``Trainer(max_time=...)`` stops too;
-    a Timer can also be asked.
+    a Timer can also be asked. A run that goes on when its time is over already takes no step.
 
     Args:
         duration: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments; None only measures.
@@ -27,6 +33,7 @@ class Timer(Callback):
 
     Raises:
         ValueError: for a duration or an interval that is none.
+        TypeError: for a ``verbose`` that is neither True nor False.
     """
 
     after_task = 1
@@ -36,17 +43,33 @@ class Timer(Callback):
     ) -> None:
         self._limit = None if duration is None else _seconds(duration)
         self.interval = choose("interval", interval, ("step", "epoch"))
-        self.verbose = verbose
-        self._before = 0.0  # seconds of the runs this one goes on from
-        self._began: float | None = None
+        self.verbose = switch("verbose", verbose)
+        self._before = 0.0  # seconds of training of the runs this one goes on from
+        self._began: dict[str, float] = {}
+        self._ended: dict[str, float] = {}
 
-    def time_elapsed(self) -> float:
-        """Seconds spent in training so far."""
-        return self._before + (0.0 if self._began is None else time.monotonic() - self._began)
+    def start_time(self, stage: str = "train") -> float | None:
+        """When a stage began last, by ``time.monotonic()``; None if it did not."""
+        return self._began.get(choose("stage", stage, _STAGES))
 
-    def time_remaining(self) -> float | None:
+    def end_time(self, stage: str = "train") -> float | None:
+        """When a stage ended last, by ``time.monotonic()``; None if it did not, or has begun anew."""
+        return self._ended.get(choose("stage", stage, _STAGES))
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Seconds spent in training so far; or those of the newest ``"validate"`` or ``"test"``."""
+        began, before = self.start_time(stage), self._before if stage == "train" else 0.0
+        if began is None:
+            return before
+        return before + self._ended.get(stage, time.monotonic()) - began
+
+    def time_remaining(self, stage: str = "train") -> float | None:
         """Seconds until it stops the run, 0 once they are over; None without a duration."""
-        return None if self._limit is None else max(0.0, self._limit - self.time_elapsed())
+        return None if self._limit is None else max(0.0, self._limit - self.time_elapsed(stage))
+
+    def _begin(self, stage: str) -> None:
+        self._ended.pop(stage, None)
+        self._began[stage] = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
@@ -55,10 +78,16 @@ class Timer(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`."""
         self._before = state_dict["seconds"]
+        self._began.pop("train", None)
+        self._ended.pop("train", None)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Begin to count."""
-        self._began = time.monotonic()
+        """Begin to count. Look: the time may be over already."""
+        if "train" in self._ended:  # a fit after another one goes on counting
+            self._before = self.time_elapsed()
+        self._begin("train")
+        if self.interval == "step" or not trainer.progress.batch:  # else the epoch is worked off first
+            self._look(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Look, if that happens after each step."""
@@ -71,7 +100,28 @@ class Timer(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Keep the time."""
-        self._before, self._began = self.time_elapsed(), None
+        self._ended["train"] = time.monotonic()
+
+    def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """What an error has ended took time up to here."""
+        for name in self._began:
+            self._ended.setdefault(name, time.monotonic())
+
+    def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Begin to count the validation."""
+        self._begin("validate")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Keep its time."""
+        self._ended["validate"] = time.monotonic()
+
+    def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Begin to count the test."""
+        self._begin("test")
+
+    def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Keep its time."""
+        self._ended["test"] = time.monotonic()
 
     def _look(self, trainer: Trainer) -> None:
         if self._limit is None or trainer.should_stop or self.time_elapsed() < self._limit:
@@ -82,15 +132,19 @@ class Timer(Callback):
 
 
 def _seconds(duration: str | timedelta | dict[str, int]) -> float:
+    length: Any = duration
     if isinstance(duration, str):
         parts = re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", duration.strip())
         if parts is None:
             raise ValueError(f"duration={duration!r} must be written as DD:HH:MM:SS.")
-        duration = dict(zip(("days", "hours", "minutes", "seconds"), map(int, parts.groups()), strict=True))
+        length = dict(zip(("days", "hours", "minutes", "seconds"), map(int, parts.groups()), strict=True))
     try:
-        length = timedelta(**duration) if isinstance(duration, dict) else duration
-        return length.total_seconds()
-    except (TypeError, AttributeError):
+        length = timedelta(**length) if isinstance(length, dict) else length
+        seconds = float(length.total_seconds())
+    except (TypeError, AttributeError, OverflowError):
         raise ValueError(
             f"duration={duration!r} must be DD:HH:MM:SS, a timedelta or a dict of its arguments."
         ) from None
+    if seconds <= 0:
+        raise ValueError(f"duration={duration!r} must be more than no time; leave it out to measure only.")
+    return seconds

@@ -6,6 +6,8 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from .checks import whole
+
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
@@ -44,8 +46,8 @@ class AgreedInterval:
 def check_triggers(steps: int | None, interval: timedelta | None, epochs: int | None) -> None:
     """Raise ValueError for triggers that exclude each other or are no numbers."""
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
-        if value is not None and (not isinstance(value, int) or value < 0):
-            raise ValueError(f"{name}={value!r} must be a whole number of at least 0, which means never.")
+        if value is not None:
+            whole(name, value, 0, "means never")
     if interval is not None and not (isinstance(interval, timedelta) and interval > timedelta(0)):
         raise ValueError(f"train_time_interval={interval!r} must be a datetime.timedelta above zero.")
     triggers = {"every_n_train_steps": steps, "train_time_interval": interval, "every_n_epochs": epochs}

@@ -3,6 +3,8 @@
 from .accelerator import Accelerator
 from .batch_size import find_executable_batch_size
 from .checkpoint import CheckpointStore
+from .combined import CombinedLoader
+from .joint import JointLoader
 from .loader import Loader
 from .local_sgd import LocalSGD
 from .metrics import Entry, Metrics
@@ -15,8 +17,10 @@ __all__ = [
     "Accelerator",
     "AcceleratorState",
     "CheckpointStore",
+    "CombinedLoader",
     "Entry",
     "GradientState",
+    "JointLoader",
     "Loader",
     "LocalSGD",
     "Metrics",

@@ -21,7 +21,9 @@ from ..strategies.devices import Devices
 from ..strategies.plugins import ParallelismConfig, choose_strategy
 from . import arguments, replica_check
 from .agreement import Agreement
+from .combined import CombinedLoader
 from .facts import Facts
+from .joint import JointLoader
 from .loader import Loader
 from .move import mover
 from .optimizer import PreparedOptimizer, PreparedScheduler
@@ -183,7 +185,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
             return None
         if isinstance(value, Optimizer):
             return self.prepare_optimizer(value, place)
-        if isinstance(value, DataLoader | Loader):
+        if isinstance(value, DataLoader | Loader | CombinedLoader):
             return self.prepare_data_loader(value, place)
         if hasattr(value, "step") and hasattr(value, "state_dict"):
             return self.prepare_scheduler(value)
@@ -199,6 +201,8 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         evaluation_mode: bool = False,
         *,
         step: str | None = None,
+        by_hand: bool = False,
+        by_parts: bool = False,
     ) -> nn.Module:
         """Place and wrap one model; one whose trained parameters have changed since is wrapped anew.
 
@@ -207,6 +211,8 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
             device_placement: False expects it on this process's device already; None is what the Accelerator has.
             evaluation_mode: place it only; it will not be trained.
             step: the method whose returned loss is trained on, where it is not ``forward``; run it by `method`.
+            by_hand: leave gradients on their process until an optimizer steps; run methods by `local_method`.
+            by_parts: methods of it run, not ``forward``: where it is to be compiled, compile the parts that they call.
 
         Raises:
             ValueError: if it is elsewhere, and may not be moved.
@@ -220,11 +226,16 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
             raise ValueError("this model is spread over several devices by a device map, for inference only.")
         if not (self.device_placement if device_placement is None else device_placement):
             self._see_that_it_is_here(own)
-        if number is None:
+        if number is None and by_parts:
+            self.dynamo_plugin.compile_parts(own, self.strategy)
+        elif number is None:
             self.dynamo_plugin.compile(own)
         elif model is self.models[number]:
             model = own
-        wrapped = self.strategy.place(model) if evaluation_mode else self.strategy.wrap(model, step)
+        if evaluation_mode:
+            wrapped = self.strategy.place(model)
+        else:
+            wrapped = self.strategy.replicate(model) if by_hand else self.strategy.wrap(model, step)
         self._trained[id(own)] = frozenset(id(p) for p in own.parameters() if p.requires_grad)
         if number is None:
             self.models.append(wrapped)
@@ -271,7 +282,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         """Share a loader out over the processes.
 
         Args:
-            loader: a ``DataLoader`` or any iterable of batches.
+            loader: a ``DataLoader``, a `CombinedLoader` or any iterable of batches.
             device_placement: whether to move batches to the device; None is what the Accelerator has.
             shard: False leaves each process with all that its own loader yields.
             evaluation: no accumulation groups, and every process takes part in every batch.
@@ -284,7 +295,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         assert self.stream is not None
         if move is None and (self.device_placement if device_placement is None else device_placement):
             move = mover(self.device, self.precision)
-        prepared = Loader(
+        prepared = (JointLoader if isinstance(loader, CombinedLoader) else Loader)(
             loader,
             world=self.data_world,
             cursor=self.cursor,
@@ -359,6 +370,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         for known in (self.models, self.optimizers, self.schedulers, self.loaders, self.registered):
             known.clear()  # type: ignore[attr-defined]
         self.cursor.micro = self.stream = None
+        self._copies.clear()
         self._trained.clear()
         self.forget_group()
         self.agreement.reset()
@@ -369,6 +381,15 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         return [None for _ in objects]
 
     clear = free_memory
+
+    def reconnect(self, renew: Callable[[], None]) -> None:
+        """Let go of the process group, and go on with the one that ``renew`` puts in its place; nothing is prepared."""
+        self.free_memory()
+        self.world.forget_parts()
+        self.strategy.detach()
+        renew()
+        self.strategy.attach(self.world, self.precision)
+        self.data_world = self.strategy.data_world
 
     def close_loaders(self) -> None:
         """End the workers of all prepared loaders; the next iteration starts new ones."""

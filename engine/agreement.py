@@ -102,11 +102,16 @@ class Agreement:
             host = packed
         self._pending = (packed, host, event)
 
+    def forget_losses(self) -> None:
+        """Forget the losses of a group that will not be finished."""
+        self.finite = self.own_finite = True
+        self._taint = None
+
     def reset(self) -> None:
         """Forget the votes of the run before."""
+        self.forget_losses()
         self.stop_vote = self.stop = False
-        self.finite = self.own_finite = True
-        self._taint = self._own_taint = self._pending = None
+        self._own_taint = self._pending = None
 
 
 def _packed(votes: Tensor | None, own_taint: Tensor | None, device: torch.device) -> Tensor:

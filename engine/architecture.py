@@ -1,12 +1,14 @@
-"""What tells one model from another beside the names and shapes of its weights: the kinds of its parts."""
+"""What tells one model from another: the names, shapes and formats of its weights, and the kinds of its parts."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from xxhash import xxh3_64
 
 from ..strategies import warn
@@ -54,3 +56,72 @@ def compare(model: nn.Module, noted: Mapping[str, str], path: Path) -> None:
     if other:
         more = f"\n  and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
         warn(f"{path} was saved by a model with other parts:\n  " + "\n  ".join(other[:_SHOWN]) + more)
+
+
+def check_weights(model: nn.Module, weights: dict[str, Any], path: Path | str, strict: bool = True) -> dict[str, Any]:
+    """See that ``weights`` are those of ``model``; returns those that fit, which with ``strict`` are all.
+
+    Args:
+        model: whose names and shapes count.
+        weights: what has a ``shape``, by name.
+        path: where they are from, for the error.
+        strict: False takes what fits, and says what was left out.
+
+    Raises:
+        ValueError: lists the names that are missing, unexpected, of another shape or no tensor.
+    """
+    own = model.state_dict()
+    reshaped = {
+        name: f"{name}: {_form(weights[name])} in the checkpoint, {_form(own[name])} in the model"
+        for name in own
+        # What a module's own ``get_extra_state`` returns may be anything another time.
+        if name in weights and isinstance(own[name], Tensor) and _form(own[name]) != _form(weights[name])
+    }
+    lines = [f"missing: {name}" for name in sorted(set(own) - set(weights))]
+    lines += [f"unexpected: {name}" for name in sorted(set(weights) - set(own))]
+    lines += reshaped.values()
+    untied = _untied(model, weights)
+    lines += [f"{name}: one with {kept} in the model, other values in the checkpoint" for name, kept in untied.items()]
+    if not lines:
+        return weights
+    more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
+    text = f"{path} was saved by another model:\n  " + "\n  ".join(lines[:30]) + more
+    if strict:
+        raise ValueError(f"{text}\nTo take what fits, load with strict=False (in a task: strict_loading = False).")
+    warn(f"{text}\nWhat does not fit is left out.")
+    return {name: value for name, value in weights.items() if name in own and name not in {**reshaped, **untied}}
+
+
+def _form(value: Any) -> str:
+    return str(tuple(value.shape)) if hasattr(value, "shape") else f"a {type(value).__name__}"
+
+
+def _untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
+    """Names of a tensor that the model has under another name too, where the weights have different values for both."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        kept = first.setdefault(id(tensor), name)
+        one, other = weights.get(kept), weights.get(name)
+        if one is not other and one is not None and other is not None and not torch.equal(one[...], other[...]):
+            found[name] = kept
+    return found
+
+
+def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: Path) -> None:
+    """Warn if weights were saved in other formats than the model's: going on from them is not exact then.
+
+    Args:
+        model: the one that loads them.
+        weights: what has a ``dtype``, by the model's names.
+        path: where they are from.
+    """
+    lines = [
+        f"{name}: {str(weights[name].dtype)[6:]} there, {str(now.dtype)[6:]} here"
+        for name, now in model.state_dict().items()
+        if isinstance(now, Tensor) and getattr(weights.get(name), "dtype", now.dtype) != now.dtype
+    ]
+    if lines:
+        more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        text = "\n  ".join(lines[:_SHOWN]) + more
+        warn(f"{path} was saved by a model of another format, so the run does not go on exactly:\n  {text}")

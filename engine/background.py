@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .parts import Files, TensorFile
 
@@ -24,16 +27,27 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], Tensor] = {}
+        self._guards: WeakKeyDictionary[Optimizer, _Guard] = WeakKeyDictionary()
 
-    def of(self, files: Files) -> tuple[Files, Callable[[], None]]:
-        """Copy all tensors in ``files``.
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._kept = {}
+
+    def of(self, files: Files, later: Container[str], optimizers: Iterable[Optimizer]) -> tuple[Files, Copying]:
+        """Copy the tensors in ``files``, or begin to.
+
+        Args:
+            files: what is to be written.
+            later: the files whose tensors nothing but a step of ``optimizers`` changes. Those in host memory are copied
+                by a thread while forward and backward go on; a step that comes too early waits for that.
+            optimizers: all that are in use.
 
         Returns:
-            The files with the copies in the tensors' place, and what to call before they are read.
+            The files with the copies in the tensors' place, and what is to be finished before they are read.
         """
         before, self._kept = self._kept, {}
         copied: Files = {}
-        device: torch.device | None = None
+        copying = Copying()
         for file, content in files.items():
             if isinstance(content, bytes):
                 copied[file] = content
@@ -41,18 +55,87 @@ class HostCopies:
             tensors = {}
             for name, tensor in content.tensors.items():
                 tensor = tensor.detach()
-                device = tensor.device if tensor.is_cuda else device
                 kept = before.get((file, name))
                 if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
                     kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                # From pinned memory the device copies by itself; what is computed after it waits for it there.
-                tensors[name] = self._kept[file, name] = kept.copy_(tensor, non_blocking=tensor.is_cuda)
+                if tensor.device.type == "cpu" and file in later:
+                    copying.add(f"{name} in {file}", kept, tensor)
+                else:  # from pinned memory the device copies by itself; what is computed after it waits for it there
+                    kept.copy_(tensor, non_blocking=tensor.is_cuda)
+                    copying.device = tensor.device if tensor.is_cuda else copying.device
+                tensors[name] = self._kept[file, name] = kept
             copied[file] = TensorFile(tensors, content.notes)
-        if device is None:
-            return copied, lambda: None
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(device))
-        return copied, done.synchronize
+        copying.begin()
+        for optimizer in optimizers:
+            if optimizer not in self._guards:
+                self._guards[optimizer] = _Guard()
+                optimizer.register_step_pre_hook(self._guards[optimizer])
+            self._guards[optimizer].copying = copying
+        return copied, copying
+
+
+class Copying:
+    """Copies that are under way or still to be made.
+
+    Attributes:
+        device: the accelerator that some are made from.
+    """
+
+    def __init__(self) -> None:
+        self.device: torch.device | None = None
+        self._on_device: torch.cuda.Event | None = None
+        self._pairs: list[tuple[str, Tensor, Tensor, int]] = []
+        self._changed = ""
+        self._lock = threading.Lock()
+
+    def add(self, place: str, kept: Tensor, tensor: Tensor) -> None:
+        """Make ``kept`` a copy of ``tensor`` as it is now, but later."""
+        self._pairs.append((place, kept, tensor, tensor._version))
+
+    def begin(self) -> None:
+        """Everything is added."""
+        if self.device is not None:
+            self._on_device = torch.cuda.Event()
+            self._on_device.record(torch.cuda.current_stream(self.device))
+
+    def make(self) -> None:
+        """Make the copies, unless that is done; whoever comes while they are made waits."""
+        with self._lock:
+            for place, kept, tensor, version in self._pairs:
+                if tensor.is_contiguous():  # not by torch, whose threads have the training to do
+                    ctypes.memmove(kept.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+                else:
+                    kept.copy_(tensor)
+                if tensor._version != version:
+                    self._changed = self._changed or place
+            self._pairs = []
+
+    def finish(self) -> None:
+        """Return when all copies are complete.
+
+        Raises:
+            RuntimeError: if something else than an optimizer's step changed a tensor in the meantime.
+        """
+        self.make()
+        if self._on_device is not None:
+            self._on_device.synchronize()
+        if self._changed:
+            raise RuntimeError(
+                f"{self._changed} was changed while it was saved, and not by the optimizer's step. Change an "
+                "optimizer's state before save_state(blocking=False), or after finish_saving()."
+            )
+
+
+class _Guard:
+    """Lets an optimizer's step wait until its state is copied."""
+
+    def __init__(self) -> None:
+        self.copying: Copying | None = None
+
+    def __call__(self, *_: Any) -> None:
+        if self.copying is not None:
+            self.copying.make()
+            self.copying = None
 
 
 class Job:
@@ -73,8 +156,8 @@ class Job:
         self._work = work
         # A thread that Ctrl-C interrupted the `join` of counts as ended, though it runs (Python 3.11).
         self._ended = threading.Event()
-        atexit.register(self._at_exit)
         threading.Thread(target=self._run, name="treadle-save").start()
+        atexit.register(self._at_exit)
 
     def _run(self) -> None:
         try:

@@ -81,7 +81,7 @@ def find_executable_batch_size(
             if accumulates:
                 kwargs[_ACCUMULATION] = -(-first * starting_batch_size // size)
             attempts.begin()
-            fits, result = _attempt(attempts, partial(body, size, *args, **kwargs))
+            fits, result = attempt(attempts, partial(body, size, *args, **kwargs))
             if fits:
                 return result
             del result
@@ -93,8 +93,8 @@ def find_executable_batch_size(
     return run
 
 
-def _attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
-    """Whether it fitted on all processes, and what it returned here."""
+def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
+    """Make one attempt: whether it fitted on all processes, and what it returned here."""
     try:
         result = call()
     except BaseException as error:

@@ -10,13 +10,14 @@ own files, the caller waits for all of them, and one process calls `commit`. Wha
 2. If ``last`` exists it is renamed to ``.last.old``. A failure here leaves two complete checkpoints under other names:
    `find` lists the old one, `recover` puts the new one in place, or the old one if the new one fails its digests.
 3. ``.last.part`` is renamed to ``last`` and the parent's entries are fsynced. This is the commit.
-4. ``.last.old`` is deleted, its manifest first. A failure here leaves leftovers that don't count.
+4. What was in ``.last.old`` and is not in its manifest moves into ``last``.
+5. ``.last.old`` is deleted. A failure here leaves leftovers that don't count.
 
-Deleting a checkpoint starts with one rename too, to ``.last.gone``. `recover` clears all these names away.
+Deleting a checkpoint starts with one rename too, to ``.last.gone``. `recover` clears all these names away. See `swap`.
 """
 
 import os
-import re
+import stat
 import time
 import warnings
 from collections.abc import Mapping
@@ -24,15 +25,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from . import disk
-from .manifest import MANIFEST, Manifest, read_manifest, verify
+from . import disk, swap
+from .manifest import MANIFEST, Manifest, check_files, read_manifest, verify
 from .parts import encode_part, open_part, read_part, write_files
+from .swap import UNFINISHED, check_target
 
 __all__ = [
     "MANIFEST",
     "CheckpointStore",
     "Manifest",
+    "begin",
     "beside",
+    "check_target",
     "commit",
     "discard",
     "encode_part",
@@ -45,8 +49,6 @@ __all__ = [
     "write_files",
     "write_part",
 ]
-
-_BESIDE = re.compile(r"\.(.+)\.(part|old|gone)")
 
 
 def write_part(target: Path | str, name: str, state: Any) -> dict[str, disk.Entry]:
@@ -70,7 +72,7 @@ def write_part(target: Path | str, name: str, state: Any) -> dict[str, disk.Entr
 
 def beside(target: Path | str) -> Path:
     """Where the parts of a checkpoint are until `commit` moves them all at once."""
-    return _beside(target, "part")
+    return swap.beside(target, "part")
 
 
 def commit(
@@ -85,7 +87,7 @@ def commit(
         files: The entries of every `write_part`, of all processes, in one dict.
         info: What the manifest notes: the counts ``step`` (optimizer steps done, default 0), ``epoch`` (0), ``samples``
             (global samples seen, 0) and ``world_size`` (processes, 1), and anything else but tensors, such as a metric.
-        others: Keep what else was put `beside` since `discard` was called; the manifest does not list it.
+        others: Keep what else was put `beside` since `begin`, as part of the checkpoint.
 
     Returns:
         The target, as an absolute path.
@@ -97,11 +99,11 @@ def commit(
         OSError: The disk refused. The checkpoint that stood at the target stands there still, the parts are deleted.
     """
     target, source = Path(os.path.abspath(target)), beside(target)
-    if os.path.lexists(target) and not (target / MANIFEST).is_file() and not _is_empty(target):
-        raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")
+    check_target(target)
     sequence = 1 + max((manifest.sequence for manifest, _ in _scan(target.parent)[0]), default=0)
     entries = {name: dict(files[name]) for name in sorted(files)}
-    data = Manifest.of(entries, info, sequence).to_json()
+    written = _settle(source, set(files)) if others else {}
+    data = Manifest.of(entries, info, sequence, written).to_json()
     for name, entry in entries.items():
         disk.check_file(source, name, entry, digests=False)
     for stray in sorted(set(os.listdir(source)) - set(files)):  # of a killed attempt: its manifest, perhaps
@@ -110,8 +112,10 @@ def commit(
     try:
         disk.write_bytes(source / MANIFEST, data)
         disk.fsync(source / MANIFEST)
+        if others:
+            disk.delete(source / UNFINISHED)
         disk.fsync(source)
-        _swap_in(source, target)
+        swap.swap_in(source, target)
     except OSError:
         with suppress(OSError):
             _delete(source)
@@ -119,31 +123,34 @@ def commit(
     return target
 
 
-def _swap_in(staging: Path, target: Path) -> None:
-    old, gone, aside = _beside(target, "old"), _beside(target, "gone"), None
-    if os.path.lexists(target) and _is_empty(target):
-        disk.rmdir(target)
-    elif os.path.lexists(target):
-        # If an earlier swap left both, the one that can be loaded stays until the new one is in place.
-        aside = gone if os.path.lexists(old) and not _is_whole(target) else old
-        _delete(aside)
-    try:
-        if aside is not None:
-            disk.rename(target, aside)
-        disk.rename(staging, target)
-        disk.fsync(target.parent)
-    except OSError:  # what was not saved for certain was not saved; a rename may have happened and yet have failed
-        with suppress(OSError):
-            if not os.path.lexists(staging):
-                disk.rename(target, staging)
-            if aside is not None and not os.path.lexists(target):
-                disk.rename(aside, target)
-        raise
-    try:
-        _delete(old)
-        _delete(gone)
-    except OSError as error:
-        warnings.warn(f"{target} is saved, but what it replaced can't be deleted now: {error}. The next start will.")
+def _settle(source: Path, files: set[str]) -> dict[str, disk.Entry]:
+    """Bring to the disk what others wrote into a directory beside ``files``; returns its entries for a manifest."""
+    entries = {}
+    folders = {source}
+    for name in disk.leaves(source):
+        path = source / name
+        if name in files or name == UNFINISHED:
+            continue
+        mode = path.lstat().st_mode
+        if name == MANIFEST or not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            what = "the name of the checkpoint's own list" if name == MANIFEST else "no file"
+            raise ValueError(f"a save_state pre-hook wrote {name}, which is {what}, so it can't be saved.")
+        if stat.S_ISREG(mode):
+            disk.fsync(path)
+        entries[name] = disk.describe(path)
+        folders |= {source / parent for parent in Path(name).parents}
+    for folder in sorted(folders - {source}):
+        disk.fsync(folder)
+    return entries
+
+
+def begin(target: Path | str) -> Path:
+    """Make an empty directory `beside` a target, for what others write into it before `write_part`; returns it."""
+    discard(target)
+    source = beside(target)
+    disk.make_directory(source)
+    disk.write_bytes(source / UNFINISHED, b"{}")  # so that it is known for ours, if nothing else of ours gets there
+    return source
 
 
 def discard(target: Path | str) -> None:
@@ -152,11 +159,12 @@ def discard(target: Path | str) -> None:
     Args:
         target: As given to `write_part`. A checkpoint that stands there is not touched.
     """
-    _delete(beside(target))
+    if swap.is_staged(beside(target)):
+        _delete(beside(target))
 
 
 def find_again(path: Path | str) -> None:
-    """See to it that a checkpoint stands under its name, if one was being replaced there.
+    """See to it that a checkpoint stands under its name, if it was being replaced there, or one around it.
 
     Between two renames there is none. A process that is at it now has a moment to finish; one that was killed there has
     left both, and the better one is put in place. One process calls it, before the checkpoint is read.
@@ -164,12 +172,14 @@ def find_again(path: Path | str) -> None:
     Args:
         path: The checkpoint's directory. One that stands, or that nobody replaces, is left alone.
     """
-    target, old = Path(os.path.abspath(path)), _beside(path, "old")
+    target = Path(os.path.abspath(path))
     for _ in range(20):
-        if os.path.lexists(target) or not (old / MANIFEST).is_file():
+        interrupted = [one for one in (target, *target.parents) if os.path.isfile(swap.beside(one, "old") / MANIFEST)]
+        if os.path.lexists(target) or not interrupted:
             return
         time.sleep(0.1)
-    warnings.warn(_finish_swap(target, beside(target), old))
+    for one in reversed(interrupted):
+        warnings.warn(swap.finish(one))
 
 
 def remove(path: Path | str) -> None:
@@ -179,18 +189,14 @@ def remove(path: Path | str) -> None:
         path: The checkpoint's directory.
 
     Raises:
-        ValueError: It isn't a checkpoint, or a link to one; nothing is touched then.
+        ValueError: It isn't a checkpoint, or a link to one, or holds what it was not saved with; nothing is touched
+            then.
         OSError: The disk refused.
     """
     path = Path(os.path.abspath(path))
     if path.is_symlink():
         raise ValueError(f"{path} is a link, not a checkpoint; remove what it points to, or unlink it yourself.")
-    read_manifest(path)
-    gone = _beside(path, "gone")
-    _delete(gone)
-    disk.rename(path, gone)
-    disk.fsync(path.parent)
-    _delete(gone)
+    swap.take_away(path)
 
 
 class CheckpointStore:
@@ -222,8 +228,7 @@ class CheckpointStore:
         found, skipped = _scan(self.directory)
         for manifest, path in reversed(found):
             try:
-                for name, entry in manifest.files.items():
-                    disk.check_file(path, name, entry, digests=verify)
+                check_files(path, manifest, digests=verify)
             except ValueError as error:
                 skipped.append(str(error))
             else:
@@ -249,50 +254,25 @@ class CheckpointStore:
         Returns:
             What was done, one sentence each; empty if there was nothing to do.
         """
-        matches = [_BESIDE.fullmatch(name) for name in disk.names(self.directory)]
-        done: list[str] = []
-        for name in sorted({match[1] for match in matches if match}):
-            target = self.directory / name
-            part, old, gone = (_beside(target, suffix) for suffix in ("part", "old", "gone"))
-            if os.path.lexists(gone):
-                done.append(f"{target}: finished deleting it")
-                _delete(gone)
-            if (old / MANIFEST).is_file():
-                done.append(_finish_swap(target, part, old))
-            elif _is_ours(old):
-                _delete(old)
-            if _is_ours(part):
-                done.append(f"{target}: removed a checkpoint that was never completed")
-                _delete(part)
-        return done
-
-
-def _finish_swap(target: Path, part: Path, old: Path) -> str:
-    if os.path.lexists(target):
-        if not _is_whole(target):
-            return f"{target}: is damaged; the checkpoint it replaced is kept as {old.name}"
-        _delete(old)
-        return f"{target}: removed the checkpoint it replaced"
-    if _is_whole(part, digests=True):
-        disk.rename(part, target)
-        disk.fsync(target.parent)
-        _delete(old)
-        return f"{target}: finished replacing it by the newer checkpoint"
-    disk.rename(old, target)
-    disk.fsync(target.parent)
-    return f"{target}: put back, as its replacement was never completed"
+        matches = [swap.BESIDE.fullmatch(name) for name in disk.names(self.directory)]
+        names = sorted({match[1] for match in matches if match})
+        return [sentence for name in names for sentence in swap.recover(self.directory / name)]
 
 
 def _scan(directory: Path) -> tuple[list[tuple[Manifest, Path]], list[str]]:
     """The readable manifests, the newest last, and what is wrong with the others."""
     found, problems = [], []
     for name in disk.names(directory):
-        path, beside = directory / name, _BESIDE.fullmatch(name)
-        if path.is_symlink() or not path.is_dir() or (name.startswith(".") and not (beside and beside[2] == "old")):
+        path, match = directory / name, swap.BESIDE.fullmatch(name)
+        if (
+            os.path.islink(path)
+            or not os.path.isdir(path)
+            or (name.startswith(".") and not (match and match[2] == "old"))
+        ):
             continue
-        if beside and _is_whole(directory / beside[1]):
+        if match and swap.is_whole(directory / match[1]):
             continue  # replaced, and about to be deleted
-        if not (path / MANIFEST).exists() and not any(file.endswith(".safetensors") for file in disk.names(path)):
+        if not _may_be_one(path):
             continue  # somebody else's directory
         try:
             found.append((read_manifest(path), path))
@@ -301,30 +281,11 @@ def _scan(directory: Path) -> tuple[list[tuple[Manifest, Path]], list[str]]:
     return sorted(found, key=lambda pair: (pair[0].step, pair[0].sequence, pair[1].name)), problems
 
 
-def _beside(target: Path | str, suffix: str) -> Path:
-    target = Path(os.path.abspath(target))
-    return target.parent / f".{target.name}.{suffix}"
+def _may_be_one(path: Path) -> bool:
+    with suppress(OSError):  # what nobody may look into is not ours
+        return os.path.isfile(path / MANIFEST) or any(file.endswith(".safetensors") for file in disk.names(path))
+    return False
 
 
 def _delete(directory: Path) -> None:
     disk.delete(directory, first=MANIFEST)
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink() and not os.listdir(path)
-
-
-def _is_whole(path: Path, digests: bool = False) -> bool:
-    try:
-        verify(path, digests)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether a directory holds only files that are written here; ``.tmp...`` is safetensors' half-written file."""
-    if path.is_symlink() or not path.is_dir():
-        return False
-    inside = [path / name for name in disk.names(path)]
-    return all(file.is_file() and (disk.FILE.fullmatch(file.name) or file.name.startswith(".tmp")) for file in inside)

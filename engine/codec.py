@@ -14,6 +14,7 @@ import itertools
 import math
 import pathlib
 import re
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -23,21 +24,12 @@ import numpy as np
 import torch
 
 from ..strategies.shards import is_sharded, local
+from .disk import CODES
 
-__all__ = ["MAX_DEPTH", "TENSOR_DTYPES", "check_tensor", "decode", "encode", "view_key"]
+__all__ = ["MAX_DEPTH", "check_tensor", "decode", "encode", "view_key"]
 
 MAX_DEPTH = 100
 """How deep a state may be nested; real ones stay below 10, and Python's own stack ends near 1000."""
-
-# What safetensors 0.8 both writes and reads with torch. It also writes float8_e8m0fnu, but can't read it back.
-TENSOR_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "complex64", "bool", "uint8", "int8", "int16", "int32", "int64"),
-        *("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
-    )
-}
-"""The tensor element types a checkpoint can hold, by name."""
 
 _ALL_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
@@ -108,16 +100,17 @@ def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (held.device, pointer, *view)
 
 
-def check_tensor(tensor: torch.Tensor, place: str) -> None:
+def check_tensor(tensor: torch.Tensor, place: str, *, any_dtype: bool = False) -> None:
     """Refuse a tensor that can't be stored, before anything is written.
 
     Args:
         tensor: The tensor.
         place: Where it is, for the error.
+        any_dtype: Take every element type.
 
     Raises:
         TypeError: It is a subclass (other than a sharded tensor), sparse, quantized, without data (device ``meta``) or
-            of an element type that is not in `TENSOR_DTYPES`.
+            of an element type that is not in `disk.CODES`.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(tensor):
         _refuse(tensor, place, "unwrap it into a plain torch.Tensor first")
@@ -125,7 +118,7 @@ def check_tensor(tensor: torch.Tensor, place: str) -> None:
         _refuse(tensor, place, "make it dense first with .to_dense()", f"{tensor.layout} tensor")
     if tensor.device.type == "meta":
         _refuse(tensor, place, "materialize it first; a meta tensor has no values", "tensor on device meta")
-    if tensor.dtype not in TENSOR_DTYPES.values():
+    if not any_dtype and tensor.dtype not in CODES:
         _refuse(tensor, place, "convert it first, or view it as another dtype", f"{tensor.dtype} tensor")
 
 
@@ -191,6 +184,8 @@ class _Encoder:
         kind = type(value)
         if kind in (dict, OrderedDict, defaultdict):
             document = self._dict(value, path)
+        elif kind is Namespace:
+            document = {"$namespace": self._dict(vars(value), path)}
         elif kind is Counter:
             document = {"$counter": self._pairs(value, path)}
         elif kind in (list, tuple):
@@ -380,6 +375,7 @@ def _set(decoder: _Decoder, content: Any, path: tuple[str, ...]) -> set[Any]:
 
 
 _READERS: dict[str, Callable[[_Decoder, Any, tuple[str, ...]], Any]] = {
+    "$namespace": lambda d, c, p: Namespace(**_a(dict, d.value(c, p))),
     "$tuple": lambda d, c, p: tuple(d._items(c, p)),
     "$dict": _Decoder._pairs,
     "$counter": lambda d, c, p: Counter(d._pairs(c, p)),

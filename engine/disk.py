@@ -1,7 +1,9 @@
 """What checkpoints ask of a disk: a few durable operations, and reading back only what was checked.
 
-Every change on disk goes through eight small functions: `mkdir`, `write_bytes`, `write_tensors`, `fsync`, `rename`,
-`replace`, `unlink` and `rmdir`. They are called by way of this module, so that a test can stop the process at each.
+Every change that a checkpoint makes on disk goes through eight small functions: `mkdir`, `write_bytes`,
+`write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`. They are called by way of this module, so that a
+test can stop the process at each. Outside are only what torch writes (`export`, in torch's format), what is downloaded
+(`foreign.fetch`), what a profiler writes, and a user's own hooks.
 """
 
 import errno
@@ -12,7 +14,7 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
@@ -34,7 +36,10 @@ DTYPES: dict[str, torch.dtype] = {
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz},
     **{"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
 }
-"""The element types of a safetensors file that torch knows, by their codes."""
+"""The element types of a safetensors file, by their codes: those that safetensors 0.8 writes and reads with torch.
+
+It also writes float8_e8m0fnu, but can't read it back.
+"""
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 """The codes of element types in a safetensors file."""
@@ -46,6 +51,13 @@ _PIECE = 2**22  # bytes that are digested and written while they are in the proc
 
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|safetensors)")
 """The names a checkpoint's files may have. None of them can lead out of the directory."""
+
+
+def is_inside(name: str) -> bool:
+    """Whether a path, as `leaves` returns it, stays in its directory on every system."""
+    parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
+    plain = name == PurePosixPath(name).as_posix() and not PureWindowsPath(name).anchor
+    return bool(parts) and plain and ".." not in parts and "\0" not in name
 
 
 def mkdir(path: Path) -> None:
@@ -119,7 +131,8 @@ def fsync(path: Path) -> None:
     is_dir = path.is_dir()
     if is_dir and os.name == "nt":  # Windows can't open a directory
         return
-    descriptor = os.open(path, os.O_RDONLY if is_dir else os.O_RDWR)
+    # A hook's file may be read-only; Windows alone wants it open for writing.
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -130,7 +143,7 @@ def fsync(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a directory to a name that is free."""
+    """Rename a directory, or a file, to a name that is free."""
     os.rename(source, target)
 
 
@@ -187,8 +200,21 @@ def names(directory: Path) -> list[str]:
         return []
 
 
+def leaves(directory: Path, inside: str = "") -> Iterator[str]:
+    """All that is in a directory and in those below, but for directories: by path, with ``/``. No link is followed."""
+    for name in names(directory):
+        path = directory / name
+        if os.path.isdir(path) and not os.path.islink(path):
+            yield from leaves(path, f"{inside}{name}/")
+        else:
+            yield inside + name
+
+
 def describe(path: Path) -> Entry:
-    """A file's entry for a manifest, of what now stands in it, read in small pieces."""
+    """A file's entry for a manifest, of what now stands in it, read in small pieces; a link's, of where it leads."""
+    if path.is_symlink():
+        data = os.fsencode(os.readlink(path))
+        return {"bytes": len(data), DIGEST: xxh3_128(data).hexdigest()}
     digest = xxh3_128()
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_PIECE):
@@ -196,7 +222,7 @@ def describe(path: Path) -> Entry:
         return {"bytes": file.tell(), DIGEST: digest.hexdigest()}
 
 
-def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bool) -> None:
+def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bool, links: bool = False) -> None:
     """Check one file of a directory against its entry.
 
     Args:
@@ -204,15 +230,17 @@ def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bo
         name: The file's name.
         entry: What the manifest says of it.
         digests: Also read it and compare the digest.
+        links: It may be a link, or be in a directory below.
 
     Raises:
         ValueError: It is missing, not a plain file, of another size or of other content.
     """
-    if not FILE.fullmatch(name):
+    if not (is_inside(name) if links else FILE.fullmatch(name)):
         raise ValueError(f"{directory}: {name!r:.80} is not a name of a checkpoint's file.")
     try:
-        found: Entry = {"bytes": _size(directory / name)}
-        if digests and found["bytes"] == entry["bytes"]:
+        is_link = links and (directory / name).is_symlink()
+        found: Entry = describe(directory / name) if is_link else {"bytes": _size(directory / name)}
+        if digests and not is_link and found["bytes"] == entry["bytes"]:
             found = describe(directory / name)
     except FileNotFoundError as error:
         raise ValueError(f"{directory}: {name} is missing.") from error

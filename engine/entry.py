@@ -81,6 +81,21 @@ class Entry:
         total = None if self.total is None else float(self.total)
         return total, self.total_weight, [float(value) for value in self.values], list(self.weights)
 
+    def latest(self) -> tuple[float, float]:
+        """The latest step's value and what it weighs, as plain numbers."""
+        return (0.0, 0.0) if self.last is None else (float(self.last), float(self.last_weight))
+
+    def take_latest(self, parts: Iterable[tuple[float, float]]) -> None:
+        """Go on from one `latest`, or from those of several processes."""
+        known = [(value, weight) for value, weight in parts if weight]
+        self.last, self.last_weight = 0.0, float(sum(weight for _, weight in known))
+        if len(known) == 1:
+            self.last = known[0][0]
+        elif known and self.reduction == "mean":
+            self.last = sum(value * weight for value, weight in known) / self.last_weight
+        elif known:
+            self.last = FOLDS[self.reduction](stack([value for value, _ in known])).item()
+
     def take(self, parts: Iterable[Any]) -> None:
         """Go on from one `part`, or from those of several processes."""
         for total, weight, values, weights in parts:

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from ..strategies import warn
-from ..strategies.shards import Whole
+from ..strategies.shards import Whole, is_sharded
 from . import disk
-from .codec import encode, view_key
+from .codec import check_tensor, encode, view_key
+from .manifest import MANIFEST
+from .readable import readable
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{unit}": base**power
@@ -26,6 +28,7 @@ _UNITS = {"": 1, "B": 1} | {
     for unit, base in (("B", 1000), ("IB", 1024))
 }
 _COMPILED = "_orig_mod."
+_KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 
 
 def own_name(name: str) -> str:
@@ -48,24 +51,33 @@ def byte_size(size: int | str) -> int:
 def save_object(obj: Any, f: Any, safe: bool) -> None:
     """Write data to a path (in one move) or an open file.
 
+    Args:
+        obj: what to write.
+        f: where.
+        safe: as safetensors; of tied tensors the first is written, and the header says for which others.
+
     Raises:
-        TypeError: for what is not data, or for safetensors no dict of tensors.
+        TypeError: for what is not data, what ``torch.load(weights_only=True)`` refuses, or for safetensors no dict of
+            tensors.
     """
     write: Callable[[Any], None]
     if safe:
         if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
             raise TypeError(f"safe_serialization=True takes a dict of tensors by name, not {type(obj).__name__}.")
-        tensors = untied(obj)[0]
+        _check(obj, any_dtype=False)
+        tensors, aliases = untied(obj)
 
         def write(target: Any) -> None:
             if isinstance(target, str):
-                disk.write_tensors(Path(target), tensors, {"format": "pt"})
+                write_file(Path(target), tensors, aliases)
             else:
                 from safetensors.torch import save as to_bytes
 
-                target.write(to_bytes({name: t.detach().cpu().contiguous() for name, t in tensors.items()}))
+                plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+                target.write(to_bytes(plain, {"format": "pt", **aliases}))
     else:
         encode(obj, "obj")  # only to see that it is data
+        obj = readable(obj, "obj")
 
         def write(target: Any) -> None:
             torch.save(obj, target)
@@ -127,6 +139,7 @@ def save_weights(weights: Mapping[str, Any], directory: Path, limit: int, safe: 
     others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
     if others:
         raise TypeError(f"{others[0]} in the model's state is no tensor; weights are tensors only. Use save_state.")
+    _check(weights, any_dtype=not safe)
     write_weights(*untied(weights), directory, limit, safe)
 
 
@@ -140,15 +153,20 @@ def write_weights(
         aliases: other names of some of them.
         directory: where.
         limit: the most bytes of a file.
-        safe: safetensors, else torch's format.
+        safe: safetensors, else torch's format, where a tensor stands under its other names too.
+
+    Raises:
+        ValueError: the directory is a checkpoint, whose files these would replace. Nothing is written then.
     """
     directory = Path(os.path.abspath(directory))
+    refuse_checkpoint(directory)
     disk.make_directory(directory)
     shards = _shards(tensors, limit)
-    kind = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+    kind, other = _KINDS if safe else _KINDS[::-1]
     files = _free_names(directory, *kind, len(shards))
     size = sum(map(nbytes, tensors.values()))
     placed = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    placed |= {} if safe else {alias: placed[kept] for alias, kept in aliases.items()}
     index = directory / f"{'.'.join(kind)}.index.json"
     text = json.dumps({"metadata": {"total_size": size}, "weight_map": placed}, indent=2).encode() + b"\n"
     try:
@@ -161,7 +179,30 @@ def write_weights(
         if len(files) > 1 and not (index.is_file() and index.read_bytes() == text):  # which would name them
             _clear(directory / file for file in files)
         raise
-    _drop_others(directory, *kind, {*files, index.name} if len(files) > 1 else {*files})
+    # In this order: the other kind's files may be what loaders took until now, and must not give way to older ones.
+    for one in (kind, other):
+        _drop_others(directory, *one, {*files, index.name} if len(files) > 1 else {*files})
+
+
+def refuse_checkpoint(directory: Path) -> None:
+    """See that weights for others do not go into the folder of a checkpoint, whose own files have the same names.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if (directory / MANIFEST).is_file():
+        raise ValueError(
+            f"{directory} is a checkpoint (it has a {MANIFEST}), and files written into it would destroy it: name "
+            "another folder."
+        )
+
+
+def _check(tensors: Mapping[str, Tensor], any_dtype: bool) -> None:
+    """Refuse what can't be written, before anything is."""
+    for name, tensor in tensors.items():
+        if is_sharded(tensor):
+            raise TypeError(f"{name} is one process's part of a tensor: save accelerator.get_state_dict(model).")
+        check_tensor(tensor, name, any_dtype=any_dtype)
 
 
 def nbytes(tensor: Whole) -> int:
@@ -198,7 +239,8 @@ def _write(path: str, tensors: Mapping[str, Whole], aliases: Mapping[str, str], 
         write_file(Path(path), tensors, aliases)
     else:
         # Of a view, only what is seen.
-        torch.save({name: tensor[...].detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+        held = {name: tensor[...].detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        torch.save(held | {alias: held[kept] for alias, kept in aliases.items() if kept in held}, path)
 
 
 def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, str]) -> None:

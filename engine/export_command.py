@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ after the other, so a model that fits into no memory can be exported too.
     treadle export runs/last.ckpt weights/ --max-shard-size 2GB --dtype bfloat16
 
 The files load with safetensors.torch.load_file, from_pretrained, or treadle.load_weights."""
+
+_OTHER_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,41 +66,58 @@ def export(
 
     Args:
         checkpoint: A committed checkpoint, of any strategy and number of processes.
-        output: A file whose name ends in ``.safetensors``, or a folder. What stands there is replaced once the new
-            files are complete.
+        output: A file whose name ends in ``.safetensors``, or a folder: one that is there, or a name with a slash at
+            its end, or without the ending of a file of weights. What stands there is replaced once the new files are
+            complete.
         dtype: What to convert floating-point weights to; others are left as they are.
         max_shard_size: The most bytes of a file in a folder, a number or ``"500MB"``, ``"2GiB"``.
         model: Which model, where the run prepared several.
 
     Returns:
-        What was written, in words.
+        What was written and what was left out, in words.
 
     Raises:
-        ValueError: It is no checkpoint, is damaged, or an argument is none of those above.
+        ValueError: It is no checkpoint, is damaged, or an argument is none of those above; or the output is in the
+            folder of a checkpoint, which it would destroy.
         OSError: The disk refused.
     """
     from . import disk  # torch, for which --help need not wait
-    from .export import byte_size, in_one_move, nbytes, write_file, write_weights
+    from .export import byte_size, in_one_move, nbytes, refuse_checkpoint, write_file, write_weights
     from .manifest import verify
-    from .parts import open_part
-    from .snapshot import model_part
+    from .parts import has_part, open_part
+    from .snapshot import extra_part, model_part
 
     path, target = Path(checkpoint), Path(output)
-    verify(path)
+    to_folder = _is_folder(output)
+    refuse_checkpoint((target if to_folder else target.parent).absolute())
+    manifest = verify(path)
     stored, _ = open_part(path, model_part(model))
     chosen = _dtype(dtype)
     first: dict[int, str] = {}
     aliases = {name: first[id(one)] for name, one in stored.items() if first.setdefault(id(one), name) != name}
     tensors = {n: _Converted(one, chosen) for n, one in stored.items() if n not in aliases}
-    if target.suffix == ".safetensors":
+    left = open_part(path, extra_part(model))[0] if has_part(manifest.files, extra_part(model)) else ()
+    if to_folder:
+        write_weights(tensors, aliases, target, byte_size(max_shard_size))
+    else:
         disk.make_directory(target.absolute().parent)
         in_one_move(target, lambda beside: write_file(Path(beside), tensors, aliases))
-    elif target.suffix:
-        raise ValueError(f"{target}: a file's name must end in .safetensors; a folder's name has no ending.")
-    else:
-        write_weights(tensors, aliases, target, byte_size(max_shard_size))
     size = sum(nbytes(tensor) for tensor in tensors.values())
-    return f"{target}: {len(stored)} tensors, {size:,} bytes"
+    without = f", without what is no tensor: {', '.join(left)}" if left else ""
+    return f"{target}: {len(stored)} tensors, {size:,} bytes{without}"
+
+
+def _is_folder(output: str | Path) -> bool:
+    """Whether the name is that of a folder: those of models have dots in them too (Qwen2.5-7B)."""
+    target = Path(output)
+    if target.is_dir() or str(output).endswith(("/", os.sep)):
+        return True
+    if target.suffix in _OTHER_ENDINGS:
+        raise ValueError(
+            f"{target}: weights are written as safetensors, so a file's name must end in .safetensors; a folder that "
+            "is not there yet and is to have this name needs a slash at its end."
+        )
+    return target.suffix != ".safetensors"
 
 
 def _dtype(given: str | torch.dtype | None) -> torch.dtype | None:

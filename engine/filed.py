@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .disk import DTYPES
+
+OFFSETS = "DCP_SHARDING_INFO"
+"""The note in a file's header that says where its tensors begin in the whole ones.
+
+JSON, ``{name: {"saved_offsets": [...]}}``: the form that ``torch.distributed.checkpoint.HuggingFaceStorageReader``
+reads, so torch alone can load a sharded model too.
+"""
+
+ALIASES = "aliases"
+"""The note in a checkpoint's model that says which names stand for tied tensors: JSON, ``{alias: name}``."""
 
 _MAX_HEADER_BYTES = 64 * 2**20  # some 500,000 tensors in one file
 _ALIGNMENT = 64  # of torch's own memory
@@ -105,7 +116,7 @@ class Filed:
             file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise ValueError(f"{self.path}: weights lie in it, and it can't be opened: {error.strerror}.") from error
-        if _mark(file.fileno()) != self.mark:
+        if mark_of(file.fileno()) != self.mark:
             file.close()
             raise ValueError(f"{self.path}: was changed after the model was loaded from it. Load the model again.")
         return file
@@ -156,7 +167,7 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
         with safe_open(path, framework="pt") as checked:  # it checks the header: every offset lies in the file
             notes = dict(checked.metadata() or {})
         with path.open("rb") as file:
-            mark = _mark(file.fileno())
+            mark = mark_of(file.fileno())
             header = json.loads(file.read(8 + length)[8:])
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not a whole safetensors file: {error}.") from error
@@ -179,16 +190,25 @@ def whole_model(path: Path) -> Weights:
         ValueError: It is damaged, or holds one process's part of a sharded model.
     """
     weights, notes = read_safetensors(path)
-    if "DCP_SHARDING_INFO" in notes:
+    if OFFSETS in notes:
         raise ValueError(f"{path}: holds the shards of one process. Name the folder, or export it to one file first.")
     try:
-        aliases = json.loads(notes.get("aliases", "{}"))  # as Treadle's checkpoints note tied weights
-        return weights | {alias: weights[kept] for alias, kept in aliases.items()}
+        return with_aliases(weights, notes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: its note of tied weights is damaged: {error!r}.") from error
 
 
-def _mark(descriptor: int) -> tuple[int, ...]:
+def with_aliases(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> dict[str, Any]:
+    """Tensors, also under the names of those they are tied to, as the header of their file notes them.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError, RecursionError: for a note that is damaged.
+    """
+    return {**tensors, **{alias: tensors[kept] for alias, kept in json.loads(notes.get(ALIASES, "{}")).items()}}
+
+
+def mark_of(descriptor: int) -> tuple[int, ...]:
+    """What changes when an open file does: its size, time and number."""
     status = os.fstat(descriptor)
     return (status.st_size, status.st_mtime_ns, status.st_ino)
 

@@ -54,3 +54,13 @@ def check_same_data(dataset: Any, world: World) -> None:
             "the processes share out one dataset, but theirs hold different data, so samples are missing or in two "
             "places. Call seed_everything(seed) before random data is made or split, or give it a seeded generator."
         )
+
+
+def say_other_length(saved: int | None, now: int | None) -> None:
+    """Warn that an epoch which was begun with a dataset goes on with one of another length."""
+    if saved is not None and now is not None and saved != now:
+        warn(
+            f"the checkpoint was made within an epoch of {saved:,} samples, and the dataset has {now:,} now: the rest "
+            "of the epoch is not what it would have been, and a sample may be missing or seen twice. Resume from an "
+            "epoch's end to train on other data."
+        )

@@ -6,26 +6,21 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from time import perf_counter
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from ..strategies import World
-from .draws import Draws
-from .fingerprint import check_same_data
-from .order import GroupPlanner, Micro, ShardedBatches, sized
+from .cursor import Cursor
+from .draws import Draws, fitting, generators_within, load_states, say_begin_anew, stateful, states_of
+from .fingerprint import check_same_data, say_other_length
+from .order import GroupPlanner, Micro, ShardedBatches, set_epoch, shards_itself, sized
 from .random_state import RandomStream, State
-from .reading import SeededSamples, read_here
-from .stream import Counted, StreamedBatches, Unwrapped, other_batches
+from .reading import SeededSamples, SeededStream, read_here
+from .stream import Counted, StreamedBatches, follow_iterator, other_batches
 
-
-class Cursor:
-    """Where the loop is: the micro-batch that was yielded last. Shared by an Accelerator and its loaders."""
-
-    __slots__ = ("micro",)
-
-    def __init__(self) -> None:
-        self.micro: Micro | None = None
+_NO_MORE = object()
 
 
 class Loader:
@@ -76,21 +71,28 @@ class Loader:
         self._drawn: State | None = None  # where the order's stream stood then
         self._resuming = False
         self._passing = 0  # batches that the coming epoch begins without
+        self._ahead = 0  # items of the sampler that this epoch was further than `batches` of this width are
+        self._reads: list[Any] = []  # generators of the dataset's own, where this process reads it
         self._started = False  # the view's persistent workers, in this process or in the one it goes on from
-        rank, size = (world.rank, world.size) if shard and not shards_itself(source) else (0, 1)
-        planner = GroupPlanner(rank, size, (lambda: 1) if evaluation else accumulate)
+        self._repeats = False  # each epoch has the first one's order
+        self._first: dict[str, Any] | None = None  # what that was drawn from
         self._plan: ShardedBatches | StreamedBatches
         self._view: Any = source
+        self._prepare(source, world, shard, (lambda: 1) if evaluation else accumulate, split)
+
+    def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
+        rank, size = (world.rank, world.size) if shard and not shards_itself(source) else (0, 1)
+        planner = GroupPlanner(rank, size, accumulate)
         if isinstance(source, DataLoader):
-            self._prepare_view(source, planner, evaluation)
+            self._prepare_view(source, planner)
         else:
             # A list draws nothing, so nothing has to be lent to it.
             lent = not isinstance(source, list | tuple)
-            self._plan = StreamedBatches(source, None, planner, Draws(stream, source), lent, _stateful(source))
+            self._plan = StreamedBatches(source, None, planner, Draws(self._stream, source), lent, stateful(source))
         if split and size > 1:
             self._plan.split()
 
-    def _prepare_view(self, source: DataLoader[Any], planner: GroupPlanner, evaluation: bool) -> None:
+    def _prepare_view(self, source: DataLoader[Any], planner: GroupPlanner) -> None:
         if not getattr(source, "in_order", True):
             raise ValueError(
                 "DataLoader(in_order=False) yields batches in the order its workers finish, so no run could be "
@@ -104,21 +106,24 @@ class Loader:
             counted = source.batch_size
             if counted is not None:
                 settings["collate_fn"] = Counted(source.collate_fn)
-            draws = Draws(self._stream, source, None if workers else source.dataset)
+            draws = Draws(self._stream, source, dataset=None if workers else source.dataset)
             # A subclass's own __iter__ may draw the workers' seed late, or anything else.
             lent = not workers or type(source).__iter__ is not DataLoader.__iter__
             # A loader that knows where it is knows it of its workers too.
-            stateful = _stateful(view)
-            if stateful is None and not workers:
-                stateful = _stateful(source.dataset)
-            streamed = self._plan = StreamedBatches(source, counted, planner, draws, lent, stateful)
-            if counted is not None:
-                _unwrap(view, streamed)
+            knows = stateful(view)
+            if knows is None and not workers:
+                knows = stateful(source.dataset)
+            streamed = self._plan = StreamedBatches(source, counted, planner, draws, lent, knows)
+            if source.persistent_workers and not isinstance(source.dataset, IterDataPipe):
+                settings["dataset"] = streamed.seeded = SeededStream(source.dataset)
+            follow_iterator(view, streamed)
             return
-        plan = self._plan = ShardedBatches(source, planner, self._stream, evaluation, positions=workers)
+        plan = self._plan = ShardedBatches(source, planner, self._stream, self.evaluation, positions=workers)
         settings["batch_sampler" if source.batch_sampler is not None else "sampler"] = plan
         if workers:
             settings["dataset"] = SeededSamples(source.dataset)
+        else:
+            self._reads = generators_within(source.dataset)
         # Not around `iter(view)`: a subclass whose __iter__ is a generator starts the workers later, from within.
         # Weak, as a cycle would keep persistent workers alive.
         weak_view, weak_self = weakref.ref(view), weakref.ref(self)
@@ -139,13 +144,26 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this process's micro-batches of one epoch; each is announced to the cursor first."""
-        batches = self._begin()
+        return self._run(None)
+
+    def begun(self) -> Iterator[Any]:
+        """As ``iter``, but the epoch is begun now and not with its first batch, as torch's loaders begin it."""
+        return self._run(self._begin())
+
+    def _run(self, batches: Iterator[Any] | None, *, end: bool = True) -> Iterator[Any]:
+        if batches is None:
+            batches = self._begin()
         micros = self._plan.micros
         cursor, stream, move = self._cursor, self._stream, self.move
         outer = cursor.micro  # of a loop around this one, such as training around a validation
         micro: Micro | None = None
         try:
-            for batch in batches:
+            while True:
+                began = perf_counter()
+                batch = next(batches, _NO_MORE)
+                cursor.waited += perf_counter() - began
+                if batch is _NO_MORE:
+                    break
                 if not micros:
                     raise other_batches(self.source)
                 micro, drawn = micros.popleft()
@@ -157,14 +175,15 @@ class Loader:
                 yield batch if move is None else move(batch)
             if micros:
                 raise other_batches(self.source)
-            self.end_epoch()
+            if end:
+                self.end_epoch()
         finally:
             if cursor.micro is micro:
                 cursor.micro = outer
 
     def groups(self) -> Iterator[Iterable[Any]]:
-        """Yield groups of micro-batches; one group is one optimizer step."""
-        batches = iter(self)
+        """Yield groups of micro-batches; one group is one optimizer step. Call `end_epoch` after the last one."""
+        batches = self._run(None, end=False)
         cursor = self._cursor
         for batch in batches:
             micro = cursor.micro
@@ -185,7 +204,9 @@ class Loader:
             self.end_epoch()  # the one before was left early
         self._resuming = False
         passing, self._passing = self._passing, 0
-        set_epoch(self.source, self.epoch)
+        if self._repeats and plan.order is None:
+            plan.order = self._first
+        set_epoch(self.source, 0 if self._repeats else self.epoch)
         limit = None if self.limit is None else max(0, self.limit - self.batches)
         if isinstance(plan, StreamedBatches):
             plan.begin(self.epoch, self.samples, limit)
@@ -199,7 +220,7 @@ class Loader:
     def _after(self, passing: int, batches: Iterator[Any]) -> Iterator[Any]:
         """Count the batches that the epoch begins without; a stream has to read them."""
         plan = self._plan
-        if isinstance(plan, StreamedBatches):
+        if not isinstance(plan, ShardedBatches):
             for _ in itertools.islice(batches, passing):
                 micro, drawn = plan.micros.popleft()
                 self.samples += micro.everyone
@@ -226,20 +247,30 @@ class Loader:
         if self._resuming and self.length is not None and self.batches >= self.length:
             self.end_epoch()  # saved with its last batch: the running epoch is the next one
             self._resuming = False
-        if isinstance(self._plan, StreamedBatches):
+        if not isinstance(self._plan, ShardedBatches):
             if batch < self.batches:
                 raise ValueError(f"batch {batch} of the stream has passed, {self.batches} were read; it can't go back.")
             self._passing = batch - self.batches
         else:
-            self.samples = self.batches = 0
+            self.samples = self.batches = self._ahead = 0
             self._passing = batch
 
     def end_epoch(self) -> None:
         """Go on with the next epoch, even if this one was left early. Happens by itself when it is exhausted."""
         if self._plan.order is not None:
             self.epoch += 1
-            self.samples = self.batches = 0
+            self.samples = self.batches = self._ahead = 0
+            self._first = self._first or self._plan.order
             self._plan.order = self._micro = None
+
+    def keep_order(self) -> bool:
+        """Yield each epoch in one order: the dataset's, or of a sampler of the user's own the one that it draws first.
+
+        Returns:
+            Whether it would have shuffled.
+        """
+        self._repeats = True
+        return self._plan.unshuffle()
 
     def __len__(self) -> int:
         """Micro-batches that this process yields in a whole epoch.
@@ -255,13 +286,7 @@ class Loader:
     @property
     def length(self) -> int | None:
         """As ``len``, or None where the source has no length."""
-        plan = self._plan
-        if isinstance(plan, ShardedBatches):
-            return self.limit if sized(plan.sampler) is None else plan.total(self.limit)
-        count = sized(self.source)
-        if count is not None:
-            count = -(-count // plan.planner.size)
-        return count if self.limit is None else min(self.limit, self.limit if count is None else count)
+        return self._plan.length(self.limit)
 
     def __getattr__(self, name: str) -> Any:
         # `loader.dataset`, `loader.batch_size`, ...: the user's own.
@@ -272,16 +297,12 @@ class Loader:
     @property
     def total_batch_size(self) -> int:
         """Samples in a full batch, over all processes."""
-        plan = self._plan
-        return (plan.batch_size if isinstance(plan, ShardedBatches) else plan.counted or 1) * plan.planner.size
+        return self._plan.full
 
     @property
     def left_out(self) -> int:
         """Samples of each epoch that ``drop_last`` leaves out: those of a last, short global batch."""
-        plan = self._plan
-        if not isinstance(plan, ShardedBatches) or not plan.drop_last or sized(plan.sampler) is None:
-            return 0
-        return len(plan.sampler) % self.total_batch_size  # type: ignore[arg-type]
+        return self._plan.left_out
 
     @property
     def total_dataset_length(self) -> int:
@@ -292,6 +313,16 @@ class Loader:
     def end_of_dataloader(self) -> bool:
         """Whether the batch that was yielded last is the epoch's last."""
         return bool(self.batches) and self.length is not None and self.batches >= self.length
+
+    @property
+    def micro(self) -> Micro:
+        """The facts of the batch that was yielded last, within its epoch."""
+        assert self._micro is not None
+        return self._micro
+
+    def draw_from(self, stream: RandomStream) -> None:
+        """Draw the order from another stream, before anything is drawn."""
+        self._stream = self._plan.draws.stream = stream
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next, or runs: samplers and datasets with a ``set_epoch`` are told."""
@@ -319,74 +350,80 @@ class Loader:
         Raises:
             ValueError: inside a group of micro-batches, whose gradients no state holds.
         """
-        plan, micro = self._plan, self._micro
-        if micro is not None and not micro.last:
-            raise ValueError(
-                "the loader stands inside a group of micro-batches, whose gradients are in no checkpoint. Save when "
-                "accelerator.sync_gradients is true, after the optimizer's step."
-            )
-        drawn = None if micro is None else self._drawn
+        self._refuse_inside_group()
+        plan = self._plan
+        drawn = None if self._micro is None else self._drawn
+        plan.draws.warn_of_counts(plan.order is not None)
         return {
             "epoch": self.epoch,
             "samples": self.samples,
             "batches": self.batches,
             "order": plan.order,
+            "width": plan.width,
+            "length": sized(getattr(self.source, "dataset", None)),
+            "items": plan.items(self.samples, self.batches) + self._ahead,
             "generators": plan.draws.private_states(),
+            "samplers": plan.draws.sampler_states(),
             "started": self._started,
             "source": plan.state(drawn) if isinstance(plan, StreamedBatches) else None,
+            "workers": plan.workers if isinstance(plan, StreamedBatches) else None,
+            **({"first": self._first} if self._repeats else {}),
         }
 
+    def _refuse_inside_group(self) -> None:
+        if self._micro is not None and not self._micro.last:
+            raise ValueError(
+                "the loader stands inside a group of micro-batches, whose gradients are in no checkpoint. Save when "
+                "accelerator.sync_gradients is true, after the optimizer's step."
+            )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the samples that `state_dict` counted, in the same order, on any number of processes."""
+        """Go on after the samples that `state_dict` counted, in the same order, on any number of processes.
+
+        Raises:
+            ValueError: see `check`.
+        """
         plan = self._plan
+        if self.evaluation and plan.draws.difference(state):
+            self.epoch = state["epoch"]  # it has another sampler now, and an order of its own
+            return
+        self.check(state)
+        if state["order"] is not None and not self.evaluation:
+            say_other_length(state.get("length"), sized(getattr(self.source, "dataset", None)))
         plan.draws.load_private(state["generators"])
+        plan.draws.load_samplers(state)
         self.epoch, self.samples, self.batches = state["epoch"], state["samples"], state["batches"]
         if isinstance(plan, StreamedBatches):
             plan.load_state(state["source"])
-        elif plan.plain:  # the batches of this number of processes
-            self.batches = -(-self.samples // (plan.batch_size * plan.planner.size))
+            plan.workers = state.get("workers")
+            self.close()  # workers of another time, if there are any, have drawn other numbers
+        self._ahead = 0
+        items = state.get("items", plan.items(self.samples, self.batches))
+        if state.get("width") != plan.width:  # another number of processes, each with fewer or more batches
+            self.batches = plan.batches_of(items)
+        self._ahead = items - plan.items(self.samples, self.batches)
         plan.order = state["order"]
         self._micro = None
+        self._first = state.get("first")
         self._resuming = plan.order is not None
         self._started = state["started"]
 
+    def check(self, state: dict[str, Any]) -> None:
+        """See that a loader with the same random sources was saved.
 
-def _unwrap(view: DataLoader[Any], plan: StreamedBatches) -> None:
-    """Let the sizes that `Counted` adds end where ``view``'s own ``__iter__`` begins."""
-    weak = weakref.ref(view)  # as above
+        Raises:
+            ValueError: if it had others.
+        """
+        if text := self._plan.draws.difference(state):
+            raise ValueError(f"{text}: pass the same kind of sampler, or resume with weights only.")
 
-    def get_iterator() -> Any:
-        own_view = weak()
-        assert own_view is not None
-        iterator = type(own_view)._get_iterator(own_view)
-        plan.started()
-        return Unwrapped(iterator, plan.sizes)
+    def reading_state(self) -> list[Any]:
+        """Where the generators of the dataset's own are, of which each process has its own."""
+        return states_of(self._reads)
 
-    view.__dict__["_get_iterator"] = get_iterator
-
-
-def shards_itself(loader: Any) -> bool:
-    """Whether a loader's sampler gives each process a part of its own, as a ``DistributedSampler`` does."""
-    batches = getattr(loader, "batch_sampler", None)
-    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    return any(
-        isinstance(s, DistributedSampler) or (hasattr(s, "num_replicas") and hasattr(s, "rank")) for s in samplers
-    )
-
-
-def _stateful(source: Any) -> Any:
-    return source if hasattr(source, "state_dict") and hasattr(source, "load_state_dict") else None
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the dataset and the samplers of ``loader`` that have a ``set_epoch`` which epoch begins."""
-    batches = getattr(loader, "batch_sampler", None)
-    owners = (
-        getattr(loader, "dataset", None),
-        getattr(loader, "sampler", None),
-        batches,
-        getattr(batches, "sampler", None),
-    )
-    for owner in {id(owner): owner for owner in owners}.values():
-        if callable(method := getattr(owner, "set_epoch", None)):
-            method(epoch)
+    def load_reading_state(self, states: list[Any]) -> None:
+        """Put them back; those of another dataset are left, which a warning says of a training loader."""
+        if fitting(self._reads, states):
+            load_states(self._reads, states)
+        elif not self.evaluation:
+            say_begin_anew(getattr(self.source, "dataset", self.source), self._reads, states)

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Manifest:
         info: All that the caller of `commit` passed; the counts are in it too, under their names.
         format: Version of the layout.
         sequence: Grows with every commit into a directory; decides between two checkpoints of the same step.
+        others: As ``files``, what hooks wrote, by path, as ``unet/config.json``. A link's content is where it leads.
     """
 
     step: int
@@ -44,12 +45,25 @@ class Manifest:
     info: dict[str, Any]
     format: int = FORMAT
     sequence: int = 0
+    others: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        """All that is listed."""
+        return {*self.files, *self.others}
 
     @classmethod
-    def of(cls, files: dict[str, dict[str, Any]], info: Mapping[str, Any], sequence: int) -> "Manifest":
+    def of(
+        cls,
+        files: dict[str, dict[str, Any]],
+        info: Mapping[str, Any],
+        sequence: int,
+        others: dict[str, dict[str, Any]] | None = None,
+    ) -> "Manifest":
         """The manifest for what `commit` was given. A count that isn't in ``info`` is 0, and ``world_size`` 1."""
         info = {"step": 0, "epoch": 0, "samples": 0, "world_size": 1, **info}
-        return cls(**{name: info[name] for name in _COUNTS}, files=files, info=info, sequence=sequence)
+        counts = {name: info[name] for name in _COUNTS}
+        return cls(**counts, files=files, info=info, sequence=sequence, others=others or {})
 
     def to_json(self) -> bytes:
         """The content of ``manifest.json``.
@@ -63,16 +77,18 @@ class Manifest:
         if tensors:
             raise TypeError(f"{next(iter(tensors))}: a manifest takes no tensors; use .item(), or store it in a part.")
         counts = {name: getattr(self, name) for name in (*_COUNTS, "sequence")}
-        document = {"format": self.format, **counts, "files": self.files, "info": info}
+        others = {"others": self.others} if self.others else {}
+        document = {"format": self.format, **counts, "files": self.files, **others, "info": info}
         _parse(document)
         return json.dumps(document, indent=1, allow_nan=False).encode()
 
 
-def read_manifest(path: Path | str) -> Manifest:
+def read_manifest(path: Path | str, name: str = MANIFEST) -> Manifest:
     """Read what a committed checkpoint says about itself.
 
     Args:
         path: The checkpoint's directory.
+        name: The file.
 
     Raises:
         ValueError: It isn't a checkpoint, or is damaged, or is written by a newer Treadle.
@@ -80,14 +96,14 @@ def read_manifest(path: Path | str) -> Manifest:
     if not Path(path).is_dir():
         what = "is a file" if Path(path).exists() else "does not exist"
         raise ValueError(f"{path} {what}; a checkpoint is a directory with a {MANIFEST}.")
-    document = disk.read_json(Path(path) / MANIFEST, _MAX_BYTES)
+    document = disk.read_json(Path(path) / name, _MAX_BYTES)
     found = document.get("format") if isinstance(document, dict) else None
     if type(found) is int and found > FORMAT:
         raise ValueError(f"{path}: has format {found}, this version of Treadle reads up to {FORMAT}. Upgrade Treadle.")
     try:
         return _parse(document)
     except ValueError as error:
-        raise ValueError(f"{path}: {MANIFEST} is damaged: {error}. Use another checkpoint.") from error
+        raise ValueError(f"{path}: {name} is damaged: {error}. Use another checkpoint.") from error
 
 
 def verify(path: Path | str, digests: bool = True) -> Manifest:
@@ -104,9 +120,16 @@ def verify(path: Path | str, digests: bool = True) -> Manifest:
         ValueError: A file is missing, of another size or other content. The text names the file and the reason.
     """
     manifest = read_manifest(path)
-    for name, entry in manifest.files.items():
-        disk.check_file(Path(path), name, entry, digests)
+    check_files(Path(path), manifest, digests)
     return manifest
+
+
+def check_files(path: Path, manifest: Manifest, digests: bool = True) -> None:
+    """As `verify`, of a checkpoint whose manifest was read."""
+    for name, entry in manifest.files.items():
+        disk.check_file(path, name, entry, digests)
+    for name, entry in manifest.others.items():
+        disk.check_file(path, name, entry, digests, links=True)
 
 
 def _parse(document: Any) -> Manifest:
@@ -117,9 +140,16 @@ def _parse(document: Any) -> Manifest:
     for name, value in counts.items():
         _need(type(value) is int and value >= 0, f"{name} is {value!r:.40}, and must be an int of 0 or more")
     files = document.get("files")
-    _need(isinstance(files, dict) and bool(files), "it lists no files")
-    for name, entry in files.items():
+    _need(isinstance(files, dict) and bool(files or document.get("others")), "it lists no files")
+    others = document.get("others", {})
+    _need(isinstance(others, dict), "others is no object")
+    for name in files:
         _need(name != MANIFEST and bool(disk.FILE.fullmatch(name)), f"{name!r:.80} is no name of a checkpoint's file")
+    for name in others:
+        _need(
+            name not in files and name != MANIFEST and disk.is_inside(name), f"{name!r:.80} is no name for a file in it"
+        )
+    for name, entry in (*files.items(), *others.items()):
         _need(isinstance(entry, dict), f"{name} has no entry")
         size, digest = entry.get("bytes"), entry.get(disk.DIGEST)
         _need(type(size) is int and size >= 0, f"{name} has no size")
@@ -127,7 +157,7 @@ def _parse(document: Any) -> Manifest:
     info = decode(document.get("info"), {})
     _need(isinstance(info, dict), "it has no info")
     info = {name: counts[name] for name in _COUNTS} | info
-    return Manifest(**counts, files=files, info=info, format=version)
+    return Manifest(**counts, files=files, info=info, format=version, others=others)
 
 
 def _need(condition: bool, what: str) -> None:

@@ -43,6 +43,8 @@ class Metrics:
     def between_batches(self, yes: bool) -> None:
         """Say whether the hooks that run now belong to the epoch rather than to a batch."""
         self._entries = self._in_epoch if yes else self._in_step
+        if yes:
+            self.weight = 1.0  # a process's value, not a batch's
 
     @property
     def entries(self) -> list[Entry]:
@@ -199,7 +201,7 @@ class Metrics:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self, world: World, owner: nn.Module | None = None, over: bool = False) -> dict[str, Any]:
-        """The epoch's sums so far, how each is shown, and what ``owner``'s metric objects have counted.
+        """The epoch's sums and the latest step's values, how each is shown, and what ``owner``'s metrics have counted.
 
         All processes must ask. ``over`` says that the epoch is at its end: the next one has logged nothing yet.
         """
@@ -208,20 +210,20 @@ class Metrics:
         done += [] if self.evaluation is None else [e.metric for e in self.evaluation.entries]
         counts = metric_objects.state(objects, metric_objects.parts_of(done), world)
         if over:
-            return {"values": {}, "metrics": {}, "objects": counts}
-        shown = {e.name: {key: getattr(e, key) for key in SHOWN} for e in self._in_step.values() if e.on_epoch}
+            return {"values": {}, "metrics": {}, "latest": {}, "objects": counts}
+        shown = {e.name: {key: getattr(e, key) for key in SHOWN} for e in self._in_step.values()}
         logged = {e.name: e.metric for e in self._in_step.values() if e.on_epoch and e.metric is not None}
         places = metric_objects.places(logged, objects, owner)
+        entries = self._in_step.values()
+        sums = {e.name: e.part() for e in entries if e.on_epoch and e.metric is None}
+        newest = {e.name: e.latest() for e in entries if e.on_step and e.last is not None}
+        every = world.gather_objects((sums, newest))
         return {
-            "values": self._parts(shown, world),
+            "values": {name: shown[name] | {"parts": [part.get(name) for part, _ in every]} for name in sums},
             "metrics": {name: shown[name] | {"place": place} for name, place in places.items()},
+            "latest": {name: shown[name] | {"parts": [part.get(name) for _, part in every]} for name in newest},
             "objects": counts,
         }
-
-    def _parts(self, shown: dict[str, dict[str, Any]], world: World) -> dict[str, dict[str, Any]]:
-        plain = [entry for entry in self._in_step.values() if entry.on_epoch and entry.metric is None]
-        every = world.gather_objects({entry.name: entry.part() for entry in plain})
-        return {e.name: shown[e.name] | {"parts": [part.get(e.name) for part in every]} for e in plain}
 
     def load_state_dict(self, state: dict[str, Any], world: World, owner: nn.Module | None = None) -> None:
         """Go on from what `state_dict` returned; on another number of processes rank zero goes on from all sums."""
@@ -234,10 +236,24 @@ class Metrics:
             entry = self._in_step[name] = Entry(name, None, **{key: one[key] for key in SHOWN})
             if "place" in one:
                 entry.metric = objects.get(one["place"])
-            elif len(one["parts"]) == world.size:
-                entry.take(part for part in one["parts"][world.rank : world.rank + 1] if part)
-            elif world.is_main:
-                entry.take(part for part in one["parts"] if part)
+            else:
+                entry.take(_own(one["parts"], world))
+        for name, one in state.get("latest", {}).items():
+            entry = self._in_step.setdefault(name, Entry(name, None, **{key: one[key] for key in SHOWN}))
+            entry.take_latest(_own(one["parts"], world))
+
+
+class MutedMetrics(Metrics):
+    """Takes everything and keeps nothing."""
+
+    def log(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+
+def _own(parts: list[Any], world: World) -> list[Any]:
+    """What this process goes on from: its own part, or where there were more or fewer, all of them on rank zero."""
+    mine = parts[world.rank : world.rank + 1] if len(parts) == world.size else parts if world.is_main else []
+    return [part for part in mine if part]
 
 
 def _one_number(name: str, value: Any) -> Any:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from ..strategies import warn
 from . import checkpoint, disk
+from .parts import has_part
 from .plugins import ProjectConfiguration
 
 _NAME = re.compile(r"checkpoint_(\d+)")
+_REPLACED = re.compile(r"\.checkpoint_(\d+)\.old")
 
 
 def _folder(project: ProjectConfiguration, method: str) -> Path:
@@ -22,8 +24,8 @@ def _folder(project: ProjectConfiguration, method: str) -> Path:
     return Path(project.project_dir) / "checkpoints"
 
 
-def _numbers(folder: Path) -> list[int]:
-    return sorted(int(found[1]) for name in disk.names(folder) if (found := _NAME.fullmatch(name)))
+def _numbers(folder: Path, pattern: re.Pattern[str] = _NAME) -> list[int]:
+    return sorted(int(found[1]) for name in disk.names(folder) if (found := pattern.fullmatch(name)))
 
 
 def next_target(project: ProjectConfiguration) -> Path:
@@ -43,24 +45,31 @@ def next_target(project: ProjectConfiguration) -> Path:
     return folder / f"checkpoint_{project.iteration}"
 
 
-def newest(project: ProjectConfiguration) -> tuple[Path, list[str]]:
+def newest(project: ProjectConfiguration, resumable: bool = True) -> tuple[Path, list[str]]:
     """The checkpoint of the highest number that is whole, and one sentence for each that is not.
+
+    Nothing is cleared away: another process may be saving here.
+
+    Args:
+        project: which ones.
+        resumable: leave out those that hold weights only.
 
     Raises:
         ValueError: if there is none.
     """
     folder = _folder(project, "load_state")
-    if folder.is_dir():
-        checkpoint.CheckpointStore(folder).recover()
     skipped: list[str] = []
-    for number in reversed(_numbers(folder)):
+    for number in sorted({*_numbers(folder), *_numbers(folder, _REPLACED)}, reverse=True):
         path = folder / f"checkpoint_{number}"
         try:
-            checkpoint.verify(path)
-        except ValueError as error:
+            checkpoint.find_again(path)
+            manifest = checkpoint.verify(path)
+        except (OSError, ValueError) as error:
             skipped.append(str(error))
-        else:
+            continue
+        if has_part(manifest.files, "state") or not resumable:
             return path, skipped
+        skipped.append(f"{path}: it holds weights only, so no run can go on from it")
     raise ValueError("; ".join([f"{folder} has no checkpoint that can be loaded", *skipped]) + ".")
 
 
@@ -75,11 +84,17 @@ def iteration_after(project: ProjectConfiguration, loaded: Path) -> int:
 
 
 def drop_oldest(folder: Path, limit: int) -> None:
-    """Delete checkpoints until ``limit`` of them are left, those of the lowest numbers first."""
-    numbers = [n for n in _numbers(folder) if (folder / f"checkpoint_{n}" / checkpoint.MANIFEST).is_file()]
+    """Delete checkpoints until ``limit`` of them are left, those of the lowest numbers first.
+
+    One that can't be deleted is no error, as the new one is saved: a warning says why, and the next save tries again.
+    """
+    numbers = [n for n in _numbers(folder) if os.path.isfile(folder / f"checkpoint_{n}" / checkpoint.MANIFEST)]
     try:
         checkpoint.CheckpointStore(folder).recover()  # what was killed while it deleted
-        for number in numbers[:-limit]:
+    except (OSError, ValueError) as error:
+        warn(f"leftovers of older checkpoints in {folder} can't be deleted now: {error}. The next save will try again.")
+    for number in numbers[:-limit]:
+        try:
             checkpoint.remove(folder / f"checkpoint_{number}")
-    except OSError as error:  # the new one is saved
-        warn(f"older checkpoints in {folder} can't be deleted now: {error}. The next save will try again.")
+        except (OSError, ValueError) as error:
+            warn(f"checkpoint_{number} in {folder} is not kept any more, but can't be deleted: {error}")

@@ -45,6 +45,8 @@ class PreparedOptimizer(Optimizer):
             return None
         if accelerator.unfinished:
             accelerator.finish_gradients()
+        if self in accelerator.unreduced:
+            accelerator.reduce_gradients(self)
         skipped = False
         if accelerator.loss_scale is not None:
             result, skipped = accelerator.loss_scale.step(self.optimizer, closure)

@@ -31,6 +31,12 @@ def parameter_names(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[s
     return [known.get(id(p), f"parameter {index}") for index, p in enumerate(parameters_of(optimizer))]
 
 
+def of_no_model(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[Tensor]:
+    """Those of its parameters that no model has."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    return [parameter for parameter in parameters_of(optimizer) if id(parameter) not in known]
+
+
 def class_of(optimizer: Optimizer) -> str:
     """The name of its class."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -99,6 +100,7 @@ class ShardedBatches:
         order: what the epoch's order was drawn from; where it is set before the epoch begins, that epoch comes again.
         micros: of the batches that were yielded and not yet taken by the loop: the facts, and where the order's stream
             stands once the batch is reached (None where the epoch's order was drawn at once).
+        noted: the indices of those batches and of some before, where someone wants to know them.
     """
 
     def __init__(
@@ -114,11 +116,12 @@ class ShardedBatches:
         self.planner = planner
         self.merge_tail = merge_tail and self.batched
         self.positions = positions
-        self.draws = Draws(stream, loader, batches, self.sampler, getattr(self.sampler, "sampler", None))
+        self.draws = Draws(stream, loader, (batches, self.sampler))
         self.draws_at_once = type(self.sampler) in _DRAW_ONCE
         self.order: dict[str, Any] | None = None
         self._undo: dict[str, Any] | None = None
         self._rest: RandomStream | None = None
+        self.noted: deque[list[Any]] | None = None
         self.begin(0, 0, None)
 
     def begin(self, epoch: int, skip: int, limit: int | None, passed: int = 0) -> None:
@@ -126,6 +129,8 @@ class ShardedBatches:
         self.epoch, self.skip, self.limit = epoch, skip, limit
         self.passed, self.passed_samples = passed, 0
         self.micros: deque[tuple[Micro, State | None]] = deque()
+        if self.noted:
+            self.noted.clear()
 
     def split(self) -> None:
         """Take ``batch_size`` for that of the global batch.
@@ -142,6 +147,27 @@ class ShardedBatches:
             )
         self.batch_size //= size
 
+    @property
+    def draws_later(self) -> bool:
+        """Whether the order is drawn as the epoch goes, and not all of it at its beginning."""
+        return not self.draws_at_once
+
+    def unshuffle(self) -> bool:
+        """Take the dataset's order where torch's own samplers shuffle it.
+
+        Returns:
+            Whether there is, or was, a shuffle.
+        """
+        sampler = self.sampler
+        if isinstance(sampler, RandomSampler):
+            self.sampler = SequentialSampler(sampler.data_source)
+        elif isinstance(sampler, SubsetRandomSampler):
+            self.sampler = list(sampler.indices)
+        else:
+            return type(sampler) is not SequentialSampler and bool(getattr(sampler, "shuffle", True))
+        self.draws_at_once = True
+        return True
+
     def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
         """Start the loader's iterator; the seed that it draws for its workers comes from the stream.
 
@@ -151,7 +177,14 @@ class ShardedBatches:
         """
         self._undo = self.draws.state() if silently or self.order is not None else None
         with self.draws.stream.drawing():
-            return get_iterator()
+            iterator = get_iterator()
+            self._rewind()  # other loaders may draw before the first batch comes
+        return iterator
+
+    def _rewind(self) -> None:
+        if self._undo is not None:
+            self.draws.rewind(self._undo)
+            self._undo = None
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: nothing may be drawn before the loader has drawn its workers' seed, as in a plain loop.
@@ -163,15 +196,45 @@ class ShardedBatches:
         Raises:
             TypeError: if the user's sampler has no length.
         """
-        samples = len(self.sampler)  # type: ignore[arg-type]
+        return self._rounds(len(self.sampler), limit)  # type: ignore[arg-type]
+
+    def _rounds(self, items: int, limit: int | None = None) -> int:
+        """Batches this process makes of so many of the user's sampler's last items, no more than ``limit``."""
         size = self.planner.size
-        width = self.batch_size * size
-        count, rest = divmod(samples, width)
+        count, rest = divmod(items, self.width)
         count += bool(rest) and not self.drop_last
         if limit is not None and limit < count:
             return limit
         merged = self.plain and self.merge_tail and count > 1 and 0 < rest < size and not self.drop_last
         return count - merged
+
+    def length(self, limit: int | None) -> int | None:
+        """As `total`; without a length the limit, if there is one."""
+        return limit if sized(self.sampler) is None else self.total(limit)
+
+    @property
+    def width(self) -> int:
+        """Items of the user's sampler in a full batch, over all processes."""
+        return self.batch_size * self.planner.size
+
+    full = width  # those of a batch sampler of the user's own are batches
+
+    @property
+    def left_out(self) -> int:
+        """Samples of each epoch that ``drop_last`` leaves out: those of a last, short global batch."""
+        count = sized(self.sampler)
+        return count % self.width if self.drop_last and count is not None else 0
+
+    def items(self, samples: int, batches: int) -> int:
+        """Items of the user's sampler in this epoch's first ``batches``, which hold ``samples``."""
+        return batches * self.width if self.batched and not self.plain else samples
+
+    def batches_of(self, items: int) -> int:
+        """Batches of this process that ``items`` of the user's sampler stand for: with those to come, an epoch's."""
+        count = sized(self.sampler)
+        if count is None:
+            return -(-items // self.width)
+        return self._rounds(count) - self._rounds(max(0, count - items))
 
     def __len__(self) -> int:
         return self.total(self.limit)
@@ -187,13 +250,12 @@ class ShardedBatches:
         """Draw the epoch's order now, or draw it once more."""
         draws = self.draws
         with draws.stream.drawing():
-            if self._undo is not None:
-                draws.load(self._undo)
-                self._undo = None
+            self._rewind()
             now = draws.state()
             again = self.order is not None
             if self.order is None:
                 self.order = now
+                draws.note_counts()
             else:
                 draws.load(self.order)
             batches = self._batches(seed_from(self.order["stream"], self.epoch))
@@ -202,6 +264,7 @@ class ShardedBatches:
                 draws.stream.go_to(now["stream"])
                 if self.draws_at_once or self.limit == 0:  # with nothing left to yield, nothing was drawn again
                     draws.load_private(now["generators"])
+                    draws.load_samplers(now)
         return itertools.chain(first, batches)
 
     def _pull(self, block: int) -> Iterator[Any]:
@@ -243,7 +306,7 @@ class ShardedBatches:
     def _batches(self, epoch_seed: int) -> Iterator[Any]:
         rank, size = self.planner.rank, self.planner.size
         consumed = self.skip
-        micros, positions, batched = self.micros, self.positions, self.batched
+        micros, noted, positions, batched = self.micros, self.noted, self.positions, self.batched
         batches: Iterator[Any] = itertools.islice(self._global_batches(), self.limit)
         if self.merge_tail:
             batches = _merge_tail(batches, size)
@@ -262,6 +325,8 @@ class ShardedBatches:
                 indices = group[number][0]
                 # An empty share takes part with one sample of weight zero, so that the collectives match.
                 own = indices if size == 1 else indices[parts[number]] or indices[:1]
+                if noted is not None:
+                    noted.append(list(indices[parts[number]]))
                 if positions:
                     first = consumed + parts[number].start
                     own = [(epoch_seed, first + offset, index) for offset, index in enumerate(own)]
@@ -308,3 +373,26 @@ def sized(value: Any) -> int | None:
         return len(value)
     except TypeError:  # a DataLoader over a stream has __len__ and no length
         return None
+
+
+def shards_itself(loader: Any) -> bool:
+    """Whether a loader's sampler gives each process a part of its own, as a ``DistributedSampler`` does."""
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    return any(
+        isinstance(s, DistributedSampler) or (hasattr(s, "num_replicas") and hasattr(s, "rank")) for s in samplers
+    )
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the dataset and the samplers of ``loader`` that have a ``set_epoch`` which epoch begins."""
+    batches = getattr(loader, "batch_sampler", None)
+    owners = (
+        getattr(loader, "dataset", None),
+        getattr(loader, "sampler", None),
+        batches,
+        getattr(batches, "sampler", None),
+    )
+    for owner in {id(owner): owner for owner in owners}.values():
+        if callable(method := getattr(owner, "set_epoch", None)):
+            method(epoch)

@@ -13,20 +13,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..strategies.shards import is_sharded, piece_of
 from . import disk
 from .codec import check_tensor, decode, encode
 from .export import untied
+from .filed import ALIASES, OFFSETS, with_aliases
 from .manifest import read_manifest
-from .stored import OFFSETS, SHAPES, Stored, open_tensors
+from .stored import SHAPES, Stored, open_tensors
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHARD = re.compile(r"(.+)-shard-\d{5,}")
 _MODEL = re.compile(r"model(-\d+)?")
-_ALIASES = "aliases"
 _MAX_JSON_BYTES = 512 * 2**20  # far above any real state; bounds what a hostile file makes us read
 
 
@@ -56,7 +55,7 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
 
     Raises:
         TypeError: The state holds something that isn't data.
-        ValueError: A name that can't be a file name, or a state without an end.
+        ValueError: A name that can't be a file name, a state without an end, or too much of it beside tensors.
     """
     if not _PART.fullmatch(name) or name == "manifest" or _SHARD.fullmatch(name):
         raise ValueError(
@@ -67,11 +66,11 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
     flat = bool(_MODEL.fullmatch(name))
     if flat:
         tensors, aliases = _fold(name, state)
-        header |= {_ALIASES: json.dumps(aliases)} if aliases else {}
+        header |= {ALIASES: json.dumps(aliases)} if aliases else {}
     else:
         document, tensors = encode(state)
         if rank == 0:
-            files[f"{name}.json"] = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+            files[f"{name}.json"] = _as_json(name, document)
     pieces = {key: piece_of(tensor) for key, tensor in tensors.items() if is_sharded(tensor)}
     if pieces:
         shapes = {key: list(tensors[key].shape) for key in pieces}
@@ -85,6 +84,16 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
     if mine or (flat and rank == 0):
         files[f"{name}-shard-{rank:05d}.safetensors" if pieces else f"{name}.safetensors"] = TensorFile(mine, header)
     return files
+
+
+def _as_json(name: str, document: Any) -> bytes:
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    if len(text) > _MAX_JSON_BYTES:
+        raise ValueError(
+            f"part {name!r} has {len(text):,} bytes beside its tensors, and more than {_MAX_JSON_BYTES:,} are never "
+            "read back: keep long lists of numbers as tensors or numpy arrays."
+        )
+    return text
 
 
 def size_of(content: bytes | TensorFile) -> int:
@@ -143,22 +152,11 @@ def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
     return (stored if document is None else _decoded(path, name, document[0], stored)), notes
 
 
-def read_part(path: Path | str, name: str, device: str | torch.device = "cpu", *, mapped: bool = False) -> Any:
-    """As `open_part`, with the tensors themselves.
-
-    Args:
-        path: The checkpoint's directory.
-        name: As given to `encode_part`.
-        device: Where all tensors go.
-        mapped: On the CPU, leave tensors mapped onto the file instead of copying them. Faster, for a state that is
-            copied into a model at once; one that is kept would depend on the file from then on.
-
-    Returns:
-        The state. Tied tensors are one object again.
-    """
+def read_part(path: Path | str, name: str) -> Any:
+    """As `open_part`, with the tensors themselves, in memory; those that are tied are one object again."""
     path = Path(path)
     document, stored, _ = _open(path, name)
-    once = {id(one): one.read(device, mapped=mapped) for one in stored.values()}
+    once = {id(one): one.read() for one in stored.values()}
     tensors = {key: once[id(one)] for key, one in stored.items()}
     return tensors if document is None else _decoded(path, name, document[0], tensors)
 
@@ -176,8 +174,7 @@ def _open(path: Path, name: str) -> tuple[tuple[Any] | None, dict[str, Stored], 
     if not flat:
         return (disk.read_json(path / f"{name}.json", _MAX_JSON_BYTES),), stored, notes
     try:
-        aliases = json.loads(notes.get(_ALIASES, "{}"))
-        return None, stored | {alias: stored[kept] for alias, kept in aliases.items()}, notes
+        return None, with_aliases(stored, notes), notes
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: part {name!r} is damaged: {error}. Use another checkpoint.") from error
 

@@ -11,6 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..strategies import Strategy, warn
+from .compiled import Compiler, compile_modules, forget
+
 
 def check_whole(name: str, value: Any) -> None:
     """See that ``value`` is a count.
@@ -210,7 +213,40 @@ class TorchDynamoPlugin(KwargsHandler):
         """Compile ``model`` in place, so that the names in its state stay its own."""
         if self.backend == "no":
             return
-        options = {
+        blocks = [block for parent in model.modules() if isinstance(parent, nn.ModuleList) for block in parent]
+        modules = blocks if self.use_regional_compilation and blocks else [model]
+        compile_modules(modules, self._compiler, self._arguments())
+
+    def compile_parts(self, model: nn.Module, strategy: Strategy) -> None:
+        """Compile the parts that the steps of ``model`` call; what an earlier run has compiled otherwise is undone.
+
+        Args:
+            model: one whose ``forward`` is not what is run. If it was itself given as what ``torch.compile`` returns,
+                its parts are compiled so.
+            strategy: knows which parts are run as one.
+        """
+        users: Compiler | None = vars(model).get("_compiler")
+        if self.backend == "no" and users is None:
+            forget(model)
+            return
+        if self.backend != "no" and users is not None:
+            raise ValueError("Trainer(compile=...) and torch.compile(task) both say how to compile: give one of them.")
+        parts, hooks_outside = strategy.compiled_parts(model)
+        if not parts and type(model).forward is not nn.Module.forward:
+            parts = [model]
+        if not parts:
+            warn(
+                f"{type(model).__name__} has no module with parameters in it, so nothing is compiled: put "
+                "torch.compile around what its steps call."
+            )
+        options = None if users is not None else self._arguments()
+        compile_modules(parts, users or self._compiler, options, hooks_outside=hooks_outside)
+
+    def _compiler(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function, **self._arguments())  # type: ignore[no-any-return]
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
             "backend": self.backend,
             "mode": self.mode,
             "fullgraph": bool(self.fullgraph),
@@ -218,20 +254,6 @@ class TorchDynamoPlugin(KwargsHandler):
             "options": self.options,
             "disable": self.disable,
         }
-        blocks = [block for parent in model.modules() if isinstance(parent, nn.ModuleList) for block in parent]
-        for module in blocks if self.use_regional_compilation and blocks else (model,):
-            _compile_in_place(module, options)
-
-
-def _compile_in_place(module: nn.Module, options: dict[str, Any]) -> None:
-    plain = module._call_impl
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return plain(*args, **kwargs)
-
-    # What `nn.Module.compile` does, but for a frame of ours: it leaves torch's own containers, such as a
-    # `Sequential`, as they are without a word (torch 2.13).
-    module._compiled_call_impl = torch.compile(call, **options)
 
 
 class _Refused:

@@ -17,17 +17,19 @@ State = dict[str, Any]
 
 def random_state() -> State:
     """The state of every generator a step may draw from: Python's, NumPy's, torch's, and each CUDA device's."""
-    state = _host_state()
+    state = host_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
 
-def _host_state() -> State:
+def host_state() -> State:
+    """As `random_state`, without the devices'."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
-def _set_host_state(state: State) -> None:
+def set_host_state(state: State) -> None:
+    """Put back what `host_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -35,7 +37,7 @@ def _set_host_state(state: State) -> None:
 
 def set_random_state(state: State) -> None:
     """Put back what `random_state` returned."""
-    _set_host_state(state)
+    set_host_state(state)
     if "cuda" in state and torch.cuda.is_available():
         count = min(len(state["cuda"]), torch.cuda.device_count())
         for device in range(count):
@@ -75,24 +77,24 @@ class RandomStream:
         if self._lent:
             yield
             return
-        before = _host_state()
-        _set_host_state(self.state)
+        before = host_state()
+        set_host_state(self.state)
         self._lent = True
         try:
             yield
         finally:
             self._lent = False
-            self.state = _host_state()
-            _set_host_state(before)
+            self.state = host_state()
+            set_host_state(before)
 
     def now(self) -> State:
         """Where it is, inside `drawing` or out."""
-        return _host_state() if self._lent else dict(self.state)
+        return host_state() if self._lent else dict(self.state)
 
     def go_to(self, state: State) -> None:
         """Go on from a state that `now` returned, inside `drawing` or out."""
         if self._lent:
-            _set_host_state(state)
+            set_host_state(state)
         else:
             self.state = dict(state)
 

@@ -8,10 +8,55 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
+
+LEFT_AS_IT_IS = -1
+"""The seed of an epoch whose workers have just been started, and seeded by torch."""
 
 
-class SeededSamples:
+class _StandIn:
+    """A dataset in another's place, to which everything else goes."""
+
+    dataset: Any
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A worker_init_fn that opens a file puts it on `get_worker_info().dataset`.
+        setattr(self.dataset, name, value)
+
+
+class SeededStream(_StandIn, IterableDataset[Any]):
+    """A stream whose workers persist, and draw in each epoch what workers that were just started would.
+
+    Else what they draw would follow from all epochs before, of which a run that goes on has only the last one.
+    The first epoch is that of a plain loop: torch has seeded the workers, from what the loader drew.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.__dict__["dataset"] = dataset
+        self.__dict__["_epoch_seed"] = torch.full((1,), LEFT_AS_IT_IS).share_memory_()
+
+    def __iter__(self) -> Iterator[Any]:
+        seed = int(self.__dict__["_epoch_seed"])
+        if seed != LEFT_AS_IT_IS:
+            info = get_worker_info()
+            _seed((seed + (0 if info is None else info.id)) % 2**63)
+        return iter(self.dataset)
+
+
+def seed_epoch(stream: SeededStream, seed: int) -> None:
+    """Say what the workers are to be seeded from when the next epoch begins. No method: all names are the dataset's."""
+    stream.__dict__["_epoch_seed"][0] = seed
+
+
+class SeededSamples(_StandIn):
     """A dataset whose every sample is drawn from a random state of its own. Used inside loader workers only.
 
     The seed follows from the epoch and the sample's position in it, so a resume, or another number of workers or
@@ -34,22 +79,13 @@ class SeededSamples:
     @staticmethod
     def _seed(item: tuple[int, int, Any]) -> None:
         # An odd multiplier spreads neighbouring positions over the 63 bits (Knuth, TAOCP 3.3.4: MMIX's constant).
-        seed = (item[0] + item[1] * 6364136223846793005) % 2**63
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
+        _seed((item[0] + item[1] * 6364136223846793005) % 2**63)
 
-    def __len__(self) -> int:
-        return len(self.dataset)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # A worker_init_fn that opens a file puts it on `get_worker_info().dataset`.
-        setattr(self.dataset, name, value)
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
 
 
 def _reads_in_bulk(dataset: Any) -> bool:

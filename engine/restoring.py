@@ -1,27 +1,31 @@
-"""A checkpoint goes back into what an Accelerator has prepared, once it is known that it fits."""
+"""A checkpoint goes back into what an Accelerator has prepared, once it is known on every process that it fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
-from ..strategies import warn
-from ..strategies.shards import cut_like
-from . import architecture, checkpoint, optimizer_state
+from ..strategies import World, warn
+from ..strategies.shards import cut_like, is_sharded
+from . import architecture, checkpoint, disk, optimizer_state
 from .export import own_name
-from .manifest import Manifest, verify
+from .manifest import Manifest, read_manifest, verify
 from .optimizer import PreparedScheduler
 from .parts import has_part
 from .random_state import set_random_state
-from .snapshot import extra_part, facts, model_part, optimizer_part, rank_part, scheduler_kinds
+from .snapshot import extra_part, facts, in_order, model_part, optimizer_part, rank_part, scheduler_kinds
 from .stored import Stored
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
+    from .loader import Loader
 
 _STATE = {"schedulers": list, "steps_since": list, "loaders": list, "evaluation_loaders": list} | {
     "scheduler_kinds": list,
@@ -35,48 +39,202 @@ _OPTIMIZER = {"class": str, "groups": list} | dict.fromkeys(("shapes", "formats"
 def load(
     accelerator: Accelerator, path: Path, *, models: bool, state: bool, strict: bool | None = None
 ) -> dict[str, Any]:
-    """Restore a checkpoint, or a part of it; returns its info.
+    """Restore a checkpoint, or a part of it; returns its info. Gradients that were gathered before are dropped.
+
+    All of it is read and compared before anything is changed, and nothing is on any process unless it fits on all of
+    them. Each compares the digests of its share of the files: they see one file system, as they do to save.
 
     Raises:
-        ValueError: if it is no checkpoint, is damaged, or another model's or set-up's; nothing is changed then.
+        ValueError: if it is no checkpoint, is damaged, another model's or set-up's, or was replaced while it was read;
+            nothing is changed then. What a scheduler's, loader's or registered object's own ``load_state_dict`` raises
+            comes later: models and optimizers are loaded by then.
+        RuntimeError: in the place of these on the processes that found nothing wrong.
     """
-    manifest = verify(path)
-    weights = _fitting_weights(accelerator, path, manifest, strict) if models else []
+    world = accelerator.world
+    with world.together():
+        manifest = read_manifest(path)
+    manifest = world.broadcast(manifest)
     found: dict[str, Any] = {}
     optimizers: list[tuple[Any, dict[str, Any]]] = []
-    if state:
-        wanted = (getattr(own, "strict_loading", True) for own in accelerator.own_models)
-        exactly = all(wanted) if strict is None else strict
-        if not has_part(manifest.files, "state"):
-            raise ValueError(
-                f"{path} holds weights only, so no run can go on from it: load them into a model before fit."
-            )
-        found = _of_form(_STATE, checkpoint.read_part(path, "state"), path, "state")
-        _check_counts(accelerator, found, path, manifest)
-        _check_kinds(accelerator, found, path, exactly)
-        _say_other_batches(accelerator, manifest)
-        optimizers = _fitting_optimizers(accelerator, path, manifest, exactly)
-    for model, values, exactly in weights:
-        accelerator.strategy.load_model_state(model, values, exactly)
+    wanted = (getattr(own, "strict_loading", True) for own in accelerator.own_models)
+    exactly = all(wanted) if strict is None else strict
+    with _reading(world, path, manifest):
+        _verify_share(world, path, manifest)
+    with _reading(world, path, manifest):  # of files that some process found whole
+        if state:
+            found = _checked_state(accelerator, path, manifest, exactly)
+            if not models:
+                _check_same(accelerator, path, manifest)
+    chosen = _chosen_models(accelerator, path) if models else []
+    layouts = _layouts(accelerator, found.get("registered", {}))
+    own: dict[str, Any] = {}
+    with _reading(world, path, manifest):
+        weights = _fitting_weights(accelerator, path, manifest, chosen, strict)
+        if state:
+            optimizers = _fitting_optimizers(accelerator, path, manifest, exactly)
+            found = in_memory(found, {"registered": layouts}, {})
+            for loader, saved in zip(_training(accelerator), found["loaders"], strict=False):
+                loader.check(saved)
+            if accelerator.process_index < manifest.world_size:  # a process that was not there then keeps its own
+                own = _own_part(accelerator, path)
+    for model, values, fully in weights:
+        accelerator.strategy.load_model_state(model, values, fully)
+        accelerator.loaded_from[model] = os.path.abspath(path), manifest, accelerator.steps
     for optimizer, saved in optimizers:
         accelerator.strategy.load_optimizer_state(optimizer, saved)
         optimizer_state.keep_formats(optimizer, saved)
     if state:
         _load_shared_state(accelerator, found)
-        if accelerator.process_index < manifest.world_size:  # a process that was not there then keeps its own
-            name = rank_part(accelerator.process_index)
-            own = _of_form(_RANK, checkpoint.read_part(path, name), path, name)
-            if accelerator.world.size == manifest.world_size:
-                _load_buffers(accelerator, own["buffers"])
+        same_world = world.size == manifest.world_size
+        _load_buffers(accelerator, manifest, own["buffers"] if own and same_world else [])
+        if own:
             set_random_state(own["random"])
+            for loader, states in zip(in_order(accelerator.loaders), own["random"].get("loaders", ()), strict=False):
+                loader.load_reading_state(states)
+    accelerator.drop_gradients()
     return manifest.info
 
 
-def _load_buffers(accelerator: Accelerator, saved: list[dict[str, Tensor]]) -> None:
-    for model, values in zip(accelerator.own_models, saved, strict=False):
+@contextmanager
+def _reading(world: World, path: Path, manifest: Manifest) -> Iterator[None]:
+    """A block of reading that all processes enter; all fail if one does, or if the checkpoint was replaced meanwhile.
+
+    Another job may save to the same path: then parts of two states would come together.
+    """
+    with world.together():
+        error: ValueError | None = None
+        try:
+            yield
+        except ValueError as caught:
+            error = caught
+        try:
+            replaced = not _is(read_manifest(path), manifest)
+        except ValueError:
+            replaced = True
+        if replaced:
+            raise ValueError(f"{path} was replaced while it was read. Nothing is changed; load it again.") from error
+        if error is not None:
+            raise error
+
+
+def _is(one: Manifest, other: Manifest) -> bool:
+    """Whether both are of one save. What is noted beside may hold NaN, which equals nothing."""
+    return (one.sequence, one.files) == (other.sequence, other.files)
+
+
+def _verify_share(world: World, path: Path, manifest: Manifest) -> None:
+    """See that all files are there, and that this process's share of them is as it was written."""
+    verify(path, digests=False)
+    files = sorted(manifest.files, key=lambda name: (-manifest.files[name]["bytes"], name))
+    for name in files[world.rank :: world.size]:
+        disk.check_file(path, name, manifest.files[name], digests=True)
+
+
+def _checked_state(accelerator: Accelerator, path: Path, manifest: Manifest, strict: bool) -> dict[str, Any]:
+    """What all processes share, its tensors unread."""
+    if not has_part(manifest.files, "state"):
+        raise ValueError(f"{path} holds weights only, so no run can go on from it: load them into a model before fit.")
+    found = _of_form(_STATE, checkpoint.open_part(path, "state")[0], path, "state")
+    _check_counts(accelerator, found, path, manifest, strict)
+    _check_kinds(accelerator, found, path, strict)
+    _say_other_batches(accelerator, manifest)
+    if strict:
+        _say_other_formats(accelerator, path, manifest)
+    return found
+
+
+def _check_same(accelerator: Accelerator, path: Path, manifest: Manifest) -> None:
+    """See that this is the save that the models were loaded from just before, if they were from this path."""
+    for model in accelerator.models:
+        place, of_models, steps = accelerator.loaded_from.get(model, (None, manifest, None))
+        if (place, steps) == (os.path.abspath(path), accelerator.steps) and not _is(of_models, manifest):
+            raise ValueError(f"{path} was replaced after the models were loaded from it. Load it again, both together.")
+
+
+def _chosen_models(accelerator: Accelerator, path: Path) -> list[nn.Module]:
+    """The models that hooks leave to be loaded."""
+    chosen = list(accelerator.models)
+    with accelerator.world.together():
+        for hook in accelerator.load_hooks.values():
+            hook(chosen, str(path))
+    return chosen
+
+
+def _layouts(accelerator: Accelerator, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of what is registered as it is now, where it may show how tensors lie on the processes."""
+    if not accelerator.strategy.sharded:
+        return {}
+    return {
+        name: getattr(value, "state_layout", value.state_dict)()
+        for name, value in accelerator.registered.items()
+        if _holds_tensors(saved.get(name))
+    }
+
+
+def _holds_tensors(value: Any) -> bool:
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, Stored) or any(map(_holds_tensors, items))
+
+
+def registered_in(path: Path) -> dict[str, Any]:
+    """The states of what was registered, their tensors unread; none of a checkpoint of weights only.
+
+    Raises:
+        ValueError: if it is no checkpoint, or is damaged.
+    """
+    if not has_part(read_manifest(path).files, "state"):
+        return {}
+    return _of_form(_STATE, checkpoint.open_part(path, "state")[0], path, "state")["registered"]  # type: ignore[no-any-return]
+
+
+def in_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any:
+    """A state with its tensors read.
+
+    Args:
+        saved: the state.
+        like: another one; where it has a sharded tensor at the same place, this process's part is read, laid out so.
+        once: those that were read already, so that tied ones are one object again.
+    """
+    if isinstance(saved, Stored):
+        alike = is_sharded(like) and like.shape == saved.shape
+        key = id(saved), id(like) if alike else 0
+        if key not in once:
+            once[key] = cut_like(saved, like) if alike else saved.read()
+        return once[key]
+    if isinstance(saved, np.ndarray):
+        return np.array(saved)  # it lies on the file
+    if type(saved) is dict:
+        there = like if isinstance(like, Mapping) else {}
+        return {name: in_memory(value, there.get(name), once) for name, value in saved.items()}
+    if type(saved) in (list, tuple):
+        alike = isinstance(like, list | tuple) and len(like) == len(saved)
+        pairs = zip(saved, like if alike else [None] * len(saved), strict=True)
+        return type(saved)(in_memory(value, one, once) for value, one in pairs)
+    return saved
+
+
+def _own_part(accelerator: Accelerator, path: Path) -> dict[str, Any]:
+    """What this process alone knew."""
+    name = rank_part(accelerator.process_index)
+    own = _of_form(_RANK, checkpoint.read_part(path, name), path, name)
+    if not all(isinstance(values, dict) for values in own["buffers"]):
+        raise ValueError(f"{path}: part {name!r} is damaged: buffers hold no dicts. Use another checkpoint.")
+    return own
+
+
+def _training(accelerator: Accelerator) -> list[Loader]:
+    return [loader for loader in accelerator.loaders if not loader.evaluation]
+
+
+def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict[str, Tensor]]) -> None:
+    """Give the models that were loaded from this checkpoint, now or just before, the buffers that this process had."""
+    loaded = [accelerator.loaded_from.pop(model, None) for model in accelerator.models]
+    for model, values, source in zip(accelerator.own_models, saved, loaded, strict=False):
+        if source is None or not _is(source[1], manifest):
+            continue
         for name, buffer in model.named_buffers():
             value = values.get(own_name(name))
-            if value is not None and value.shape == buffer.shape:
+            if isinstance(value, Tensor) and value.shape == buffer.shape and not is_sharded(buffer):
                 buffer.copy_(value)
 
 
@@ -92,15 +250,12 @@ def _of_form(form: Mapping[str, type], value: Any, path: Path, part: str) -> dic
 
 
 def _fitting_weights(
-    accelerator: Accelerator, path: Path, manifest: Manifest, strict: bool | None
+    accelerator: Accelerator, path: Path, manifest: Manifest, chosen: list[nn.Module], strict: bool | None
 ) -> list[tuple[nn.Module, dict[str, Any], bool]]:
-    """For each model what it is to load, laid out over the processes as it is."""
-    wanted = list(accelerator.models)
-    for hook in accelerator.load_hooks.values():
-        hook(wanted, str(path))
+    """For each of the chosen models what it is to load, laid out over the processes as it is."""
     loads = []
     for number, model in enumerate(accelerator.models):
-        if not any(model is kept for kept in wanted):
+        if not any(model is kept for kept in chosen):
             continue
         own = accelerator.strategy.unwrap(model)
         exactly = getattr(own, "strict_loading", True) if strict is None else strict
@@ -110,7 +265,7 @@ def _fitting_weights(
             saved = saved | checkpoint.read_part(path, extra_part(number))
         now = own.state_dict()
         saved = _as_named_in(now, saved)
-        fits = check_weights(own, saved, path, exactly)
+        fits = architecture.check_weights(own, saved, path, exactly)
         values = {n: cut_like(v, now.get(n)) if isinstance(v, Stored) else v for n, v in fits.items()}
         loads.append((model, values, exactly))
     return loads
@@ -124,11 +279,11 @@ def _fitting_optimizers(
     for number, prepared in enumerate(accelerator.optimizers):
         optimizer = prepared.optimizer
         saved: dict[str, Any] = {}
-        for rank in range(manifest.world_size):
-            name = optimizer_part(number, rank)
-            if rank == 0 or has_part(manifest.files, name):  # others have something where each keeps a part of it
-                part = _of_form(_OPTIMIZER, checkpoint.open_part(path, name)[0], path, name)
-                saved = {**part, "slots": saved.get("slots", {}) | part["slots"]}
+        first = optimizer_part(number)
+        others = re.compile(rf"({first}-rank-\d{{5,}})\.json")  # of processes that each keep a part of it
+        for name in (first, *(found[1] for found in map(others.fullmatch, sorted(manifest.files)) if found)):
+            part = _of_form(_OPTIMIZER, checkpoint.open_part(path, name)[0], path, name)
+            saved = {**part, "slots": saved.get("slots", {}) | part["slots"]}
         names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
         if lines := optimizer_state.differences(saved, optimizer, names):
             text = f"{path} was saved with another optimizer:\n  " + "\n  ".join(lines[:30])
@@ -149,27 +304,37 @@ def _as_named_in(now: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
     return {renamed.get(name, name): value for name, value in weights.items()} if renamed else weights
 
 
-def _check_counts(accelerator: Accelerator, state: dict[str, Any], path: Path, manifest: Manifest) -> None:
-    """See that as much is prepared as was saved. Evaluation may change: its loaders have no part in training."""
+def _check_counts(
+    accelerator: Accelerator, state: dict[str, Any], path: Path, manifest: Manifest, strict: bool
+) -> None:
+    """See that as much is prepared as was saved. Evaluation may change: its loaders have no part in training.
+
+    What there is another number of is left out of ``state`` where not all has to fit.
+    """
     optimizers = sum(has_part(manifest.files, optimizer_part(n)) for n in range(len(accelerator.optimizers) + 1))
-    models = len(accelerator.models)
-    # Hooks may keep models apart from a checkpoint.
-    more = not accelerator.load_hooks and has_part(manifest.files, model_part(models))
     pairs = {
-        "models": (models, models + more),
+        "models": (len(accelerator.models), len(state["reduction_orders"])),  # also those that hooks keep elsewhere
         "optimizers": (len(accelerator.optimizers), optimizers),
         "schedulers": (len(accelerator.schedulers), len(state["schedulers"])),
         "loaders": (sum(not loader.evaluation for loader in accelerator.loaders), len(state["loaders"])),
     }
     for kind, (here, there) in pairs.items():
-        if here != there:
-            raise ValueError(f"{path} holds {there} {kind}, this run has {here}: prepare the same ones before loading.")
+        if here == there:
+            continue
+        text = f"{path} holds {there} {kind}, this run has {here}"
+        if strict or kind in ("models", "optimizers"):
+            raise ValueError(f"{text}: the same ones have to be there before it is loaded.")
+        warn(f"{text}: they begin anew.")
+        for name in ("schedulers", "scheduler_kinds", "steps_since") if kind == "schedulers" else (kind,):
+            state[name] = []
+    if len({len(state[name]) for name in ("schedulers", "scheduler_kinds", "steps_since")}) > 1:
+        raise ValueError(f"{path}: part 'state' is damaged: its schedulers are not all there. Use another checkpoint.")
 
 
 def _check_kinds(accelerator: Accelerator, state: dict[str, Any], path: Path, strict: bool) -> None:
     """See that schedulers are of the classes that were saved, and the same objects registered."""
     kinds = scheduler_kinds(accelerator.schedulers)
-    pairs = zip(kinds, state["scheduler_kinds"], strict=True)
+    pairs = zip(kinds, state["scheduler_kinds"], strict=False)
     lines = [f"scheduler: {there} in the checkpoint, {here} in this run" for here, there in pairs if here != there]
     registered = state["registered"]
     if missing := sorted(set(accelerator.registered) - set(registered)):
@@ -200,18 +365,29 @@ def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
         warn(f"the checkpoint was saved with a global batch of {there}, this run has {here}: it will train otherwise.")
 
 
+def _say_other_formats(accelerator: Accelerator, path: Path, manifest: Manifest) -> None:
+    now, then = facts(accelerator), manifest.info
+    if then.get("precision") != now["precision"]:
+        return  # and that is said
+    for number, model in enumerate(accelerator.own_models):
+        known = then.get("models")
+        same = isinstance(known, list) and known[number : number + 1] == [now["models"][number]]
+        if not same and has_part(manifest.files, model_part(number)):
+            stored = checkpoint.open_part(path, model_part(number))[0]
+            architecture.say_other_formats(model, _as_named_in(model.state_dict(), stored), path)
+
+
 def _load_shared_state(accelerator: Accelerator, state: dict[str, Any]) -> None:
     kinds = scheduler_kinds(accelerator.schedulers)
     there = zip(state["scheduler_kinds"], state["schedulers"], state["steps_since"], strict=True)
-    for scheduler, kind, (saved_kind, saved, since) in zip(accelerator.schedulers, kinds, there, strict=True):
+    for scheduler, kind, (saved_kind, saved, since) in zip(accelerator.schedulers, kinds, there, strict=False):
         if kind != saved_kind:
             continue
         scheduler.load_state_dict(saved)
         if isinstance(scheduler, PreparedScheduler):
             scheduler.resume(since)
-    training = [loader for loader in accelerator.loaders if not loader.evaluation]
     evaluation = [loader for loader in accelerator.loaders if loader.evaluation]
-    for loader, saved in zip(training, state["loaders"], strict=True):
+    for loader, saved in zip(_training(accelerator), state["loaders"], strict=False):
         loader.load_state_dict(saved)
     for loader, saved in zip(evaluation, state["evaluation_loaders"], strict=False):
         loader.load_state_dict(saved)
@@ -224,48 +400,3 @@ def _load_shared_state(accelerator: Accelerator, state: dict[str, Any]) -> None:
     for name, value in accelerator.registered.items():
         if name in state["registered"]:
             value.load_state_dict(state["registered"][name])
-
-
-def check_weights(model: nn.Module, weights: dict[str, Any], path: Path | str, strict: bool = True) -> dict[str, Any]:
-    """See that ``weights`` are those of ``model``; returns those that fit, which with ``strict`` are all.
-
-    Args:
-        model: whose names and shapes count.
-        weights: what has a ``shape``, by name.
-        path: where they are from, for the error.
-        strict: False takes what fits, and says what was left out.
-
-    Raises:
-        ValueError: lists the names that are missing, unexpected or of another shape.
-    """
-    own = model.state_dict()
-    reshaped = {
-        name: f"{name}: {tuple(weights[name].shape)} in the checkpoint, {tuple(own[name].shape)} in the model"
-        for name in own
-        if name in weights and hasattr(own[name], "shape") and own[name].shape != weights[name].shape
-    }
-    lines = [f"missing: {name}" for name in sorted(set(own) - set(weights))]
-    lines += [f"unexpected: {name}" for name in sorted(set(weights) - set(own))]
-    lines += reshaped.values()
-    untied = _untied(model, weights)
-    lines += [f"{name}: one with {kept} in the model, other values in the checkpoint" for name, kept in untied.items()]
-    if not lines:
-        return weights
-    more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
-    text = f"{path} was saved by another model:\n  " + "\n  ".join(lines[:30]) + more
-    if strict:
-        raise ValueError(f"{text}\nTo take what fits, load with strict=False (in a task: strict_loading = False).")
-    warn(f"{text}\nWhat does not fit is left out.")
-    return {name: value for name, value in weights.items() if name in own and name not in {**reshaped, **untied}}
-
-
-def _untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
-    """Names of a tensor that the model has under another name too, where the weights have different values for both."""
-    first: dict[int, str] = {}
-    found = {}
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-        kept = first.setdefault(id(tensor), name)
-        one, other = weights.get(kept), weights.get(name)
-        if one is not other and one is not None and other is not None and not torch.equal(one[...], other[...]):
-            found[name] = kept
-    return found

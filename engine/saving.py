@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -14,8 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from ..strategies import Strategy, World, warn
 from ..strategies.shards import whole
 from . import checkpoint, export, numbered, restoring, snapshot
-from .background import HostCopies, Job
+from .background import Copying, HostCopies, Job
 from .loader import Loader
+from .manifest import Manifest
 from .optimizer import PreparedOptimizer
 from .parts import Files
 from .plugins import ProjectConfiguration
@@ -38,6 +40,8 @@ class Saving(Process):
         self.registered: dict[str, Any] = {}
         self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        # By model: the path, manifest and step of the checkpoint it was loaded from, until the rest is loaded too.
+        self.loaded_from: WeakKeyDictionary[nn.Module, tuple[str, Manifest, int]] = WeakKeyDictionary()
         self._steps_before = 0
         self.saving = None
         self._copies = HostCopies()
@@ -108,22 +112,26 @@ class Saving(Process):
                 "save_state(safe_serialization=False): checkpoints are safetensors and JSON, never pickle. For weights "
                 "in torch's format use accelerator.save(accelerator.get_state_dict(model), 'weights.pt')."
             )
+        if isinstance(also, str | os.PathLike):
+            raise TypeError(f"save_state(also={also!r}) must be a list of directories: write [{also!r}].")
         self.finish_saving()
-        info = {**snapshot.facts(self), "step": self.steps, **(info or {})}  # type: ignore[arg-type]
+        info = snapshot.described(self, info or {})  # type: ignore[arg-type]
         numbering = self.project_configuration if output_dir is None else None
         with self.world.together():
             path = Path(output_dir) if output_dir is not None else numbered.next_target(self.project_configuration)
-        targets = [Path(os.path.abspath(one)) for one in (path, *also)]
+            targets = [Path(os.path.abspath(one)) for one in (path, *also)]
+            snapshot.check(self, targets, parts or {})  # type: ignore[arg-type]
         if self.save_hooks and len(targets) > 1:
             raise ValueError("save_state(also=...): what a save_state pre-hook writes would be in one of them only.")
-        wait = None
-        with self.world.together():
+        copying = None
+        with snapshot.staged(self, targets[0]), self.world.together():  # type: ignore[arg-type]
             files = snapshot.collect(self, targets[0], parts or {}, weights_only)  # type: ignore[arg-type]
             if not blocking:
-                files, wait = self._copies.of(files)
+                later = snapshot.of_optimizers(files)
+                files, copying = self._copies.of(files, later, [one.optimizer for one in self.optimizers])
         if numbering is not None:
             numbering.iteration += 1
-        self._publish(targets, files, info, numbering, wait)
+        self._publish(targets, files, info, numbering, copying)
         return targets[0]
 
     def _publish(
@@ -132,9 +140,9 @@ class Saving(Process):
         files: Files,
         info: dict[str, Any],
         numbering: ProjectConfiguration | None,
-        wait: Callable[[], None] | None,
+        copying: Copying | None,
     ) -> None:
-        """Write and commit, then drop what is too old: here and now, or beside the training once ``wait`` returns."""
+        """Write and commit, then drop what is too old: here and now, or beside the training."""
         hooked = bool(self.save_hooks)
 
         def publish(world: World) -> None:
@@ -145,13 +153,14 @@ class Saving(Process):
                     if world.is_main:
                         numbered.drop_oldest(targets[0].parent, numbering.total_limit)
 
-        if wait is None:
+        if copying is None:
             publish(self.world)
             return
         world = self.world.beside()
 
         def work() -> None:
-            wait()
+            with world.together():
+                copying.finish()
             publish(world)
 
         self.saving = Job(work)
@@ -192,6 +201,9 @@ class Saving(Process):
     ) -> dict[str, Any]:
         """Restore what `save_state` saved; returns its ``info``. Call it on all processes.
 
+        A group of micro-batches that has begun begins anew. What a registered object gets is laid out over the
+        processes as what its own ``state_dict`` has at the same place.
+
         Args:
             input_dir: a checkpoint. With ``automatic_checkpoint_naming`` it may be left out: the newest that is whole
                 is taken, and those that had to be skipped are named.
@@ -202,7 +214,9 @@ class Saving(Process):
                 the model's ``strict_loading`` says, else True.
 
         Raises:
-            ValueError: if it is no checkpoint, is damaged, or another model's or optimizer's; nothing is changed then.
+            ValueError: if it is no checkpoint, is damaged, another model's or optimizer's, or was replaced while it was
+                read; nothing is changed then on any process. What the ``load_state_dict`` of a scheduler or a
+                registered object itself raises comes later, when models and optimizers are loaded.
         """
         self.finish_saving()
         if load_kwargs:
@@ -210,7 +224,7 @@ class Saving(Process):
         project = self.project_configuration
         if input_dir is None:
             with self.world.together():
-                found, skipped = numbered.newest(project) if self.is_main_process else (Path(), [])
+                found, skipped = numbered.newest(project, state) if self.is_main_process else (Path(), [])
             input_dir, skipped = self.world.broadcast((found, skipped))
             for text in skipped:
                 warn(f"load_state skipped a checkpoint: {text}")
@@ -245,7 +259,8 @@ class Saving(Process):
         """The state of the user's own module, whole and under its own names. Call it on all processes.
 
         Returns:
-            On rank zero the tensors; where the model is sharded, other processes get None for each.
+            On rank zero the tensors: those that were sharded whole, in host memory; others are the model's own, which
+            training changes, so clone what is to be kept. Other processes get None for each that was sharded.
         """
         if not unwrap:
             raise ValueError(
@@ -266,12 +281,18 @@ class Saving(Process):
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write data to a file on the main process, for others to load: a state dict, numbers, nested as you like.
 
-        The file appears in one move. It holds data only, so ``torch.load(f, weights_only=True)`` reads it.
+        The file appears in one move. It holds data only, and ``torch.load(f, weights_only=True)`` reads it: tensors,
+        numbers, text, bytes, None, dtypes, devices, in dicts, lists, tuples and sets. numpy's numbers are written as
+        Python's, a defaultdict as a dict.
 
         Args:
-            obj: what to write; for a module give its ``state_dict()``.
+            obj: what to write; for a module give its ``state_dict()``, for a sharded one what `get_state_dict` returns.
             f: a path, or an open file.
-            safe_serialization: as safetensors; ``obj`` is a dict of tensors then.
+            safe_serialization: as safetensors; ``obj`` is a dict of tensors then. Tied ones are written once, and the
+                header says so.
+
+        Raises:
+            TypeError: for anything else (numpy arrays, paths, objects), with its place and what to do.
         """
         with self.world.together():
             if self._writes_here():
@@ -290,7 +311,8 @@ class Saving(Process):
 
         Args:
             model: the model, prepared or not.
-            save_directory: made if it is not there. Files of an earlier save go once the new ones are complete.
+            save_directory: made if it is not there; no checkpoint's. Files of an earlier save, of either kind, go once
+                the new ones are complete.
             max_shard_size: the most bytes of a file, a number or ``"500MB"``, ``"2GiB"``.
             safe_serialization: False writes ``pytorch_model.bin`` in torch's format.
         """

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..strategies import World
-from ..strategies.shards import is_sharded
-from . import architecture, checkpoint, disk, metric_objects, optimizer_state
+from ..strategies import World, warn
+from ..strategies.shards import is_sharded, local
+from . import architecture, checkpoint, metric_objects, optimizer_state
+from .codec import decode, encode, view_key
 from .export import own_name
 from .optimizer import PreparedScheduler
-from .parts import Files, encode_part, size_of
+from .parts import Files, TensorFile, encode_part, size_of
 from .random_state import random_state
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
+    from .loader import Loader
+
+_RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|unfinished", re.IGNORECASE)
+"""The names of parts that are the engine's own: what `rank_part` and the following return, and of single files."""
 
 
 def rank_part(rank: int) -> str:
@@ -47,6 +55,7 @@ class Counts:
     """What a metric object has counted on each process: its own ``state_dict`` has that only where it is told to."""
 
     def __init__(self, metric: nn.Module, world: World) -> None:
+        self.metric = metric
         self._objects = metric_objects.find(metric)
         self._world = world
 
@@ -64,14 +73,72 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
 
     Raises:
         TypeError: for an object without ``state_dict`` and ``load_state_dict``.
+        ValueError: for a name that another object has.
     """
     for number, value in enumerate(objects, start=len(registered)):
-        named[f"{type(value).__name__}_{number}"] = value
+        while (name := f"{type(value).__name__}_{number}") in registered or name in named:
+            number += 1
+        named[name] = value
     for name, value in named.items():
+        holder = registered.get(name)
+        if holder is not None and value is not (holder.metric if isinstance(holder, Counts) else holder):
+            raise ValueError(
+                f"register_for_checkpointing({name}=...): another object has this name, and would not be saved any "
+                "more. Choose another one."
+            )
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise TypeError(f"{name} ({type(value).__name__}) needs state_dict and load_state_dict to be saved.")
         is_metric = isinstance(value, nn.Module) and hasattr(value, "compute") and metric_objects.find(value)
         registered[name] = Counts(value, world) if is_metric else value
+
+
+def check(accelerator: Accelerator, targets: list[Path], parts: dict[str, Any]) -> None:
+    """See before anything is written that it will find a place.
+
+    Raises:
+        ValueError: for a name of a part that is taken, or a directory that is somebody else's.
+    """
+    for name in parts:
+        if _RESERVED.fullmatch(name):
+            raise ValueError(
+                f"save_state(parts=...): the name {name!r} is for a checkpoint's own files (model*, optimizer*, "
+                f"extra-*, rank-*, state, manifest, unfinished). Choose another one, such as 'my_{name}'."
+            )
+    if accelerator.is_main_process:
+        for target in targets:
+            checkpoint.check_target(target)
+
+
+@contextmanager
+def staged(accelerator: Accelerator, target: Path) -> Iterator[None]:
+    """What a hook has written beside ``target`` goes if anything fails in this block."""
+    try:
+        yield
+    except BaseException:
+        if accelerator.save_hooks and accelerator.is_main_process:
+            with suppress(OSError):  # what is left is cleared away at the next start
+                checkpoint.discard(target)
+        raise
+
+
+class Attempts:
+    """Pieces of work, ``with attempts: ...``, of which all are done though one fails: others may wait for the rest."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> bool:
+        if isinstance(error, Exception):
+            self._error = self._error or error
+        return error is None or isinstance(error, Exception)
+
+    def end(self) -> None:
+        """Raise what came first, if anything failed."""
+        if self._error is not None:
+            raise self._error
 
 
 def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weights_only: bool) -> Files:
@@ -86,41 +153,85 @@ def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weigh
             "save_state inside a group of micro-batches, whose gradients are in no checkpoint. Save when "
             "accelerator.sync_gradients is true, after the optimizer's step."
         )
+    rank, files, attempts = accelerator.process_index, dict[str, Any](), Attempts()
+    weights = _weights(accelerator, target, attempts)
+    for number, (model, own) in enumerate(zip(accelerator.models, weights, strict=True)):
+        with attempts:
+            files |= {} if own is None else _model_files(accelerator, number, model, own)
+    for name, content in parts.items():
+        with attempts:
+            files |= encode_part(name, content, rank)
+    if not weights_only:
+        with attempts:
+            files |= optimizer_files(accelerator)
+        with attempts:  # asked on every process: what is registered may exchange something to know its state
+            files |= encode_part("state", _shared_state(accelerator), rank)
+        with attempts:
+            own_buffers = rank > 0 and accelerator.strategy.own_buffers
+            files |= rank_files(rank, own_random_state(accelerator), _buffers(accelerator) if own_buffers else [])
+    attempts.end()
+    if not weights_only:
+        _say_unsaved(accelerator, files)
+    return files
+
+
+def _model_files(accelerator: Accelerator, number: int, model: nn.Module, weights: dict[str, Any]) -> Files:
+    """What this process is to write of one model."""
     rank = accelerator.process_index
-    files: Files = {}
-    for number, (model, weights) in enumerate(zip(accelerator.models, _weights(accelerator, target), strict=True)):
-        if weights is None:
-            continue
-        tensors, extra = _apart(weights)
-        notes = architecture.notes(accelerator.strategy.unwrap(model))
-        files |= encode_part(model_part(number), tensors, rank, notes)
-        if extra:
-            files |= encode_part(extra_part(number), extra, rank)
-    if rank == 0:
-        for name, content in parts.items():
-            files |= encode_part(name, content)
-    if weights_only:
-        return files
-    files |= optimizer_files(accelerator)
-    # Asked on every process: what is registered may exchange something to know its state.
-    files |= encode_part("state", _shared_state(accelerator), rank)
-    own_buffers = rank > 0 and accelerator.strategy.own_buffers
-    return files | rank_files(rank, random_state(), _buffers(accelerator) if own_buffers else [])
+    tensors, extra = _apart(weights)
+    notes = architecture.notes(accelerator.strategy.unwrap(model))
+    files = encode_part(model_part(number), tensors, rank, notes)
+    return files | (encode_part(extra_part(number), extra, rank) if extra else {})
 
 
 def optimizer_files(accelerator: Accelerator) -> Files:
     """What this process is to write of the optimizers' states. All processes must ask."""
-    rank, strategy = accelerator.process_index, accelerator.strategy
+    rank, strategy, attempts = accelerator.process_index, accelerator.strategy, Attempts()
     files: Files = {}
     for number, prepared in enumerate(accelerator.optimizers):
-        optimizer = prepared.optimizer
-        names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
-        own = optimizer_state.named(strategy.optimizer_state(optimizer), optimizer, names)
-        if strategy.keeps_apart(optimizer):
-            files |= encode_part(optimizer_part(number, rank), own)
-        else:
-            files |= encode_part(optimizer_part(number), own, rank)
+        with attempts:
+            optimizer = prepared.optimizer
+            names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
+            own = optimizer_state.named(strategy.optimizer_state(optimizer), optimizer, names)
+            if strategy.keeps_apart(optimizer):
+                files |= encode_part(optimizer_part(number, rank), own)
+            else:
+                files |= encode_part(optimizer_part(number), own, rank)
+    attempts.end()
     return files
+
+
+def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
+    """Warn of parameters that an optimizer steps, and whose values are in no file."""
+    models = accelerator.own_models
+    unknown = {id(p): p for one in accelerator.optimizers for p in optimizer_state.of_no_model(one.optimizer, models)}
+    if not unknown or accelerator.save_hooks:  # a hook may write them
+        return
+    written = [content for content in files.values() if isinstance(content, TensorFile)]
+    saved = {view_key(tensor) for content in written for tensor in content.tensors.values()}
+    shapes = [tuple(p.shape) for p in unknown.values() if view_key(local(p.detach())) not in saved]
+    if shapes:
+        more = f" and {len(shapes) - 5} more" if len(shapes) > 5 else ""
+        warn(
+            f"an optimizer steps {len(shapes)} parameters that are in no prepared model, of shapes "
+            f"{', '.join(map(str, shapes[:5]))}{more}: what it knows of them is saved, their values are not, and a run "
+            "that goes on would begin with others. Give their module to prepare(), or to register_for_checkpointing()."
+        )
+
+
+def of_optimizers(files: Files) -> set[str]:
+    """Those of ``files`` that hold an optimizer's state."""
+    return {name for name in files if name.startswith(optimizer_part(0))}
+
+
+def own_random_state(accelerator: Accelerator) -> dict[str, Any]:
+    """The state of all that this process alone draws from: its generators, and those of the datasets it reads."""
+    return {**random_state(), "loaders": [loader.reading_state() for loader in in_order(accelerator.loaders)]}
+
+
+def in_order(loaders: list[Loader]) -> list[Loader]:
+    """Those of training first, as others may come and go."""
+    return sorted(loaders, key=lambda loader: loader.evaluation)
 
 
 def rank_files(rank: int, random: dict[str, Any], buffers: list[dict[str, Tensor]]) -> Files:
@@ -159,7 +270,10 @@ def publish(world: World, target: Path, files: Files, info: dict[str, Any], othe
     entries: dict[str, Any] = {}
     error: Exception | None = None
     try:
-        entries = checkpoint.write_files(checkpoint.beside(target), files)
+        staging = checkpoint.beside(target)
+        if others and (taken := [name for name in files if os.path.lexists(staging / name)]):
+            raise ValueError(f"a save_state pre-hook wrote {taken[0]}, which is a file of the checkpoint itself.")
+        entries = checkpoint.write_files(staging, files)
     except Exception as caught:
         error = _explained(caught, target, files)
     every = world.gather_objects((entries, error is None))
@@ -179,13 +293,14 @@ def _explained(error: Exception, target: Path, files: Files) -> Exception:
     """The error itself; a full disk's with the free and the needed bytes."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
-    needed = sum(size_of(content) for content in files.values())
-    free = shutil.disk_usage(target.parent).free
-    text = f"can't save {target}: {error.strerror}. It needs {needed:,} bytes, {free:,} are free. What was saved stays."
-    return OSError(error.errno, text)
+    needed = f"It needs {sum(size_of(content) for content in files.values()):,} bytes"
+    with suppress(OSError):
+        there = next(folder for folder in target.parents if os.path.exists(folder))
+        needed += f", {shutil.disk_usage(there).free:,} are free"
+    return OSError(error.errno, f"can't save {target}: {error.strerror}. {needed}. What was saved stays.")
 
 
-def _weights(accelerator: Accelerator, target: Path) -> list[dict[str, Any] | None]:
+def _weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list[dict[str, Any] | None]:
     """Each model's state, as it lies on the processes; None for one that a hook takes care of."""
     models = accelerator.models
     if not accelerator.save_hooks:
@@ -193,12 +308,12 @@ def _weights(accelerator: Accelerator, target: Path) -> list[dict[str, Any] | No
         return [{own_name(name): value for name, value in state.items()} for state in states]
     with accelerator.world.together():
         if accelerator.is_main_process:
-            checkpoint.discard(target)
-            disk.make_directory(checkpoint.beside(target))
+            checkpoint.begin(target)
     whole = [accelerator.get_state_dict(model) for model in models]
     left = list(whole)
     for hook in accelerator.save_hooks.values():
-        hook(list(models), left, str(checkpoint.beside(target)))
+        with attempts:
+            hook(list(models), left, str(checkpoint.beside(target)))
     # Others than rank zero may have nothing of a sharded one, and have nothing to write.
     return [
         {name: value for name, value in state.items() if value is not None} if any(state is s for s in left) else None
@@ -215,6 +330,11 @@ def _apart(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _shared_state(accelerator: Accelerator) -> dict[str, Any]:
     if accelerator.loss_scale is not None:
         accelerator.loss_scale.settle()
+    attempts, registered = Attempts(), dict[str, Any]()
+    for name, value in accelerator.registered.items():
+        with attempts:
+            registered[name] = value.state_dict()
+    attempts.end()
     return {
         "schedulers": [scheduler.state_dict() for scheduler in accelerator.schedulers],
         "scheduler_kinds": scheduler_kinds(accelerator.schedulers),
@@ -224,7 +344,7 @@ def _shared_state(accelerator: Accelerator) -> dict[str, Any]:
         "evaluation_loaders": [loader.state_dict() for loader in accelerator.loaders if loader.evaluation],
         "stream": None if accelerator.stream is None else accelerator.stream.state,
         "reduction_orders": reduction_orders(accelerator),
-        "registered": {name: value.state_dict() for name, value in accelerator.registered.items()},
+        "registered": registered,
     }
 
 
@@ -237,6 +357,24 @@ def scheduler_kinds(schedulers: list[Any]) -> list[str]:
 def reduction_orders(accelerator: Accelerator) -> list[list[int]]:
     """Each model's; see `Strategy.reduction_order`."""
     return [accelerator.strategy.reduction_order(model) for model in accelerator.models]
+
+
+def described(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
+    """What the manifest notes of the run, with what its user says of it; copied, as it is now.
+
+    Raises:
+        ValueError: if ``info`` names what is known of the run already.
+        TypeError: if it holds tensors, or what is not data.
+    """
+    known = facts(accelerator)
+    if taken := sorted(known.keys() & info.keys()):
+        raise ValueError(f"save_state(info=...) names {taken[0]!r}, which is noted of every run: take another name.")
+    document, tensors = encode(info, "info")
+    if tensors:
+        raise TypeError(f"save_state(info=...) holds a tensor, {next(iter(tensors))}: pass its .item(), or use parts=.")
+    training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
+    counts = {"step": accelerator.steps, "epoch": 0 if training is None else training.epoch}
+    return {**known, **counts, **decode(document, {})}
 
 
 def facts(accelerator: Accelerator) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,6 +27,7 @@ class Stepping(Process):
         sync_gradients: whether the running micro-batch is its group's last, after which the optimizer steps.
         optimizer_step_was_skipped: whether the last step was left out, as a float16 gradient overflowed.
         unfinished: whether gradients are still to be divided by reported weights.
+        unreduced: the optimizers whose gradients have been left on their process.
     """
 
     precision: Precision
@@ -45,6 +46,7 @@ class Stepping(Process):
         self.sync_gradients = True
         self.optimizer_step_was_skipped = False
         self.always_agree = False
+        self.unreduced: set[PreparedOptimizer] = set()
         self.forget_group()
 
     def forget_group(self) -> None:
@@ -52,6 +54,7 @@ class Stepping(Process):
         self._count = 0
         self._weight: float | Tensor | None = None
         self.unfinished = self._unweighed = False
+        self.unreduced.clear()
 
     @property
     def inside_group(self) -> bool:
@@ -106,7 +109,14 @@ class Stepping(Process):
             cache_enabled=autocast_handler.cache_enabled,
         )
 
-    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, **kwargs: Any) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        weight: float | Tensor | None = None,
+        by: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Add this micro-batch's share of the gradient.
 
         Give the plain mean loss: it is weighed by the samples the loader put into the micro-batch, so that the step's
@@ -116,6 +126,7 @@ class Stepping(Process):
             loss: 0-d tensor.
             weight: what the loss is a mean over, where that is not samples (tokens): then the step's gradient is the
                 mean over all of these. Give it in every micro-batch of a group, or in none.
+            by: what to call with the loss, weighed and scaled as it has to be, in the place of ``Tensor.backward``.
             kwargs: for ``Tensor.backward``.
         """
         micro = self.cursor.micro
@@ -141,7 +152,10 @@ class Stepping(Process):
         if self.sync_gradients and (self.always_agree or self.unfinished):
             self.agreement.vote(self._weight)
         try:
-            loss.backward(**kwargs)
+            if by is None:
+                loss.backward(**kwargs)
+            else:
+                by(loss, **kwargs)
         except RuntimeError as error:
             better = self.strategy.explain(error)
             if better is error:
@@ -153,9 +167,15 @@ class Stepping(Process):
         if self.unfinished:
             self.agree()
 
+    def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
+        """Average what backward has left of an optimizer's gradients on its process. Happens by itself when needed."""
+        self.unreduced.discard(optimizer)
+        self.strategy.reduce_gradients(p for group in optimizer.param_groups for p in group["params"])
+
     def drop_gradients(self) -> None:
         """Forget the micro-batches of the group so far: the group will not be finished."""
         self.forget_group()
+        self.agreement.forget_losses()
         for model in self.models:
             self.strategy.drop_gradients(model)
         for optimizer in self.optimizers:
@@ -216,6 +236,9 @@ class Stepping(Process):
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Make the gradients the true ones: divide by reported weights, and by float16's loss scale."""
         self.finish_gradients()
+        for prepared in self.optimizers if self.unreduced else ():
+            if prepared in self.unreduced and optimizer in (None, prepared, prepared.optimizer):
+                self.reduce_gradients(prepared)
         if self.loss_scale is not None:
             chosen = self.optimizers if optimizer is None else [optimizer]
             self.loss_scale.unscale(o.optimizer if isinstance(o, PreparedOptimizer) else o for o in chosen)

@@ -11,14 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .filed import Filed, read_now, read_safetensors
-
-OFFSETS = "DCP_SHARDING_INFO"
-"""The note in a file's header that says where its tensors begin in the whole ones.
-
-JSON, ``{name: {"saved_offsets": [...]}}``: the form that ``torch.distributed.checkpoint.HuggingFaceStorageReader``
-reads, so torch alone can load a sharded model too.
-"""
+from .filed import OFFSETS, Filed, read_now, read_safetensors
 
 SHAPES = "shapes"
 """The note that says how large the whole tensors are: JSON, ``{name: [...]}``."""
@@ -69,18 +62,8 @@ class Stored:
         else:
             out.copy_(self[...])
 
-    def read(self, device: str | torch.device = "cpu", *, mapped: bool = False) -> Tensor:
-        """All of it.
-
-        Args:
-            device: where to.
-            mapped: on the CPU, leave it mapped onto the file where it can be. Such a tensor changes with its file, and
-                kills the process once a network disk has dropped that file.
-        """
-        if torch.device(device).type != "cpu":
-            return self[...].to(device)
-        if mapped:
-            return self[...]
+    def read(self) -> Tensor:
+        """All of it, in memory of its own."""
         out = torch.empty(self.shape, dtype=self.dtype)
         self.fill(out)
         return out
@@ -99,13 +82,26 @@ class Stored:
         self._pieces.append((piece, box))
 
     def check_complete(self) -> None:
-        """Raise ValueError if parts are missing, or there twice."""
-        held = sum(math.prod(end - begin for begin, end in box) for _, box in self._pieces)
-        begins = {tuple(begin for begin, _ in box) for _, box in self._pieces if all(b < e for b, e in box)}
-        full = sum(all(b < e for b, e in box) for _, box in self._pieces)
-        if held != self.shape.numel() or len(begins) != full:
+        """Raise ValueError if parts are missing, or elements there twice."""
+        boxes = sorted(box for _, box in self._pieces if all(begin < end for begin, end in box))
+        held = sum(math.prod(end - begin for begin, end in box) for box in boxes)
+        twice = _any_overlap(boxes)
+        if held != self.shape.numel() or twice:
             what = f"{held} of {self.shape.numel()} elements of tensor {self.name!r} are there"
+            what += ", some of them twice" if twice else ""
             raise ValueError(f"{self._pieces[0][0].path.parent}: {what}. Use another checkpoint.")
+
+
+def _any_overlap(boxes: list[Box]) -> bool:
+    """Whether two of the boxes, which are sorted and not empty, have an element in common."""
+    for number, one in enumerate(boxes):
+        for at in range(number + 1, len(boxes)):
+            other = boxes[at]
+            if one and other[0][0] >= one[0][1]:
+                break  # so do all that follow
+            if all(max(a, b) < min(c, d) for (a, c), (b, d) in zip(one, other, strict=True)):
+                return True
+    return False
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from ..strategies import warn
-from .draws import Draws
-from .order import GroupPlanner, Micro
-from .random_state import RandomStream, State
+from .draws import Draws, stateful
+from .order import GroupPlanner, Micro, sized
+from .random_state import RandomStream, State, seed_from
+from .reading import LEFT_AS_IT_IS, SeededStream, seed_epoch
 
 
 class Counted:
@@ -94,14 +98,52 @@ class StreamedBatches:
         self._reader: RandomStream | None = None
         self._late: State | None = None  # where the reader is once the source is open again
         self._ended = False
+        self.seeded: SeededStream | None = None  # the dataset, where its workers outlive an epoch
+        self.workers: dict[str, Any] | None = None  # what they were started from
         self.sizes: deque[int] = deque()
         self.begin(0, 0, None)
 
     def begin(self, epoch: int, skip: int, limit: int | None) -> None:
-        """Say what the next iteration is: the samples to pass over, and the most batches to yield."""
-        self.skip, self.limit = skip, limit
+        """Say what the next iteration is: its epoch, the samples to pass over, and the most batches to yield."""
+        self.epoch, self.skip, self.limit = epoch, skip, limit
         self.sizes.clear()
         self.micros: deque[tuple[Micro, State | None]] = deque()
+
+    @property
+    def width(self) -> int:
+        """Samples in a full batch, over all processes; batches, where their samples are not known."""
+        return (self.counted or 1) * self.planner.size
+
+    full = width
+    left_out = 0
+
+    def length(self, limit: int | None) -> int | None:
+        """Batches this process yields in a whole epoch, no more than ``limit``; None where that is not known."""
+        count = sized(self.source)
+        if count is None:
+            return limit
+        count = -(-count // self.planner.size)
+        return count if limit is None else min(limit, count)
+
+    def items(self, samples: int, batches: int) -> int:
+        """See `ShardedBatches.items`; here samples are all that counts."""
+        return samples
+
+    def batches_of(self, items: int) -> int:
+        """Batches of this process that ``items`` stand for: with those to come, an epoch's."""
+        size, read, count = self.planner.size, -(-items // (self.counted or 1)), sized(self.source)
+        if count is None:
+            return -(-read // size)
+        return -(-count // size) - -(-max(0, count - read) // size)
+
+    @property
+    def draws_later(self) -> bool:
+        """See `ShardedBatches.draws_later`."""
+        return self.lent
+
+    def unshuffle(self) -> bool:
+        """Nothing is known of how a stream comes by its order. See `ShardedBatches.unshuffle`."""
+        return False
 
     def split(self) -> None:
         """Refused: what a stream yields is dealt whole.
@@ -118,11 +160,14 @@ class StreamedBatches:
         """Start the source's iterator, which may draw a seed for its workers; see `ShardedBatches.start`."""
         draws = self.draws
         now = draws.state()
+        again = self.order is not None
         if self.order is None:
-            self.order, again = now, silently
+            self.order = {**now, "late": silently}
         else:
             draws.load(self.order)
-            again = True
+        if self.seeded is not None:
+            late = self.order.get("late", False)
+            seed_epoch(self.seeded, seed_from(self.order["stream"], self.epoch) if late else LEFT_AS_IT_IS)
         self._reader = self._late = None
         if self._stands is not None:
             self.stateful.load_state_dict(self._stands["source"])
@@ -137,6 +182,21 @@ class StreamedBatches:
             self.started()
             draws.load_private(now["generators"])
         return iterator
+
+    @contextmanager
+    def starting(self, persistent: bool) -> Iterator[None]:
+        """Around the start of the iterator, with which workers are started too.
+
+        Those that persist draw their seed once in a run, and have it again where a run goes on.
+        """
+        if not persistent:
+            yield
+        elif self.order is None or not self.order.get("late", False):
+            self.workers = self.draws.here()
+            yield
+        else:
+            with self.draws.gone_to(self.workers):
+                yield
 
     def started(self) -> None:
         """The loader's own iterator is made, which draws; where a subclass makes it with the first batch, only now."""
@@ -190,13 +250,37 @@ class StreamedBatches:
             raise other_batches(self.source)
         return [(self.sizes.popleft(), item) for item in items]
 
+    def _why_again(self) -> str:
+        dataset = getattr(self.source, "dataset", None)
+        if stateful(dataset) is None:
+            return "the stream has no state of its own"
+        if self.stateful is None:
+            return f"the state of {type(dataset).__name__} is in its workers, where it can't be asked for"
+        return "the checkpoint has no state of the stream"
+
     def _fast_forward(self, source: Iterator[Any]) -> None:
         passed = 0
-        if self.skip:
+        if self.skip and not isinstance(self.source, list | tuple):
             warn(
-                f"the stream has no state of its own, so {self.skip} samples are read again and passed over to resume "
-                "where the run stopped. A dataset with state_dict/load_state_dict resumes at once (without workers)."
+                f"{self._why_again()}, so {self.skip} samples are read again and passed over to resume where the run "
+                "stopped. A dataset with state_dict/load_state_dict resumes at once without workers, a loader with "
+                "them always."
             )
         with self._lend():
             while passed < self.skip and (read := self._read(source, 1)):
                 passed += read[0][0]
+
+
+def follow_iterator(view: DataLoader[Any], plan: StreamedBatches) -> None:
+    """Be there when ``view``'s own ``__iter__`` makes its iterator, and let end there the sizes that `Counted` adds."""
+    weak = weakref.ref(view)  # a cycle would keep persistent workers alive
+
+    def get_iterator() -> Any:
+        own_view = weak()
+        assert own_view is not None
+        with plan.starting(own_view.persistent_workers):
+            iterator = type(own_view)._get_iterator(own_view)
+        plan.started()
+        return iterator if plan.counted is None else Unwrapped(iterator, plan.sizes)
+
+    view.__dict__["_get_iterator"] = get_iterator

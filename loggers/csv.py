@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import math
 import os
 from collections.abc import Iterable
 from typing import Any
 
 from .directory import DirectoryLogger
-from .logger import Params, rank_zero_experiment
-from .values import as_metrics
+from .logger import Params, process_rank, rank_zero_experiment
+from .values import as_metrics, flatten
 
 STEP = "step"
 
@@ -72,21 +73,16 @@ class CSVLogger(DirectoryLogger):
             TypeError: A value is not a number, or the step is not an integer.
             ValueError: A value is more than one number, the step is negative, or a metric is named ``step``.
         """
-        row: dict[str, float] = {}
-        for name, value in as_metrics(metrics, self._prefix).items():
-            if isinstance(value, dict):
-                row.update({f"{name}/{key}": number for key, number in value.items()})
-            else:
-                row[name] = value
+        row = dict(flatten(as_metrics(metrics, self._prefix)))
         if STEP in row:
             raise ValueError(f"metric {STEP!r} has the name of the column of steps: log it under another name")
         self.experiment.log_metrics(row, self.next_step(step))
 
-    def log_hyperparams(self, params: Params, metrics: dict[str, Any] | None = None) -> None:
+    def log_hyperparams(self, params: Params = None, metrics: dict[str, Any] | None = None) -> None:
         """Write hyperparameters to ``hparams.yaml``, and metrics, if any, as a row at step 0.
 
         Args:
-            params: Settings by name, nested or not: a dict, a namespace or a dataclass.
+            params: Settings by name, nested or not: a dict, a namespace or a dataclass. Default: none.
             metrics: Starting values of the metrics by which runs are compared. Default: none.
 
         Raises:
@@ -95,6 +91,11 @@ class CSVLogger(DirectoryLogger):
         self.save_hyperparams(params)
         if metrics:
             self.log_metrics(metrics, step=0)
+
+    def go_on(self, step: int) -> None:
+        """Drop the rows of later steps from the file that is continued."""
+        if process_rank() == 0 and self._version is not None:
+            self.experiment.go_on(step)
 
     def save(self) -> None:
         """Write the waiting rows."""
@@ -140,7 +141,7 @@ class MetricsFile:
         seen = dict.fromkeys(key for row in self._waiting for key in row)
         new = [key for key in seen if key not in self._columns]
         if new or not os.path.exists(self.path):
-            self._add_columns(new)
+            self._write_anew(self._columns + new)
         text = _to_csv([row.get(column, "") for column in self._columns] for row in self._waiting)
         size = os.path.getsize(self.path)
         try:
@@ -152,9 +153,18 @@ class MetricsFile:
             raise
         self._waiting.clear()
 
-    def _add_columns(self, new: list[str]) -> None:
-        """Write the file anew, row by row, with further columns at the end of each."""
-        columns = self._columns + new
+    def go_on(self, step: int) -> None:
+        """Drop the rows of later steps."""
+        self.save()
+        if os.path.exists(self.path):
+            self._write_anew(self._columns, step)
+
+    def _write_anew(self, columns: list[str], until: float = math.inf) -> None:
+        """Write the file anew, row by row: with further columns at the end of each, and without those of later steps.
+
+        Rows whose step no number is, which someone else has written, stay.
+        """
+        place = self._columns.index(STEP) if STEP in self._columns else None
         with open(self.path + ".tmp", "w", newline="", encoding="utf-8") as target:
             target.write(_to_csv([columns]))
             if os.path.exists(self.path):
@@ -162,11 +172,19 @@ class MetricsFile:
                     rows = csv.reader(source)
                     next(rows, None)
                     for row in rows:
-                        target.write(_to_csv([row + [""] * (len(columns) - len(row))]))
+                        if place is None or not _is_later(row[place : place + 1], until):
+                            target.write(_to_csv([row + [""] * (len(columns) - len(row))]))
             target.flush()
             os.fsync(target.fileno())  # the old file is gone after the next line: the new one must be on the disk
         os.replace(self.path + ".tmp", self.path)
         self._columns = columns
+
+
+def _is_later(cells: list[str], step: float) -> bool:
+    try:
+        return float(cells[0]) > step
+    except (IndexError, ValueError):
+        return False
 
 
 def _to_csv(rows: Iterable[Iterable[Any]]) -> str:

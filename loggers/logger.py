@@ -147,12 +147,22 @@ class Logger(ABC):
             metrics: Starting values of the metrics by which runs are compared. Default: none.
         """
 
-    def log_graph(self, model: Any, input: Any = None) -> None:
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Record the structure of a model. Does nothing unless a subclass writes it.
 
         Args:
             model: The module.
-            input: What its ``forward`` is called with. Default: the module's ``example_input_array``.
+            input_array: What its ``forward`` is called with. Default: the module's ``example_input_array``.
+        """
+        return None
+
+    def go_on(self, step: int) -> None:
+        """Drop what was logged for later steps: a run goes on from a checkpoint of this one, and logs them again.
+
+        Called before its first step, also where nothing was logged yet. Does nothing unless a subclass writes it.
+
+        Args:
+            step: Optimizer steps that are done.
         """
         return None
 
@@ -168,10 +178,10 @@ class Logger(ABC):
         """
         self.save()
 
-    def after_save_checkpoint(self, callback: Any) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Take note of a checkpoint that is complete on disk. Does nothing unless a subclass writes it.
 
         Args:
-            callback: The callback that saved it.
+            checkpoint_callback: The callback that saved it.
         """
         return None

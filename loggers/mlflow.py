@@ -7,13 +7,13 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from .logger import Logger, Params, process_rank, rank_zero_experiment
 from .services import Uploads, check_arguments, installed
-from .values import as_mapping, as_metrics, checked_step, plain
+from .values import as_mapping, as_metrics, checked_step, flatten, plain
 
 FILES = "file:"
 DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
@@ -200,7 +200,7 @@ class MLFlowLogger(Logger):
             TypeError: A value is not a number, or the step is not an integer.
             ValueError: A value is more than one number, or the step is negative.
         """
-        row = list(_flatten(as_metrics(metrics, self._prefix)))
+        row = list(flatten(as_metrics(metrics, self._prefix)))
         step = checked_step(self._last_step + 1 if step is None else step)
         self._last_step = max(self._last_step, step)
         if process_rank() != 0:
@@ -224,7 +224,7 @@ class MLFlowLogger(Logger):
         Raises:
             TypeError: ``params`` has no names, or a metric is not a number.
         """
-        flat = {_allowed(name): str(value) for name, value in _flatten(plain(as_mapping(params)))}
+        flat = {_allowed(name): str(value) for name, value in flatten(plain(as_mapping(params)))}
         if process_rank() == 0 and flat:
             from mlflow.entities import Param
 
@@ -243,9 +243,9 @@ class MLFlowLogger(Logger):
         if metrics:
             self.log_metrics(metrics, step=0)
 
-    def after_save_checkpoint(self, callback: Any) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Upload what the callback keeps, now or when the fit ends, as ``log_model`` says."""
-        self._upload(self._uploads.after_save(callback))
+        self._upload(self._uploads.after_save(checkpoint_callback))
 
     def _upload(self, found: Iterable[tuple[str, Any, dict[str, Any]]]) -> None:
         if process_rank() != 0:
@@ -268,7 +268,7 @@ class MLFlowLogger(Logger):
         for write in writes:
             write.wait()
 
-    def finalize(self, status: str) -> None:
+    def finalize(self, status: str = "success") -> None:
         """Upload the checkpoints that wait, and note how it ended. What is logged later continues the run.
 
         Args:
@@ -296,15 +296,6 @@ def _check_store(uri: str) -> None:
             )
     elif uri.startswith(DATABASES) and not installed("sqlalchemy"):
         raise ModuleNotFoundError(f"tracking_uri={uri!r} needs more than mlflow-skinny: pip install mlflow")
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Give name and value of each entry, nested names joined by ``/``."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{key}/")
-        else:
-            yield prefix + key, value
 
 
 def _allowed(name: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .directory import DirectoryLogger
 from .logger import Params, process_rank, rank_zero_experiment
-from .values import as_mapping, as_metrics, as_number, plain
+from .values import as_mapping, as_metrics, as_number, flatten, plain
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +119,10 @@ class TensorBoardLogger(DirectoryLogger):
         elif not isinstance(metrics, Mapping):
             metrics = {"hp_metric": as_number("hp_metric", metrics)}
         tags = as_metrics(metrics, self._prefix)
-        flat = dict(_flatten(plain(as_mapping(params))))
+        flat = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)  # the types that it has
+            for name, value in flatten(plain(as_mapping(params)))
+        }
         self.save_hyperparams(params)
         if process_rank() != 0:
             return
@@ -133,21 +136,21 @@ class TensorBoardLogger(DirectoryLogger):
         for summary in hparams(flat, tags):
             file_writer.add_summary(summary)
 
-    def log_graph(self, model: torch.nn.Module, input: Any = None) -> None:
+    def log_graph(self, model: torch.nn.Module, input_array: Any = None) -> None:
         """Record the model's graph if the logger was built with ``log_graph=True``; once, and never at a run's cost.
 
         A model that cannot be traced gives a warning. Random state and the modules' modes are as before.
 
         Args:
             model: The module, not wrapped for distributed training.
-            input: What its ``forward`` is called with. Default: the module's ``example_input_array``.
+            input_array: What its ``forward`` is called with. Default: the module's ``example_input_array``.
         """
         if not self._log_graph or process_rank() != 0:
             return
         self._log_graph = False
-        if input is None:
-            input = getattr(model, "example_input_array", None)
-        if input is None:
+        if input_array is None:
+            input_array = getattr(model, "example_input_array", None)
+        if input_array is None:
             warnings.warn(
                 "log_graph=True, but there is no input to trace the model with: set `example_input_array` on the "
                 "model, or pass log_graph=False",
@@ -156,13 +159,19 @@ class TensorBoardLogger(DirectoryLogger):
             return
         try:
             with _untouched(model):
-                self.experiment.add_graph(model, input)
+                self.experiment.add_graph(model, input_array)
         except Exception as error:
             warnings.warn(
                 f"the model's graph is not recorded, tracing {type(model).__name__} failed: {error}. "
                 "Pass log_graph=False if it cannot be traced",
                 stacklevel=2,
             )
+
+    def go_on(self, step: int) -> None:
+        """Let TensorBoard forget the events of later steps in the directory that is continued."""
+        if process_rank() == 0 and self._version is not None:
+            self.finalize("success")
+            self._writer_options.setdefault("purge_step", step + 1)
 
     def save(self) -> None:
         """Write out the events that wait in memory."""
@@ -175,15 +184,6 @@ class TensorBoardLogger(DirectoryLogger):
             self._experiment.flush()
             self._experiment.close()
             self._experiment = None
-
-
-def _flatten(params: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
-    """Give name and value of each setting, nested names joined by ``/``, what TensorBoard has no type for as str."""
-    for key, value in params.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{key}/")
-        else:
-            yield prefix + key, value if isinstance(value, bool | int | float | str) else str(value)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import numbers
 import operator
-from collections.abc import Mapping, MutableSequence, Set
+from collections.abc import Iterator, Mapping, MutableSequence, Set
 from enum import Enum
 from typing import Any
 
@@ -41,6 +41,15 @@ def as_metrics(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float 
         else:
             result[prefix + name] = as_number(name, value)
     return result
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Give name and value of each entry, nested names joined by ``/``."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{key}/")
+        else:
+            yield prefix + key, value
 
 
 def as_mapping(params: Any) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .logger import Logger, Params, process_rank, rank_zero_experiment
 from .services import Uploads, check_arguments, installed
-from .values import as_mapping, as_metrics, checked_step, plain
+from .values import as_mapping, as_metrics, checked_step, flatten, plain
 
 STEP = "trainer/global_step"  # W&B counts calls of `log`; charts are drawn over this instead
 
@@ -198,13 +198,7 @@ class WandbLogger(Logger):
             TypeError: A value is not a number, or the step is not an integer.
             ValueError: A value is more than one number, or the step is negative.
         """
-        row: dict[str, Any] = {}
-        for name, value in as_metrics(metrics, self._prefix).items():
-            if isinstance(value, dict):
-                row.update({f"{name}/{key}": number for key, number in value.items()})
-            else:
-                row[name] = value
-        self._log(row, step)
+        self._log(dict(flatten(as_metrics(metrics, self._prefix))), step)
 
     def _log(self, row: dict[str, Any], step: int | None) -> None:
         if step is not None:
@@ -316,9 +310,9 @@ class WandbLogger(Logger):
             found = wandb.Api().artifact(artifact, type=artifact_type)
         return str(found.download(root=None if save_dir is None else os.fspath(save_dir)))
 
-    def after_save_checkpoint(self, callback: Any) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Upload what the callback keeps, now or when the fit ends, as ``log_model`` says."""
-        self._upload(self._uploads.after_save(callback))
+        self._upload(self._uploads.after_save(checkpoint_callback))
 
     def finalize(self, status: str) -> None:
         """Upload the checkpoints that wait for a good end. The run stays open: see `finish`."""

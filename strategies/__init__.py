@@ -1,6 +1,7 @@
 """How a model lies on the world: processes, devices, number formats."""
 
 from .ddp import DDP
+from .ddp_batchnorm import TorchSyncBatchNorm
 from .debug import DistributedOperationException
 from .environment import LaunchEnvironment
 from .fsdp import FSDP
@@ -26,6 +27,7 @@ __all__ = [
     "SingleDevice",
     "SingleDeviceStrategy",
     "Strategy",
+    "TorchSyncBatchNorm",
     "World",
     "announce",
     "choose",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 from .ddp_batchnorm import synchronise
 from .ddp_errors import explained
 from .ddp_hooks import CommHook
-from .ddp_local_sgd import LocalSteps
+from .ddp_local_sgd import checked
 from .ddp_order import ReadyOrder
 from .ddp_zero import Shards
 from .messages import announce, nearest
 from .precision import Precision
+from .reduction import average_gradients
 from .router import Ballot, Router
 from .strategy import Strategy
 from .world import World
@@ -153,7 +154,7 @@ class DDP(Strategy):
         self.comm_hook = CommHook(given["comm_hook"], given["comm_state"], given["comm_wrapper"])
         self.sync_batchnorm = sync_batchnorm
         self.zero = zero
-        self.local_steps = _local_steps(given["local_sgd_steps"], local_sgd_start)
+        self.local_steps = checked(given["local_sgd_steps"], local_sgd_start)
         if self.local_steps is not None:
             clashes = {"zero": zero, "comm_hook": bool(self.comm_hook), "static_graph": static_graph}
             for clash in (name for name, on in clashes.items() if on):
@@ -170,6 +171,7 @@ class DDP(Strategy):
         self._carrying: _Replica | None = None
         self._by_ballot = False
         self._replicas: WeakSet[_Replica] = WeakSet()
+        self._newest: WeakValueDictionary[int, _Replica] = WeakValueDictionary()
         self._shards: WeakKeyDictionary[Optimizer, Shards] = WeakKeyDictionary()
         self._stepping: Optimizer | None = None
         if self.local_steps is not None and precision.scaled:
@@ -204,8 +206,26 @@ class DDP(Strategy):
         if ballot is not None:
             self._carrying = replica
         self._replicas.add(replica)
+        self._newest[id(module)] = replica  # a model is wrapped anew when other parameters are trained
         self.set_gradient_sync(replica, True)
         return replica
+
+    def replicate(self, module: nn.Module) -> nn.Module:
+        """See `Strategy.replicate`. There is nothing that would reduce in backward."""
+        if self.world.size == 1:
+            return super().wrap(module)
+        if self.comm_hook or self.local_steps is not None:
+            raise ValueError("DDP(comm_hook, local_sgd_steps) need the automatic optimization: leave them out.")
+        self.place(module)
+        if self.sync_batchnorm:
+            synchronise(module, self.world)
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.world.broadcast_tensor(tensor.detach())
+        return super().wrap(module)
+
+    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """See `Strategy.reduce_gradients`."""
+        average_gradients(parameters, self.world)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """See `Strategy.wrap_optimizer`. It stays the user's own object; hooks around its step do the rest."""
@@ -213,10 +233,10 @@ class DDP(Strategy):
         if self.world.size == 1:
             return optimizer
         own = {p for group in optimizer.param_groups for p in group["params"]}
-        replicas = [replica for replica in self._replicas if not own.isdisjoint(replica.parameters())]
+        models = [model for model, replica in self._newest.items() if not own.isdisjoint(replica.parameters())]
 
         def check(*_: Any) -> None:
-            for replica in replicas:
+            for replica in filter(None, map(self._newest.get, models)):
                 replica.check()
 
         optimizer.register_step_pre_hook(check)
@@ -399,15 +419,6 @@ def _take_other_names(given: dict[str, Any], other: dict[str, Any]) -> None:
         if value is not None and given[name] is not None:
             raise ValueError(f"{alias}= is another name of {name}=; give one of them.")
         given[name] = value if value is not None else given[name]
-
-
-def _local_steps(every: Any, start: Any) -> LocalSteps | None:
-    for name, value, least in (("local_sgd_steps", every, 1), ("local_sgd_start", start, 0)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
-    if every is None and start:
-        raise ValueError(f"local_sgd_start={start} needs local_sgd_steps, the steps between two averages.")
-    return None if every is None else LocalSteps(every, start)
 
 
 def _for_torch(options: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .world import World
 
 _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass(frozen=True)
+class TorchSyncBatchNorm:
+    """As a plugin of a Trainer the same as its ``sync_batchnorm=True``."""
 
 
 def synchronise(module: nn.Module, world: World) -> None:

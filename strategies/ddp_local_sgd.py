@@ -74,3 +74,17 @@ def _slots(optimizer: Optimizer) -> list[tuple[tuple[int, str], Tensor]]:
             if isinstance(value, Tensor) and value.ndim and value.is_floating_point():
                 found.append(((number, name), value))
     return found
+
+
+def checked(every: Any, start: Any) -> LocalSteps | None:
+    """What ``local_sgd_steps`` and ``local_sgd_start`` ask for.
+
+    Raises:
+        ValueError: names the argument, the value and the rule.
+    """
+    for name, value, least in (("local_sgd_steps", every, 1), ("local_sgd_start", start, 0)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
+    if every is None and start:
+        raise ValueError(f"local_sgd_start={start} needs local_sgd_steps, the steps between two averages.")
+    return None if every is None else LocalSteps(every, start)

@@ -25,7 +25,7 @@ from .router import Router
 from .shards import clip_to_norm, cut_like, local
 from .strategy import Strategy
 from .world import World
-from .wrapping import Policy, check_policy, chosen_blocks, self_contained
+from .wrapping import Policy, check_policy, chosen_blocks, direct_parts, self_contained
 
 _ROOT = "_sharded_root"
 
@@ -112,6 +112,15 @@ class FSDP(Strategy):
         self._data_world = self.layout.data_world(world)
         self.delays_sync = not self.sync_each_batch
 
+    def detach(self) -> None:
+        """See `Strategy.detach`: whoever holds a grid, as each shard does, keeps its group open."""
+        self._tapes.clear()
+        self._moved.clear()
+        self._roots.clear()
+        # torch's caches of how DTensors are computed with hold the grid, and that holds the group (2.13).
+        getattr(self._mesh, "_pg_registry", {}).clear()
+        self.device_mesh = self._mesh = self._data_world = None  # type: ignore[assignment]
+
     @property
     def data_world(self) -> World:
         """See `Strategy.data_world`: one process of each tensor-parallel group."""
@@ -169,6 +178,12 @@ class FSDP(Strategy):
         """See `Strategy.local_method`; here it exchanges all the same, as the model is not whole on any process."""
         return self.method(self.wrap(self.unwrap(module)), name)
 
+    def compiled_parts(self, module: nn.Module) -> tuple[list[nn.Module], bool]:
+        """See `Strategy.compiled_parts`: what is gathered by itself, and the direct parts with nothing such inside."""
+        blocks = self._blocks(module)
+        rest = [part for part in direct_parts(module) if not any(block in blocks for block in part.modules())]
+        return [*blocks, *rest], True
+
     def _describe(self) -> str:
         return f"{self._mesh.mesh.tolist()} in {self.precision.name}"
 
@@ -188,7 +203,10 @@ class FSDP(Strategy):
             self._build(block, unbuilt)
             self._fully_shard(block, self.reshard_after_forward)
         self._build(module, unbuilt)
-        router = ShardedRouter(module, self.precision.context(self.world.device), self.precision.compute is not None)
+        # Where activations are computed again, autocast alone would keep a cast copy of the whole model until backward.
+        recomputed = self.activation_checkpointing_policy not in (None, False)
+        precision = replace(self.precision, cached=False) if recomputed else self.precision
+        router = ShardedRouter(module, precision.context(self.world.device), precision.compute is not None)
         self._fully_shard(router, False)
         own = [part for part in module.modules() if part not in blocks and hasattr(part, "reshard")]
         router._kept = [router, *own, *(blocks if self.reshard_after_forward is not True else ())]  # type: ignore

@@ -28,7 +28,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(value: Any, keep: bool) -> Any:
-    """A copy of a nested state in host memory with every sharded tensor whole. All processes must ask.
+    """A nested state with every sharded tensor whole, in host memory; others stay as they are. All processes must ask.
 
     Args:
         value: dicts, lists and tuples of anything.

@@ -15,6 +15,7 @@ from .construction import built_in_place
 from .precision import Precision
 from .router import Router, routed
 from .world import World
+from .wrapping import direct_parts
 
 
 class Strategy:
@@ -54,6 +55,9 @@ class Strategy:
         self._votes: Tensor | None = None
         self._work: Any = None
 
+    def detach(self) -> None:
+        """Let go of what belongs to the process group, which is about to end; `attach` follows."""
+
     @property
     def data_world(self) -> World:
         """The processes that the data is shared out to; those that hold parts of one replica get the same batches."""
@@ -78,6 +82,22 @@ class Strategy:
         context = self.precision.context(self.world.device)
         return module if context is None else Router(module, context, self.precision.compute is not None)
 
+    def replicate(self, module: nn.Module) -> nn.Module:
+        """As `wrap`, for steps that call backward themselves and then `reduce_gradients`.
+
+        Raises:
+            ValueError: where that would be silently wrong, which a strategy of several processes must know itself.
+        """
+        if self.sharded or self.world.size > 1:
+            raise ValueError(
+                f"strategy={self.name!r} can't run a task with automatic_optimization=False: it reduces gradients, or "
+                "gathers the model, once for the whole of training_step. Use 'ddp', or DDP(zero=True)."
+            )
+        return self.wrap(module)
+
+    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Average gradients that a backward has left on its process, where `replicate` leaves them there."""
+
     def place(self, module: nn.Module) -> nn.Module:
         """Put ``module`` where it can be evaluated, in the storage format; returns what to call in its stead."""
         if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
@@ -86,6 +106,14 @@ class Strategy:
                 "whole. Build it anew and load the weights."
             )
         return module.to(device=self.world.device, dtype=self.precision.storage)
+
+    def compiled_parts(self, module: nn.Module) -> tuple[list[nn.Module], bool]:
+        """What to compile, each by itself, of a module whose methods are run; before it is wrapped.
+
+        Returns:
+            The parts, and whether their hooks must stay out of what is compiled.
+        """
+        return direct_parts(module), False
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return what to step in the place of ``optimizer``, whose model is wrapped by now."""

@@ -200,6 +200,11 @@ class World:
             )
         return self._beside
 
+    def forget_parts(self) -> None:
+        """Make grids and lines of their own anew: the process group they were parts of has ended."""
+        self._beside = None
+        self._meshes.clear()
+
     @property
     def is_main(self) -> bool:
         """Whether this process is rank zero."""

@@ -61,6 +61,20 @@ def self_contained(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]
     return [block for block in blocks if alone(block)]
 
 
+def direct_parts(model: nn.Module) -> list[nn.Module]:
+    """What a method of ``model`` calls: its children with parameters, and those in its lists and dicts of modules.
+
+    A torchmetrics metric is none, even one with a network in it: it counts, and is not to be traced.
+    """
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, _LISTS):
+            found += direct_parts(child)
+        elif any(True for _ in child.parameters()) and not (hasattr(child, "compute") and hasattr(child, "reset")):
+            found.append(child)
+    return list(dict.fromkeys(found))
+
+
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The outermost parts that come more than once: layers of one class, with parts of their own, in one list."""
     found: list[nn.Module] = []

@@ -1,5 +1,7 @@
 """What holds for every test."""
 
+import os
+
 import pytest
 from treadle.strategies.current import disconnect
 
@@ -9,3 +11,13 @@ def no_process_group_is_left():
     """A run in the test's own process may connect it (sharding does so even alone), and the next test starts anew."""
     yield
     disconnect()
+
+
+@pytest.fixture(autouse=True)
+def environment_is_left_as_it_was():
+    """What a run or a package sets would be with all tests that follow, whose ranks then could not be forked."""
+    before = dict(os.environ)
+    yield
+    for name in [name for name in os.environ if name not in before]:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})

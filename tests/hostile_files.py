@@ -330,6 +330,10 @@ def of_ours(whole, folder, marker):
         found[f"ours-manifest-{name}"] = _forged(whole, folder, {}, manifest=data)
     for name, data in headers(1000).items():
         found[f"ours-weights-{name}"] = _forged(whole, folder, {"model.safetensors": data})
+    document = json.loads(state["manifest.json"].read_text())
+    for name, value in {"processes": 2**60, "sequence": 10**30}.items():
+        counted = {**document, {"processes": "world_size"}.get(name, name): value}
+        found[f"ours-many-{name}"] = _forged(whole, folder, {}, manifest=json.dumps(counted).encode())
     for name in ("../outside.json", "/etc/passwd", "..", "a/b.json", "x.pkl", "manifest.json", "\0.json"):
         target = _forged(whole, folder, {}, listed=name)
         found[f"ours-named-{len(found)}"] = target

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NPROC_PER_NODE")
 LAUNCH_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TREADLE_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
 # What is read after torch was imported: a rank with another value of these may be forked from a process with torch.
-READ_LATE = ("PYTEST_", "MLFLOW_", "WANDB_", "TORCHINDUCTOR_CACHE_DIR")  # torch sets the last one itself
+READ_LATE = ("PYTEST_", "MLFLOW_", "_MLFLOW_", "WANDB_", "TORCHINDUCTOR_CACHE_DIR")  # packages set some themselves
 
 
 class RankError(RuntimeError):

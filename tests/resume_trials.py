@@ -13,7 +13,7 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 from treadle.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from treadle.loggers import Logger
 
@@ -76,6 +76,8 @@ def draw(seed, door=None, processes=1):
         "start": rng.randrange(1000),
     }
     own["resumes"] = [sorted(rng.random() for _ in range(pick((1, 1, 2, 3)))) for _ in range(2)]
+    own["sampler"] = pick((None, "around", "counts"))
+    own["own"] = chance(0.3)
     return _possible(own)
 
 
@@ -103,22 +105,25 @@ def _possible(own):
     if own["processes"] > 1:
         own["keeper"] = None
         own["layers"] = [kind for kind in own["layers"] if kind != "batchnorm"]  # a share of one would not train it
-    own["noise"] = own["noise"] if own["data"] in ("map", "stateful") else []
+    own["noise"] = own["noise"] if own["data"] != "list" else []
+    own["own"] = own["own"] and own["data"] != "list" and not own["workers"]
     return own
 
 
 class Samples(Dataset):
     """(number, features, target); the features differ each time they are read."""
 
-    def __init__(self, size, noise):
+    def __init__(self, size, noise, own=False):
         self.noise = noise
+        self.rng = np.random.default_rng(7) if own else None
         self.x = torch.randn(size, 4, generator=torch.Generator().manual_seed(2))
 
     def __len__(self):
         return len(self.x)
 
     def __getitem__(self, index):
-        return index, self.x[index] + _noise(self.noise), self.x[index].sum()
+        own = 0.0 if self.rng is None else float(0.1 * self.rng.random())
+        return index, self.x[index] + _noise(self.noise) + own, self.x[index].sum()
 
 
 def _noise(kinds):
@@ -182,6 +187,39 @@ class Lazy(Sampler):
             yield left.pop(int(drawn))
 
 
+class Around(Sampler):
+    """Hands on what a sampler with a generator of its own yields."""
+
+    def __init__(self, size):
+        self.inner = RandomSampler(range(size), generator=torch.Generator().manual_seed(6))
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+class Counts(Sampler):
+    """Another order in each epoch, which it counts."""
+
+    def __init__(self, size):
+        self.size, self.begun = size, 0
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        self.begun += 1
+        return iter(random.Random(self.begun).sample(range(self.size), self.size))
+
+    def state_dict(self):
+        return {"begun": self.begun}
+
+    def load_state_dict(self, state):
+        self.begun = state["begun"]
+
+
 class Uneven(Sampler):
     """Batches of one, two and three samples in turn."""
 
@@ -208,7 +246,7 @@ class Halved(DataLoader):
 
 
 def make_loader(own):
-    samples = Samples(own["size"], own["noise"])
+    samples = Samples(own["size"], own["noise"], own["own"])
     if own["data"] == "list":
         plain = DataLoader(samples, own["batch"])
         return list(plain)
@@ -225,6 +263,8 @@ def make_loader(own):
         generator = torch.Generator().manual_seed(9) if own["seed"] % 2 else None
         return kind(samples, sampler=WeightedRandomSampler(weights, own["size"], generator=generator), **options)
     if own["order"].startswith("lazy"):
+        if own["sampler"] is not None:
+            return kind(samples, sampler={"around": Around, "counts": Counts}[own["sampler"]](own["size"]), **options)
         generator = np.random.default_rng(3) if own["order"] == "lazy-own" else None
         return kind(samples, sampler=Lazy(own["size"], generator), **options)
     generator = torch.Generator().manual_seed(5) if own["order"] == "generator" else None

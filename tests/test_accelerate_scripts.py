@@ -5,15 +5,12 @@ library and in one process, says what is right.
 """
 
 import contextlib
-import importlib
 import io
 import json
 import os
-import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -302,7 +299,7 @@ def close(found, wanted):
         assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-WORLDS = pytest.mark.parametrize("world", [1, 2])
+WORLDS = pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 
 
 @WORLDS
@@ -342,15 +339,3 @@ def test_a_stop_that_one_process_asks_for(world, tmp_path):
     found = output("stop", world, tmp_path)
     assert 1 < found["steps"] < 40
     assert (tmp_path / "model" / "model.safetensors").is_file()
-
-
-def rows():
-    text = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text()
-    return re.findall(r"^\| `(accelerate[\w.]*)` \| `(treadle[\w.]*)` \|", text, re.MULTILINE)
-
-
-def test_every_new_path_can_be_imported():
-    assert len(rows()) > 30
-    for old, new in rows():
-        module, name = new.rsplit(".", 1)
-        assert hasattr(importlib.import_module(module), name), (old, new)

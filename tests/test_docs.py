@@ -340,7 +340,7 @@ def test_validation_waits_for_the_end_of_the_optimizer_step():
 
     task = Steps()
     fit(task, loader(6), loader(1), accumulate_grad_batches=2, val_check_interval=3)
-    assert task.seen == [0, 1, 2, 3, "validation", 4, 5]
+    assert task.seen == [0, 1, 2, 3, "validation", 4, 5, "validation"]
 
 
 def test_on_step_end_comes_after_validation_and_before_the_next_step():

@@ -449,7 +449,9 @@ def planned_kill(record, action):
         by_trainer(Task(), world=2)
 
 
-@pytest.mark.parametrize("action", ["kill", "exit:3", "raise"])
+@pytest.mark.parametrize(
+    "action", ["kill", pytest.param("exit:3", marks=pytest.mark.slow), pytest.param("raise", marks=pytest.mark.slow)]
+)
 def test_of_two_processes_one_is_struck_and_the_restart_goes_through(tmp_path, action):
     record = str(tmp_path / "record")
     words = {"kill": "rank 1 .* was killed by SIGKILL", "exit:3": "rank 1 .* exited with status 3", "raise": "planned"}

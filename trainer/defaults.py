@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..callbacks import Callback, EarlyStopping, ModelCheckpoint, ModelSummary, TQDMProgressBar
+from ..callbacks import (
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    ModelSummary,
+    OnExceptionCheckpoint,
+    ProgressBar,
+    RunReport,
+    TQDMProgressBar,
+)
 from ..loggers import Logger, TensorBoardLogger
 from .flags import check_switch
 from .logbook import SilentLogger
@@ -17,6 +26,8 @@ def choose_callbacks(
     checkpointing: bool | None,
     progress_bar: bool | None,
     model_summary: bool | None,
+    report: bool | None,
+    in_folder: bool,
     keep_nothing: bool,
 ) -> list[Callback]:
     """The callbacks given, and a default of each kind that is wanted and missing.
@@ -26,6 +37,8 @@ def choose_callbacks(
         checkpointing: whether a `ModelCheckpoint` is wanted (default yes).
         progress_bar: whether a `TQDMProgressBar` is wanted (default yes).
         model_summary: whether a `ModelSummary` is wanted (default yes).
+        report: whether a `RunReport` is wanted (default: if the run is ``in_folder``).
+        in_folder: whether a logger has a folder for the run.
         keep_nothing: leave out those that save or stop, as ``fast_dev_run`` does.
 
     Raises:
@@ -33,21 +46,23 @@ def choose_callbacks(
         ValueError: if a callback was given that a flag forbids.
     """
     callbacks = as_callbacks("callbacks", given)
-    defaults: tuple[tuple[str, bool | None, type[Callback]], ...] = (
-        ("enable_model_summary", model_summary, ModelSummary),
-        ("enable_progress_bar", progress_bar, TQDMProgressBar),
-        ("enable_checkpointing", checkpointing, ModelCheckpoint),
+    defaults: tuple[tuple[str, bool | None, type[Callback], type[Callback]], ...] = (
+        ("enable_model_summary", model_summary, ModelSummary, ModelSummary),
+        ("enable_progress_bar", progress_bar, ProgressBar, TQDMProgressBar),
+        ("enable_checkpointing", checkpointing, ModelCheckpoint, ModelCheckpoint),
+        ("enable_report", report, RunReport, RunReport),
     )
-    for flag, wanted, kind in defaults:
+    for flag, wanted, kind, default in defaults:
         if wanted is not None:
             check_switch(flag, wanted)
-        there = any(isinstance(callback, kind) for callback in callbacks)
+        # What saves when an error comes is in addition to what saves while all goes well.
+        there = any(isinstance(c, kind) and not isinstance(c, OnExceptionCheckpoint) for c in callbacks)
         if there and wanted is False:
             raise ValueError(f"{flag}=False contradicts the {kind.__name__} in callbacks; drop one of them.")
-        if not there and wanted is not False:
-            callbacks.append(kind())
+        if not there and wanted is not False and (wanted or in_folder or kind is not RunReport):
+            callbacks.append(default())
     if keep_nothing:
-        callbacks = [c for c in callbacks if not isinstance(c, ModelCheckpoint | EarlyStopping)]
+        callbacks = [c for c in callbacks if not isinstance(c, ModelCheckpoint | EarlyStopping | RunReport)]
     return callbacks
 
 

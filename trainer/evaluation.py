@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +11,11 @@ import torch
 from torch import nn
 
 from ..engine import Loader, Metrics, move_data_to_device
+from ..engine.modes import evaluation_mode
 from ..strategies import World
 from . import summary
 from .hooks import Hooks
-from .loop import count_positional
+from .steps import count_positional
 from .task import TaskModule
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def evaluate(
     """
     name = STAGES[stage]
     no_gradient = torch.inference_mode if trainer.inference_mode and not within_fit else torch.no_grad
-    metrics = trainer.metrics.evaluation = Metrics(training=False)
+    metrics = trainer.metrics.evaluation = trainer.new_metrics(training=False)
     predictions: list[list[Any]] = []
     lengths = [loader.length for loader in loaders]
     trainer.evaluation_batch = -1
@@ -80,11 +80,15 @@ def evaluate(
             predictions.append(kept)
         metrics.suffix = ""
         metrics.between_batches(True)
-        metrics.weight = 1.0  # a process's value, not a batch's
-        _fire(hooks, f"on_{name}_epoch_end")
+        if getattr(hooks, f"on_{name}_epoch_end"):
+            trainer.logbook.update_epoch(metrics)  # what the steps have logged, they may want to read
+            _fire(hooks, f"on_{name}_epoch_end")
         found = trainer.logbook.update_epoch(metrics)
         if not trainer.sanity_checking:
             trainer.logbook.write_epoch(trainer.progress.step, trainer.progress.epoch)
+        if within_fit and not trainer.sanity_checking:  # from here on a checkpoint does not have it before it
+            trainer.progress.validated = trainer.progress.batches
+            trainer.logbook.watch.end(trainer)
         with trainer.logging_to(None):  # the values are out: another one would be lost, and self.log says so
             _fire(hooks, f"on_{name}_end")
     for entry in metrics.entries:
@@ -156,18 +160,6 @@ def step_arguments(step: Callable[..., Any], loaders: int) -> int:
             f"{count} argument(s)."
         )
     return min(count, 3)
-
-
-@contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards each part is in the mode it was in, frozen parts too."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
 
 
 def _by_loader(values: dict[str, float], loaders: int) -> list[dict[str, float]]:

@@ -20,10 +20,13 @@ from ..engine.foreign.sources import Opened, Source, opened
 from ..engine.foreign.torch_files import TorchFile, View
 from ..engine.manifest import MANIFEST, read_manifest
 from ..engine.parts import has_part
+from ..engine.restoring import in_memory, registered_in
 from ..strategies import warn
+from . import restore
 from .hparams import AttributeDict
 
 if TYPE_CHECKING:
+    from .datamodule import DataModule
     from .task import TaskModule
 
 _OLD_NAMES = ("hparams", "module_arguments")  # of `hyper_parameters`, in Lightning before 0.8
@@ -48,9 +51,15 @@ def build(
     with opened(source, sha256) as found:
         folder = Path(source) if found.file is None else None
         if folder is not None and (folder / MANIFEST).is_file():
-            saved = checkpoint.read_part(folder, "hparams") if has_part(read_manifest(folder).files, "hparams") else {}
-            task = cls(**{**(saved if beside is None else beside), **given})
+            manifest = read_manifest(folder)
+            saved = checkpoint.read_part(folder, "hparams") if has_part(manifest.files, "hparams") else {}
+            document: dict[str, Any] = {
+                "hyper_parameters": saved if beside is None else beside,
+                "hparams_name": manifest.info.get("hparams_name"),
+            }
+            task = cls(**_arguments(cls, found.place, document, given))
             task.configure_model()
+            task.on_load_checkpoint(restore.added_in(folder))
         else:
             document = {} if found.file is None else _document(found, found.file)
             if beside is not None:
@@ -62,6 +71,38 @@ def build(
                 found = Opened(found.place, dict(document["state_dict"]))  # the hook may have changed it
         foreign.put(task, found, task.strict_loading if strict is None else strict)
     return task if map_location is None else task.to(map_location)
+
+
+def build_datamodule(
+    cls: type[DataModule], source: Source, hparams_file: str | Path | None, sha256: str | None, given: dict[str, Any]
+) -> Any:
+    """Build a data module and give it its state; see `DataModule.load_from_checkpoint`."""
+    beside = None if hparams_file is None else read_hparams_file(hparams_file)
+    document: dict[str, Any] = {}
+    state: Any = None
+    with opened(source, sha256) as found:
+        folder = Path(source) if found.file is None else None
+        if folder is not None and (folder / MANIFEST).is_file():
+            files = read_manifest(folder).files
+            if has_part(files, "datamodule_hparams"):
+                document = checkpoint.read_part(folder, "datamodule_hparams")
+            state = in_memory(registered_in(folder).get("datamodule"), {}, {})
+        elif found.file is not None:
+            parts, _ = _parts(found.file)
+            document = {"hyper_parameters": parts.get("datamodule_hyper_parameters")}
+            document["hparams_name"] = parts.get("datamodule_hparams_name")
+            state = parts.get(cls.__qualname__)
+        else:
+            raise ValueError(
+                f"{found.place} holds weights only, and nothing of a data module: give a checkpoint of a run."
+            )
+        if beside is not None:
+            document = {"hyper_parameters": beside, "hparams_name": None}
+        takes = cls.__init__ is not object.__init__  # whose signature says that it takes anything
+        module = cls(**_arguments(cls, found.place, document, given) if takes else given)
+        if state is not None:
+            module.load_state_dict(state)
+    return module
 
 
 def _document(found: Opened, file: TorchFile) -> dict[str, Any]:
@@ -109,7 +150,7 @@ def _with_tensors(file: TorchFile, value: Any) -> Any:
     return value
 
 
-def _arguments(cls: type[TaskModule], place: str, document: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _arguments(cls: type[Any], place: str, document: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of ``__init__``: what was saved, as far as it takes that, and what is given."""
     saved: dict[str, Any] = {}
     for name in (*_OLD_NAMES, "hyper_parameters"):

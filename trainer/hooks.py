@@ -50,9 +50,6 @@ class Hooks:
 # would be worse than an error. With each, what to write instead.
 _EVALUATION_MODE = "evaluation mode is set and taken back part by part; use on_validation_start and its kin"
 _LOST = {
-    "optimizer_step": "use on_before_optimizer_step, or treadle.Accelerator for a loop of your own",
-    "optimizer_zero_grad": "use on_before_zero_grad",
-    "backward": "use on_before_backward and on_after_backward, or treadle.Accelerator for a loop of your own",
     "configure_sharded_model": "use configure_model",
     "on_validation_model_zero_grad": "use on_before_zero_grad",
     **{f"on_{kind}_model_{mode}": _EVALUATION_MODE for kind in _KINDS for mode in ("eval", "train")},

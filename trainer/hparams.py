@@ -35,6 +35,7 @@ class HyperparametersMixin:
     """Adds ``save_hyperparameters`` and ``hparams``."""
 
     log_hyperparameters = True
+    hparams_name: str | None = None  # of the one argument that holds them all, where there is such a one
 
     def save_hyperparameters(
         self, *args: Any, ignore: str | Iterable[str] | None = None, frame: FrameType | None = None, logger: bool = True
@@ -54,6 +55,7 @@ class HyperparametersMixin:
             if not isinstance(args[0], Namespace | Mapping):
                 raise TypeError(f"save_hyperparameters takes names, a mapping or a Namespace, not {args[0]!r}.")
             values = dict(vars(args[0])) if isinstance(args[0], Namespace) else dict(args[0])
+            self.hparams_name = _name_of_argument(self, frame or inspect.currentframe().f_back, args[0])  # type: ignore[union-attr]
         else:
             caller = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
             values = _init_arguments(self, caller)
@@ -77,6 +79,12 @@ class HyperparametersMixin:
     def hparams_initial(self) -> AttributeDict:
         """A copy of `hparams`."""
         return copy.deepcopy(self.hparams)
+
+
+def _name_of_argument(instance: Any, frame: FrameType | None, value: Any) -> str | None:
+    """Which argument of ``__init__`` the whole of the hyperparameters was passed as."""
+    arguments = _init_arguments(instance, frame)
+    return next((name for name, argument in arguments.items() if argument is value), None)
 
 
 def _init_arguments(instance: Any, frame: FrameType | None) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..engine import Loader, checkpoint, metric_objects, random_state, snapshot
+from ..engine import Loader, checkpoint, metric_objects, snapshot
 from ..strategies import World
 from ..strategies.shards import local
 from . import restore
 
 if TYPE_CHECKING:
+    from ..callbacks import Callback
     from .hooks import Hooks
     from .task import TaskModule
     from .trainer import Trainer
@@ -42,7 +43,7 @@ class LastStep:
         self._trainer = trainer
         self._task = task
         self._alone = World() if accelerator.is_main_process else None
-        self._moving = False
+        self._moving = self._changed = False
         self._sums: list[Tensor] | None = None
         self._state: dict[str, Any] = {}
         # To look for metric objects means to walk through all modules.
@@ -58,8 +59,7 @@ class LastStep:
             for name in module._buffers
             if name not in module._non_persistent_buffers_set
         ]
-        for optimizer in trainer.optimizers:
-            optimizer.register_step_pre_hook(self._begins)
+        self._handles = [optimizer.register_step_pre_hook(self._begins) for optimizer in trainer.optimizers]
 
     def attach(self, hooks: Hooks) -> None:
         """Be told of every completed step: as the last one, and before anyone begins an epoch or a validation."""
@@ -69,20 +69,23 @@ class LastStep:
             on_validation_start=(self._before_validation, *hooks.on_validation_start),
         )
 
+    def close(self) -> None:
+        """Let go of the optimizers, which a user may keep for another run."""
+        for handle in self._handles:
+            handle.remove()
+
     def _begins(self, *_: Any) -> None:
         self._moving = True
 
+    def changed(self) -> None:
+        """A callback makes the model or the optimizer another than the last step left, until the next one is noted."""
+        self._changed = True
+
     def _before_validation(self) -> None:
         """The step itself is over, and its validation is still to come: a run that goes on from here does it."""
-        trainer = self._trainer
-        if trainer.sanity_checking:
-            return
-        before = self._state.get("progress")
-        self.note()
-        if before is not None:
+        if not self._trainer.sanity_checking:
+            self.note()
             self._sums = _sums(self._task)  # some callbacks validate with other weights, such as averaged ones
-            self._state["progress"].validated = before.validated
-            self._state["progress"].unended = True
 
     def note(self) -> None:
         """Remember the run as it is: a step is complete."""
@@ -92,7 +95,7 @@ class LastStep:
         trainer, accelerator = self._trainer, self._trainer.accelerator
         self._state = {
             "progress": copy.copy(trainer.progress),
-            "random": random_state(),
+            "random": snapshot.own_random_state(accelerator),
             "buffers": [
                 None if (b := buffers[name]) is None else b.detach().clone() for buffers, name in self._buffers
             ],
@@ -108,7 +111,7 @@ class LastStep:
                 "registered": registered,
             },
         }
-        self._moving, self._sums = False, None
+        self._moving, self._changed, self._sums = False, False, None
 
     def _registered(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -118,9 +121,14 @@ class LastStep:
             over = trainer.progress.closing
             states["metrics"] = trainer.metrics.state_dict(self._alone, self._counting, over=over)
         for name, value in trainer.accelerator.registered.items():
-            if name not in states and name != "progress":
+            if name not in states and name not in ("progress", "history"):
                 states[name] = copy.deepcopy(value.state_dict())
         return states
+
+    def amend(self, callback: Callback, **values: Any) -> None:
+        """Say what has changed in a callback's state since."""
+        if self._state:
+            self._state["shared"]["registered"]["callbacks"]["callbacks"][callback.state_key] |= values
 
     @property
     def step(self) -> int:
@@ -135,6 +143,11 @@ class LastStep:
     @property
     def lost(self) -> str:
         """Why it can't be saved any more; "" if it can."""
+        trainer = self._trainer
+        if self._changed:
+            return "the error came after a callback had changed the model or its optimizer, and before the next step"
+        if self._moving and trainer.progress.unended and trainer.world_size == 1:
+            self.note()  # the step is over, but for its end; with others one may have to wait for them here
         if self._moving:
             return "the error came between the optimizer's next step and its end"
         if self._sums is not None and not all(map(torch.equal, self._sums, _sums(self._task))):
@@ -161,11 +174,13 @@ class LastStep:
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 group.update(options)
         restore.refuse_broken_weights(trainer, task, path)
-        files = snapshot.collect(accelerator, path, restore.parts_of(task), weights_only=True)
+        parts = restore.parts_of(task, trainer.datamodule, trainer.config)
+        files = snapshot.collect(accelerator, path, parts, weights_only=True)
         if not weights_only:
             files |= snapshot.optimizer_files(accelerator)
             shared = state["shared"]
             shared["registered"]["progress"] = state["progress"].state_dict()
+            shared["registered"]["history"] = trainer.history.state_dict()  # it only grows, and much: too much to copy
             shared["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
             shared["registered"]["callbacks"]["added"] = restore.added_states(trainer)
             files |= checkpoint.encode_part("state", shared)
@@ -189,7 +204,12 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _position(loader: Loader) -> dict[str, Any]:
-    state = loader.state_dict()
+    return _kept(loader.state_dict())
+
+
+def _kept(state: dict[str, Any]) -> dict[str, Any]:
+    if "loaders" in state:
+        return {**state, "loaders": list(map(_kept, state["loaders"]))}
     return {**state, "source": copy.deepcopy(state["source"])}  # a user's own state may be changed in place
 
 

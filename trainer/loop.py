@@ -4,6 +4,7 @@
     on_sanity_check_start; a few validation batches; on_sanity_check_end
     on_train_start
     for each epoch:
+        [loaders anew, where reload_dataloaders_every_n_epochs says so]
         on_train_epoch_start
         for group in loader.groups():                # one group is one optimizer step
             for micro_batch in group:
@@ -35,21 +36,24 @@ or restored; on_exception runs before teardown when something raised.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from ..callbacks.monitor import monitored_value
+from ..callbacks.lr_monitor import learning_rates
+from ..callbacks.triggers import AgreedInterval
 from ..engine import Loader, isolated_random_state, set_random_state
-from ..strategies import announce
+from ..strategies import warn
 from . import summary
+from .closure_steps import ClosureSteps, check_closure, needs_closure
 from .hooks import Hooks
+from .manual_steps import ManualSteps
 from .optimizers import SchedulerConfig
+from .schedules import Schedules
+from .steps import Steps
 from .task import TaskModule
 
 if TYPE_CHECKING:
@@ -80,30 +84,23 @@ class FitLoop:
         validate: Callable[[], None],
     ) -> None:
         self.trainer = trainer
-        self.task = task
-        self.model = model
         self.hooks = hooks
         self.loader = loader
         self.validate = validate
-        self.accelerator = trainer.accelerator
         self.progress = trainer.progress
         self.metrics = trainer.metrics
         self.agreement = trainer.accelerator.agreement
-        self.cursor = trainer.accelerator.cursor
-        self.optimizer = trainer.accelerator.optimizers[0] if trainer.accelerator.optimizers else None
-        self.step = trainer.accelerator.method(model, "training_step")
-        self.takes_index = count_positional(task.training_step) > 1
-        self.by_step = [s for s in schedulers if s.interval == "step"]
-        self.by_epoch = [s for s in schedulers if s.interval == "epoch"]
-        self.default_clip = type(task).configure_gradient_clipping is TaskModule.configure_gradient_clipping
-        self.default_scheduler_step = type(task).lr_scheduler_step is TaskModule.lr_scheduler_step
         self.alone = trainer.accelerator.num_processes == 1
+        self.schedules = Schedules(trainer, task, schedulers if task.automatic_optimization else [])
+        kind = kind_of_steps(trainer, task)
+        self.steps = trainer.steps = kind(trainer, task, model, hooks, self.schedules, self._wants_to_stop)
         self.deadline: float | None = None
         self.total = loader.length
-        self.seen_step = self.progress.step
         self.started = 0.0
-        self.skip_rest = False  # a hook asked to end the epoch
         self.validation_every = self._validation_interval()
+        self.clock: AgreedInterval | None = None
+        if trainer.val_check_seconds is not None and trainer.has_validation:
+            self.clock = AgreedInterval(timedelta(seconds=trainer.val_check_seconds))
 
     # -- epochs --------------------------------------------------------------------------------------------------
 
@@ -117,21 +114,35 @@ class FitLoop:
         self.started = time.monotonic() - progress.seconds
         if trainer.max_seconds is not None:
             self.deadline = self.started + trainer.max_seconds
+        if self.clock is not None:
+            self.clock.restart(progress.step)
         for hook in self.hooks.on_train_start:
             hook()
         if random_state is not None:
             set_random_state(random_state)
-        while not self._finished():
-            self._epoch()
+        if progress.step and (self._is_complete() or self._is_late()):
+            spent = f"{progress.seconds:.0f} s of max_time={trainer.max_seconds:.0f} s, " if self._is_late() else ""
+            warn(
+                f"nothing is left to train: {spent}{progress.step:,} optimizer steps and {progress.epoch:,} epochs are "
+                f"done, and max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}. Raise one to go on."
+            )
+        with trainer.history.spending("training"):
+            trainer.history.begin(progress, learning_rates(trainer))
+            while not self._finished():
+                self._epoch()
         progress.seconds = time.monotonic() - self.started
         with trainer.logging_to(None):  # the last values are out
             for hook in self.hooks.on_train_end:
                 hook()
 
-    def _finished(self) -> bool:
+    def _is_complete(self) -> bool:
         trainer, progress = self.trainer, self.progress
-        if 0 <= trainer.max_epochs <= progress.epoch or 0 <= trainer.max_steps <= progress.step:
+        return 0 <= trainer.max_epochs <= progress.epoch or 0 <= trainer.max_steps <= progress.step
+
+    def _finished(self) -> bool:
+        if self._is_complete():
             return True
+        trainer = self.trainer
         return self._may_stop(trainer.accelerator.world.any(self._wants_to_stop()))
 
     def _may_stop(self, wanted: bool) -> bool:
@@ -141,11 +152,10 @@ class FitLoop:
 
     def _epoch(self) -> None:
         trainer, progress, metrics, hooks = self.trainer, self.progress, self.metrics, self.hooks
-        self.skip_rest = False
-        if not progress.batch and trainer.check_val_every_n_epoch is not None:
-            progress.validated = progress.batches
+        self.steps.skip_rest = False
+        if 0 < trainer.reload_dataloaders_every_n_epochs <= progress.epoch - progress.loaded:
+            self._reload()
         metrics.between_batches(True)
-        metrics.weight = 1.0  # a process's value, not a batch's
         # Of an epoch that is resumed the hooks have drawn their random numbers once already.
         with isolated_random_state() if progress.batch else nullcontext():
             for hook in hooks.on_train_epoch_start:
@@ -153,9 +163,15 @@ class FitLoop:
         metrics.between_batches(False)
         groups = self.loader.groups()
         if progress.unended:  # the last step is taken, but its end is still to come, its validation first of all
-            progress.unended, groups = False, itertools.chain(((),), groups)
+            groups = itertools.chain(((),), groups)
         for group in groups:
-            self._step(group)
+            if progress.closed:
+                warn(
+                    f"{type(self.loader.source).__name__} yields more than the {self.total:,} batches that its length "
+                    "says; the rest is left out. Correct the length, or give limit_train_batches."
+                )
+                break
+            self.steps.take(group)
             if self._end_of_step():
                 break
         else:
@@ -163,14 +179,14 @@ class FitLoop:
                 raise ValueError(f"the training loader yielded no batch. {self._why_empty()}")
             if not progress.closed:  # a loader without a length ends only when it ends
                 self._close_epoch()
-        if self.skip_rest or progress.closed:
+        if self.steps.skip_rest or progress.closed:
             self.loader.end_epoch()
             progress.closing = True  # a checkpoint from here goes on with the next epoch
         metrics.between_batches(True)
-        metrics.weight = 1.0  # a process's value, not a batch's
         trainer.update_train_epoch_values()
         if progress.closing:
-            trainer.logbook.keep_step_values(metrics)  # before anyone saves
+            newer = trainer.logbook.watch.just_measured(trainer)
+            trainer.logbook.keep_step_values(metrics, newer)  # before anyone saves
         for hook in hooks.on_train_epoch_end:
             hook()
         trainer.logbook.write_epoch(progress.step, progress.epoch)
@@ -179,122 +195,52 @@ class FitLoop:
             metrics.reset()
             progress.next_epoch()
 
+    def _reload(self) -> None:
+        """Go on with loaders that are asked for anew."""
+        sources = self.trainer.sources
+        assert sources is not None
+        self.progress.loaded = self.progress.epoch
+        sources.reload(self.progress.epoch)
+        self.loader = sources.train
+        self.total = self.loader.length
+        self.validation_every = self._validation_interval()
+
     def _why_empty(self) -> str:
         return summary.explain_empty(self.loader, self.trainer.world_size)
 
-    # -- one optimizer step --------------------------------------------------------------------------------------
-
-    def _step(self, group: Iterable[Any]) -> None:
-        """Work through one group of micro-batches."""
-        accelerator, hooks, progress, cursor = self.accelerator, self.hooks, self.progress, self.cursor
-        for batch in group:
-            index = progress.batch
-            micro = cursor.micro
-            last = micro.last  # type: ignore[union-attr]
-            self.metrics.weight = micro.samples  # type: ignore[union-attr]
-            for hook in hooks.on_train_batch_start:
-                if hook(batch, index) == -1:
-                    self.skip_rest = True
-            if self.skip_rest:
-                accelerator.drop_gradients()  # of the group's micro-batches before
-                return
-            with accelerator.accumulate(self.model):
-                output = self.step(batch, index) if self.takes_index else self.step(batch)
-                weight = None
-                if isinstance(output, Tensor):
-                    loss = output
-                else:
-                    loss, weight = self._loss_in(output)
-                if loss.ndim or not loss.requires_grad:
-                    _check_loss(loss)
-                for hook in hooks.on_before_backward:
-                    hook(loss)
-                self.agreement.watch(loss)
-                if last and not self.alone:
-                    self.agreement.stop_vote = self._wants_to_stop()
-                accelerator.backward(loss, weight=weight)
-                for hook in hooks.on_after_backward:
-                    hook()
-            progress.batch = index + 1
-            progress.batches += 1
-            if last:
-                self._optimize()
-                progress.samples += micro.group_samples  # type: ignore[union-attr]
-            if hooks.on_train_batch_end:
-                outputs = _outputs(output, loss)
-                for hook in hooks.on_train_batch_end:
-                    hook(outputs, batch, index)
-
     def _wants_to_stop(self) -> bool:
-        return self.trainer.should_stop or (self.deadline is not None and time.monotonic() >= self.deadline)
+        return self.trainer.should_stop or self._is_late()
 
-    def _optimize(self) -> None:
-        """Agree, clip, step, zero; then the schedulers by step."""
-        accelerator, optimizer, progress, hooks = self.accelerator, self.optimizer, self.progress, self.hooks
-        if accelerator.always_agree or accelerator.unfinished:
-            accelerator.agree()
-        if not self.agreement.finite:
-            self._refuse()
-            return
-        if optimizer is None:
-            progress.step += 1
-            return
-        for hook in hooks.on_before_optimizer_step:
-            hook(optimizer.optimizer)
-        trainer = self.trainer
-        if trainer.gradient_clip_val is not None or not self.default_clip:
-            accelerator.unscale_gradients()
-            self.task.configure_gradient_clipping(
-                optimizer.optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-            )
-        optimizer.step()
-        for hook in hooks.on_before_zero_grad:
-            hook(optimizer.optimizer)
-        optimizer.zero_grad()
-        if accelerator.optimizer_step_was_skipped:
-            progress.skipped += 1
-            return
-        progress.step += 1
-        if self.by_step:
-            self._step_schedulers(self.by_step, progress.step)
+    def _is_late(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
 
-    def _refuse(self) -> None:
-        """The loss is not finite on some process; every process comes here after the same step.
-
-        Raises:
-            ValueError: where the flag says ``"raise"``; names the step and the processes.
-        """
-        ranks = self.accelerator.not_finite_on()
-        step, epoch, batch = self.progress.step + 1, self.progress.epoch, self.progress.batch - 1
-        what = f"the loss is not finite on rank {', '.join(map(str, ranks))}"
-        where = f"optimizer step {step} (epoch {epoch}, micro-batch {batch})"
-        if self.trainer.on_nonfinite == "raise":
-            raise ValueError(
-                f"{what} in {where}. Look at that batch, lower the learning rate or clip the gradients; "
-                "Trainer(on_nonfinite='skip') leaves such steps out."
-            )
-        announce(f"{what}: {where} is skipped")
-        self.progress.skipped += 1
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
+    # -- between two steps ---------------------------------------------------------------------------------------
 
     def _end_of_step(self) -> bool:
         """The one place between two steps: log, validate, schedule, save. Returns whether the epoch ends here."""
         trainer, progress = self.trainer, self.progress
-        if self.skip_rest:
+        if self.steps.skip_rest:
             return True
         if self.deadline is not None:
             progress.seconds = time.monotonic() - self.started  # for checkpoints made from here
-        stepped, self.seen_step = progress.step != self.seen_step, progress.step
-        if stepped and trainer.log_every_n_steps and progress.step % trainer.log_every_n_steps == 0:
+        stepped, progress.ended = progress.step != progress.ended, progress.step
+        write = stepped and trainer.log_every_n_steps and progress.step % trainer.log_every_n_steps == 0
+        if write:
             trainer.logbook.write_step(self.metrics, progress.step, progress.epoch)
         stop = self._wants_to_stop() if self.alone else self.agreement.stop
         if progress.batch == self.total:
             self._close_epoch()
             stop = False  # the epoch is over anyway
-        elif self.validation_every is not None and progress.batches - progress.validated >= self.validation_every:
+        elif self.clock is not None:
+            if self.clock.is_over(trainer):
+                self._validate()
+                stop = trainer.accelerator.world.any(self._wants_to_stop())
+        elif self.validation_every is not None and self._passed(self.validation_every):
             self._validate()
-            stop = trainer.accelerator.world.any(trainer.should_stop)
+            stop = trainer.accelerator.world.any(self._wants_to_stop())
+        progress.unended = False
+        if write:
+            trainer.history.measure(progress, learning_rates(trainer))
         for hook in self.hooks.on_step_end:
             hook()
         if stop:
@@ -330,94 +276,36 @@ class FitLoop:
         return every is None or (self.progress.epoch + 1) % every == 0
 
     def _validate(self) -> None:
-        self.progress.validated = self.progress.batches
         if self._validation_epoch():
             self.validate()
+        self.progress.validated = self.progress.batches
+
+    def _validation_is_due(self) -> bool:
+        """At an epoch's end."""
+        if self.clock is not None:
+            return self.clock.is_over(self.trainer)
+        progress, every = self.progress, self.validation_every
+        return progress.batches > progress.validated if every is None else self._passed(every)
+
+    def _passed(self, every: int) -> bool:
+        """Whether another multiple of ``every`` micro-batches, of the epoch or of the run, lies behind us."""
+        progress = self.progress
+        begin = 0 if self.trainer.check_val_every_n_epoch is None else progress.batches - progress.batch
+        return (progress.batches - begin) // every > max(0, progress.validated - begin) // every
 
     def _close_epoch(self) -> None:
         """After the epoch's last step: validate if due, then the schedulers by epoch."""
-        due = self.validation_every
-        since = self.progress.batches - self.progress.validated
-        if self.trainer.has_validation and (since > 0 if due is None else since >= due):
+        if self.trainer.has_validation and self._validation_is_due():
             self._validate()
-        if any(config.reduce_on_plateau for config in self.by_epoch):
-            self.trainer.update_train_epoch_values()  # one may be what a scheduler looks at
-        if self.by_epoch:
-            self._step_schedulers(self.by_epoch, self.progress.epoch + 1)
+        self.schedules.after_epoch()
         self.progress.closed = True
 
-    def _step_schedulers(self, schedulers: list[SchedulerConfig], count: int) -> None:
-        for config in schedulers:
-            if config.frequency != 1 and count % config.frequency:
-                continue
-            metric = self._monitored(config) if config.reduce_on_plateau else None
-            if config.reduce_on_plateau and metric is None:
-                continue
-            if not self.default_scheduler_step:
-                self.task.lr_scheduler_step(config.scheduler, metric)
-            elif metric is None:
-                config.scheduler.step()
-            else:
-                config.scheduler.step(metric)
 
-    def _monitored(self, config: SchedulerConfig) -> float | None:
-        return monitored_value(self.trainer, config.monitor or "", "the scheduler's monitor", config.strict)
-
-    # -- what a step returned ------------------------------------------------------------------------------------
-
-    def _loss_in(self, output: Any) -> tuple[Tensor, Any]:
-        if isinstance(output, Mapping):
-            loss = output.get("loss")
-            if isinstance(loss, Tensor):
-                weight = output.get("weight")
-                if weight is not None:
-                    _check_weight(weight)
-                return loss, weight
-            raise ValueError(
-                f"training_step returned a dict whose 'loss' is {loss!r}; its keys are {', '.join(map(str, output))}. "
-                "Put the loss, a tensor with a gradient, under 'loss'."
-            )
-        if output is None:
-            raise ValueError(
-                "training_step returned None, so there is no loss to train on. Return the loss; to leave a batch out, "
-                "return {'loss': loss, 'weight': 0.0}."
-            )
-        raise TypeError(
-            f"training_step returned a {type(output).__name__}; it must return the loss, a tensor, or a dict with it."
-        )
-
-
-def _check_weight(weight: Any) -> None:
-    number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < float("inf")
-    if not number and not (isinstance(weight, Tensor) and weight.numel() == 1):
-        what = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-        raise ValueError(
-            f"training_step returned the weight {what}; it must be one number of at least 0: what the loss is a mean "
-            "over, such as the batch's number of tokens."
-        )
-
-
-def _check_loss(loss: Tensor) -> None:
-    if loss.numel() != 1:
-        raise ValueError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}; it must be one number: return its mean()."
-        )
-    if loss.requires_grad:
-        return
-    raise ValueError(
-        f"training_step returned a loss without a gradient (shape {tuple(loss.shape)}, requires_grad=False). Compute "
-        "it from the model's output, without detach(), item() or torch.no_grad(), and leave some parameter trainable."
-    )
-
-
-def _outputs(output: Any, loss: Tensor) -> dict[str, Any]:
-    rest = output if isinstance(output, Mapping) else {}
-    return {**rest, "loss": loss.detach()}
-
-
-def count_positional(step: Callable[..., Any]) -> int:
-    """How many positional arguments a bound step takes; 99 for any number."""
-    parameters = inspect.signature(step).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return 99
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+def kind_of_steps(trainer: Trainer, task: TaskModule) -> type[Steps]:
+    if not task.automatic_optimization:
+        return ManualSteps
+    optimizers = [prepared.optimizer for prepared in trainer.accelerator.optimizers]
+    if not any(map(needs_closure, optimizers)):
+        return Steps
+    check_closure(trainer, optimizers[0])
+    return ClosureSteps

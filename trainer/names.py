@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..callbacks import Callback, EarlyStopping, ModelCheckpoint, TQDMProgressBar
+from ..callbacks import (
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    ProgressBar,
+)
 from ..engine import Accelerator, Metrics
 from ..loggers import Logger
-from ..strategies import Strategy
+from ..strategies import Precision, Strategy
 from .logbook import Logbook
 from .progress import Progress
 from .sources import Sources
 from .task import TaskModule
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What runs, in Lightning's words.
+
+    Attributes:
+        fn: what was called: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``; None if nothing runs.
+        stage: what it does now: ``"train"``, ``"sanity_check"``, ``"validate"``, ``"test"`` or ``"predict"``.
+    """
+
+    fn: str | None
+    stage: str | None
 
 
 class TrainerNames:
@@ -32,6 +53,10 @@ class TrainerNames:
     sanity_checking: bool
     max_epochs: int
     max_steps: int
+    num_sanity_val_steps: int
+    max_seconds: float | None
+    val_check_seconds: float | None
+    config: str | None = None  # the run's configuration, as YAML, where it has one; it goes into checkpoints
 
     # -- processes -----------------------------------------------------------------------------------------------
 
@@ -61,6 +86,42 @@ class TrainerNames:
         return self.accelerator.strategy
 
     @property
+    def num_nodes(self) -> int:
+        """Machines."""
+        return self.world_size // self.num_devices
+
+    @property
+    def node_rank(self) -> int:
+        """This machine among all."""
+        return self.accelerator.world.node_rank
+
+    @property
+    def num_devices(self) -> int:
+        """Processes on this machine."""
+        return self.accelerator.world.local_size
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The numbers of the devices in use on this machine, one for each process."""
+        return list(range(self.num_devices))
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """What a sampler of your own needs to know to share samples out; None on one process."""
+        world = self.accelerator.data_world
+        return {"num_replicas": world.size, "rank": world.rank} if world.size > 1 else None
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """float16's loss scaler, where one is in use."""
+        return self.accelerator.scaler
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision."""
+        return self.accelerator.precision
+
+    @property
     def precision(self) -> str:
         """The precision's name."""
         return self.accelerator.precision.name
@@ -83,19 +144,82 @@ class TrainerNames:
         return self.progress.step
 
     @property
+    def state(self) -> TrainerState:
+        """What runs, as a function and a stage of it."""
+        if self.stage != "fit":
+            return TrainerState(self.stage, self.stage)
+        now = "sanity_check" if self.sanity_checking else "validate" if self._validates_within_fit else "train"
+        return TrainerState("fit", now)
+
+    @property
     def training(self) -> bool:
-        """Whether a ``fit`` runs."""
-        return self.stage == "fit" and not self.sanity_checking
+        """Whether a ``fit`` runs, and trains: not while it validates."""
+        return self.stage == "fit" and not self._validates_within_fit
+
+    @property
+    def validating(self) -> bool:
+        """Whether a validation runs, within ``fit`` too; not for the one before training, see ``sanity_checking``."""
+        return self.stage == "validate" or (self._validates_within_fit and not self.sanity_checking)
+
+    @property
+    def _validates_within_fit(self) -> bool:
+        return self.stage == "fit" and (self.sanity_checking or self.metrics.evaluation is not None)
+
+    @property
+    def testing(self) -> bool:
+        """Whether a ``test`` runs."""
+        return self.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether a ``predict`` runs."""
+        return self.stage == "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether a validation or a ``test`` runs."""
+        return self.validating or self.testing or self.sanity_checking
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the micro-batch that is worked on, or was last, is its epoch's last one."""
+        if self.sources is None or self.stage != "fit":
+            return False
+        loader = self.sources.train
+        return loader.length is not None and loader.batches >= loader.length
 
     @property
     def num_training_batches(self) -> int | None:
-        """Micro-batches of an epoch, of this process; None where that is not known."""
-        return None if self.sources is None else self.sources.train.length
+        """Micro-batches of an epoch, of this process; None where that is not known, or nothing is trained."""
+        sources = self.sources
+        if sources is None or (self.stage != "fit" and not sources.has_train):
+            return None
+        return sources.train.length
 
     @property
     def num_val_batches(self) -> list[int | None]:
         """Batches of each validation loader, of this process; None where that is not known."""
-        return [] if self.sources is None else [loader.length for loader in self.sources.evaluation("val")]
+        return self._lengths("val")
+
+    @property
+    def num_test_batches(self) -> list[int | None]:
+        """The same, of each test loader."""
+        return self._lengths("test")
+
+    @property
+    def num_predict_batches(self) -> list[int | None]:
+        """The same, of each predict loader."""
+        return self._lengths("predict")
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | None]:
+        """The same, in the few batches that are validated before training."""
+        most = self.num_sanity_val_steps
+        lengths = self._lengths("val")
+        return lengths if most == -1 else [most if length is None else min(most, length) for length in lengths]
+
+    def _lengths(self, kind: str) -> list[int | None]:
+        return [] if self.sources is None else [loader.length for loader in self.sources.evaluation(kind)]
 
     # -- numbers -------------------------------------------------------------------------------------------------
 
@@ -124,12 +248,33 @@ class TrainerNames:
         """The first logger's directory, if it has one. No process has to ask another."""
         return next((logger.log_dir for logger in self.loggers if logger.log_dir), None)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The flags as they hold now, by name, where they are plain values."""
+        found: dict[str, Any] = {"strategy": self.strategy.name, "device": str(self.accelerator.device)}
+        found |= {"num_nodes": self.num_nodes, "devices": self.num_devices, "precision": self.precision}
+        found["loggers"] = ", ".join(type(logger).__name__ for logger in self.loggers) or None
+        found["callbacks"] = ", ".join(type(callback).__name__ for callback in self.callbacks) or None
+        own = {name: getattr(self, name, found) for name in type(self).__init__.__kwdefaults__ or ()}
+        found |= {name: value for name, value in own.items() if isinstance(value, int | float | str | None)}
+        if self.val_check_seconds is not None:
+            found["val_check_interval"] = f"{self.val_check_seconds:g} s"
+        found["max_time"] = None if self.max_seconds is None else f"{self.max_seconds:g} s"
+        found["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        found["benchmark"] = torch.backends.cudnn.benchmark
+        return found
+
     # -- parts ---------------------------------------------------------------------------------------------------
 
     @property
     def lightning_module(self) -> TaskModule | None:
         """The task."""
         return self.task
+
+    @property
+    def model(self) -> Any:
+        """The task as the strategy has wrapped it; the task itself before that."""
+        return self.accelerator.models[0] if self.accelerator.models else self.task
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -144,7 +289,20 @@ class TrainerNames:
     @property
     def val_dataloaders(self) -> Any:
         """The user's validation loader, or the list of them."""
-        sources = [] if self.sources is None else [loader.source for loader in self.sources.evaluation("val")]
+        return self._loaders("val")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The user's test loader, or the list of them."""
+        return self._loaders("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The user's predict loader, or the list of them."""
+        return self._loaders("predict")
+
+    def _loaders(self, kind: str) -> Any:
+        sources = [] if self.sources is None else [loader.source for loader in self.sources.evaluation(kind)]
         return sources[0] if len(sources) == 1 else sources or None
 
     @property
@@ -154,18 +312,23 @@ class TrainerNames:
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first checkpoint callback."""
-        return next(iter(self.checkpoint_callbacks), None)
+        """The first checkpoint callback, of those that save while all goes well."""
+        return min(self.checkpoint_callbacks, key=lambda one: isinstance(one, OnExceptionCheckpoint), default=None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        """The early-stopping callbacks."""
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
         """The first early-stopping callback."""
-        return next((callback for callback in self.callbacks if isinstance(callback, EarlyStopping)), None)
+        return next(iter(self.early_stopping_callbacks), None)
 
     @property
-    def progress_bar_callback(self) -> TQDMProgressBar | None:
+    def progress_bar_callback(self) -> ProgressBar | None:
         """The progress bar."""
-        return next((callback for callback in self.callbacks if isinstance(callback, TQDMProgressBar)), None)
+        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """The context to build a model in where and as it will be trained; see `Accelerator.init_module`.
@@ -183,7 +346,11 @@ class TrainerNames:
         batches = self.num_training_batches
         if self.max_epochs == -1 or batches is None:
             return self.max_steps if self.max_steps != -1 else float("inf")
-        steps = -(-batches // self.accelerator.gradient_accumulation_steps) * self.max_epochs
+        schedule = next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
+        if schedule is not None:
+            steps = schedule.steps(batches, self.max_epochs)
+        else:
+            steps = -(-batches // self.accelerator.gradient_accumulation_steps) * self.max_epochs
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
 

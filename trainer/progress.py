@@ -16,12 +16,15 @@ class Progress:
         batch: micro-batches of the current epoch, of this process.
         batches: micro-batches of all epochs, of this process.
         samples: samples trained on, over all processes.
-        validated: what ``batches`` was when the count to the next validation began.
+        validated: what ``batches`` was at the newest validation, or when one would have been due.
         skipped: optimizer steps that a float16 overflow or a non-finite loss prevented.
         seconds: time spent in training, for ``max_time``.
+        loaded: the epoch in which the loaders were asked for last.
+        ended: what ``step`` was when a step's end was worked off last: validation, logging, checkpoints.
         closed: the epoch's last step is over, its validation and its schedulers too.
         closing: the epoch is complete and its end is being worked off; a checkpoint from here begins the next one.
-        unended: the last step is taken, but not its validation and what comes after; of a run that failed there.
+        within: a step's micro-batches are being worked on; no checkpoint can be made.
+        unended: the last step is taken, but its end, with its validation, is still to come.
     """
 
     epoch: int = 0
@@ -32,8 +35,11 @@ class Progress:
     validated: int = 0
     skipped: int = 0
     seconds: float = 0.0
+    loaded: int = 0
+    ended: int = 0
     closed: bool = False
     closing: bool = False
+    within: bool = False
     unended: bool = False
 
     def next_epoch(self) -> None:
@@ -44,7 +50,7 @@ class Progress:
     def restart_epoch(self) -> None:
         """Count the epoch's micro-batches from the beginning."""
         self.batch = 0
-        self.closed = self.closing = self.unended = False
+        self.closed = self.closing = self.within = self.unended = False
 
     def recount(self, batch: int) -> None:
         """The epoch goes on with another number of processes, so what is behind us is ``batch`` micro-batches."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks import Callback
-from ..engine import isolated_random_state, random_state
+from ..engine import checkpoint, isolated_random_state, random_state
 from ..engine.finite import not_finite
+from ..engine.manifest import read_manifest
+from ..engine.parts import has_part
+from ..engine.restoring import in_memory, registered_in
 from ..strategies import warn
+from .datamodule import DataModule
 
 if TYPE_CHECKING:
     from .progress import Progress
@@ -18,12 +23,23 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
+class Added(dict[str, Any]):
+    """What is handed to the hooks that add to a checkpoint: not the checkpoint itself, as it is in Lightning."""
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(
+            f"{key!r}: the hooks get what hooks have added, 'epoch' and 'global_step' only; weights and states are in "
+            "files of their own. To leave some out, or rename them, override the task's state_dict and load_state_dict."
+        )
+
+
 @dataclass(frozen=True)
 class Bundle:
-    """Something to save and load by two functions."""
+    """Something to save and load by two functions; a third one says what shows how its tensors lie."""
 
     save: Callable[[], Any]
     load: Callable[[Any], None]
+    like: Callable[[], Any] = dict
 
     def state_dict(self) -> Any:
         """What to save."""
@@ -32,6 +48,10 @@ class Bundle:
     def load_state_dict(self, state_dict: Any) -> None:
         """Take it back."""
         self.load(state_dict)
+
+    def state_layout(self) -> Any:
+        """What shows how the tensors of the state lie on the processes; no user's hook is called for it."""
+        return self.like()
 
 
 def fitted(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, Any]:
@@ -52,9 +72,15 @@ def save(
     """Save the run as it is between two optimizer steps.
 
     Raises:
-        ValueError: if a weight is not finite on any process; nothing is written or removed then.
+        ValueError: in the middle of a step, or if a weight is not finite on any process; nothing is written or removed
+            then.
     """
     path, *also = map(Path, paths)
+    if trainer.progress.within and not weights_only:
+        raise ValueError(
+            f"{path} can't be saved in the middle of optimizer step {trainer.progress.step + 1}: a run could not go on "
+            "from there. Save in on_train_batch_end or on_step_end; weights_only=True saves the weights as they are."
+        )
     with trainer.accelerator.world.together():
         refuse_broken_weights(trainer, task, path)
     if trainer.stage is None and not trainer.accelerator.registered and not weights_only:
@@ -63,10 +89,13 @@ def save(
             "state: no run can go on from this checkpoint. Save before, or say weights_only=True."
         )
         weights_only = True
-    info = facts(trainer.progress, task)
-    trainer.accelerator.save_state(
-        path, info=info, parts=parts_of(task), weights_only=weights_only, blocking=blocking, also=also
-    )
+    info, parts = facts(trainer.progress, task), parts_of(task, trainer.datamodule, trainer.config)
+    if weights_only and trainer.hooks is not None and (added := added_states(trainer)):
+        parts["added"] = added  # else it is among the callbacks' states
+    with trainer.history.spending("checkpoints"):
+        trainer.accelerator.save_state(
+            path, info=info, parts=parts, weights_only=weights_only, blocking=blocking, also=also
+        )
 
 
 def refuse_broken_weights(trainer: Trainer, task: TaskModule, path: Path) -> None:
@@ -87,12 +116,33 @@ def facts(progress: Progress, task: TaskModule) -> dict[str, Any]:
         "epoch": progress.epoch,
         "samples": progress.samples,
         "task": f"{type(task).__module__}.{type(task).__qualname__}",
+        "hparams_name": task.hparams_name,
     }
 
 
-def parts_of(task: TaskModule) -> dict[str, Any]:
+def parts_of(task: TaskModule, datamodule: DataModule | None, config: str | None = None) -> dict[str, Any]:
     """What a checkpoint holds beside the states of what was prepared or registered."""
-    return {"hparams": dict(task.hparams)} if task.hparams else {}
+    parts: dict[str, Any] = {"hparams": dict(task.hparams)} if task.hparams else {}
+    if datamodule is not None and datamodule.hparams:
+        own = {"hyper_parameters": dict(datamodule.hparams), "hparams_name": datamodule.hparams_name}
+        parts["datamodule_hparams"] = own
+    if config is not None:
+        parts["config"] = {"yaml": config}
+    return parts
+
+
+def added_in(path: Path) -> dict[str, Any]:
+    """What the ``on_save_checkpoint`` hooks have added to a checkpoint, with the counts they were given."""
+    manifest = read_manifest(path)
+    counts = {"epoch": manifest.epoch, "global_step": manifest.step}
+    if has_part(manifest.files, "added"):
+        return checkpoint.read_part(path, "added") | counts
+    if not has_part(manifest.files, "state"):
+        return counts
+    callbacks = registered_in(path).get("callbacks", {})
+    if not isinstance(callbacks, dict) or not isinstance(added := callbacks.get("added", {}), dict):
+        raise ValueError(f"{path}: part 'state' is damaged: what callbacks added is no dict. Use another checkpoint.")
+    return in_memory(added, {}, {}) | counts
 
 
 def register(trainer: Trainer) -> None:
@@ -102,15 +152,50 @@ def register(trainer: Trainer) -> None:
     trainer.accelerator.register_for_checkpointing(
         progress=trainer.progress,
         logged=trainer.logbook,
+        history=trainer.history,
         metrics=Bundle(
             # At an epoch's end a checkpoint begins the next one, which has logged nothing yet.
             lambda: metrics.state_dict(world, trainer.task, over=trainer.progress.closing),
             lambda state: metrics.load_state_dict(state, world, trainer.task),
         ),
-        callbacks=Bundle(lambda: callback_states(trainer), lambda state: load_callback_states(trainer, state)),
+        callbacks=Bundle(
+            lambda: callback_states(trainer),
+            lambda state: load_callback_states(trainer, state),
+            lambda: {"callbacks": own_states(trainer.callbacks), "added": added_layouts(trainer.callbacks)},
+        ),
     )
-    if trainer.datamodule is not None:
-        trainer.accelerator.register_for_checkpointing(datamodule=trainer.datamodule)
+    datamodule = trainer.datamodule
+    if datamodule is not None and type(datamodule).state_dict is not DataModule.state_dict:
+        # It has its state by the time the rest is restored, see `ahead`.
+        trainer.accelerator.register_for_checkpointing(datamodule=Bundle(datamodule.state_dict, lambda state: None))
+
+
+@contextmanager
+def ahead(trainer: Trainer, path: Path | None) -> Iterator[None]:
+    """Inside, the counters and the data module are those of the checkpoint already, as loaders may follow from them."""
+    before = trainer.progress.state_dict()
+    try:
+        if path is not None:
+            state = restore_datamodule(trainer, path)
+            trainer.progress.load_state_dict(state.get("progress", {}))
+        yield
+    except BaseException:
+        if path is not None:
+            trainer.progress.load_state_dict(before)
+        raise
+
+
+def restore_datamodule(trainer: Trainer, path: Path) -> dict[str, Any]:
+    """Give the data module its state back, if the checkpoint has one; returns all that was registered.
+
+    All processes must ask.
+    """
+    datamodule = trainer.datamodule
+    with trainer.accelerator.world.together():
+        registered = registered_in(path)
+        if datamodule is not None and "datamodule" in registered:
+            datamodule.load_state_dict(in_memory(registered["datamodule"], {}, {}))
+    return registered
 
 
 def restore_run(trainer: Trainer, path: Path | None) -> Any:
@@ -152,11 +237,16 @@ def callback_states(trainer: Trainer) -> dict[str, Any]:
 def added_states(trainer: Trainer) -> dict[str, Any]:
     """What the ``on_save_checkpoint`` hooks add."""
     reserved = {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
-    added: dict[str, Any] = dict(reserved)
+    added = Added(reserved)
     assert trainer.hooks is not None
     for hook in trainer.hooks.on_save_checkpoint:
         hook(added)
     return {name: value for name, value in added.items() if name not in reserved}
+
+
+def added_layouts(callbacks: list[Callback]) -> dict[str, Any]:
+    """How the tensors lie that callbacks add; no hook is called for it, as that may change something."""
+    return {name: value for callback in callbacks for name, value in callback.added_layout().items()}
 
 
 def load_callback_states(trainer: Trainer, state: dict[str, Any]) -> None:
@@ -168,6 +258,6 @@ def load_callback_states(trainer: Trainer, state: dict[str, Any]) -> None:
         else:
             warn(f"the checkpoint has a state for {name}, but no such callback is there to take it.")
     assert trainer.hooks is not None
-    checkpoint = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, **state["added"]}
+    added = Added({"epoch": trainer.current_epoch, "global_step": trainer.global_step, **state["added"]})
     for hook in trainer.hooks.on_load_checkpoint:
-        hook(checkpoint)
+        hook(added)

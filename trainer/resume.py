@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks import ModelCheckpoint
+from ..callbacks.file_names import folders
 from ..engine import CheckpointStore, checkpoint
 from ..engine.manifest import Manifest
 from ..strategies import announce, warn
@@ -47,7 +48,7 @@ def find_checkpoint(trainer: Trainer, stage: str, ckpt_path: Any) -> Path | None
     Args:
         trainer: whose ModelCheckpoints say where to look.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        ckpt_path: None; a path, which never stands for another one; ``"last"``, the newest by step that is intact;
+        ckpt_path: None; a path, which never stands for another one; ``"last"``, the newest that is intact;
             ``"best"``; or ``"auto"``, in ``fit`` alone: as ``"last"``, or a fresh start where there is nothing.
 
     Raises:
@@ -87,9 +88,18 @@ def _check(stage: str, ckpt_path: Any) -> None:
 
 def _given(path: Path) -> Path:
     checkpoint.find_again(path)
+    if path.is_file():
+        raise ValueError(
+            f"ckpt_path={str(path)!r} is a file, and a checkpoint of ours is a directory. Weights of Lightning's and "
+            "others' files are read by TaskModule.load_from_checkpoint and treadle.load_weights."
+        )
     if not path.is_dir():
-        what = "is a file, and a checkpoint of ours is a directory" if path.exists() else "does not exist"
-        raise ValueError(f"ckpt_path={str(path)!r} {what}. Give a checkpoint's directory, 'last', 'best' or 'auto'.")
+        raise ValueError(
+            f"ckpt_path={str(path)!r} does not exist. Give a checkpoint's directory, 'last', 'best' or 'auto'."
+        )
+    if not (path / checkpoint.MANIFEST).is_file() and (inside := CheckpointStore(path).find()):
+        names = ", ".join(one.name for one in inside[:5])
+        raise ValueError(f"ckpt_path={str(path)!r} is no checkpoint, but a folder of checkpoints: give one of {names}.")
     checkpoint.verify(path, digests=False)  # they are compared when it is read
     return path
 
@@ -115,7 +125,7 @@ def _search(trainer: Trainer, stage: str, word: str) -> Found:
 
 
 def _newest(trainer: Trainer, recover: bool, resumable: bool) -> Found:
-    """The newest by step that is intact, in the directories of this run's ModelCheckpoints.
+    """The newest that is intact, in the directories of this run's ModelCheckpoints.
 
     Directories of earlier versions are gone through one by one, the highest version first.
 
@@ -131,27 +141,32 @@ def _newest(trainer: Trainer, recover: bool, resumable: bool) -> Found:
             for store in _stores(folder, trainer):
                 for sentence in store.recover():
                     announce(sentence)
-    for folders in ([*own], *([folder] for folder in earlier)):
-        found.places += map(str, folders)
-        stores = [store for folder in folders for store in _stores(folder, trainer)]
+    for places in ([*own], *([folder] for folder in earlier)):
+        found.places += map(str, places)
+        stores = [store for folder in places for store in _stores(folder, trainer)]
         if _newest_in(stores, found, resumable):
             break
     return found
 
 
 def _newest_in(stores: list[CheckpointStore], found: Found, resumable: bool) -> bool:
-    listed: list[tuple[Manifest, Path]] = []
+    listed: list[list[tuple[Manifest, Path]]] = []
     for store in stores:
         paths = store.find()
+        inside: list[tuple[Manifest, Path]] = []
         for path in paths:
             try:
-                listed.append((checkpoint.read_manifest(path), path))
+                inside.append((checkpoint.read_manifest(path), path))
             except ValueError as error:
                 found.skipped.append(str(error))
+        # In one folder by the order in which they were committed: a run that went back, or another run in the same
+        # folder, has left later steps behind.
+        listed.append(sorted(inside, key=lambda pair: (pair[0].sequence, pair[0].step)))
         # Those whose manifest can't be read are in no list, so nobody knows how new they are.
         _, problems = store.latest(verify=False)
         found.skipped += [text for text in problems if not any(text.startswith(f"{path}: ") for path in paths)]
-    for manifest, path in sorted(listed, key=lambda pair: (pair[0].step, pair[0].sequence, str(pair[1])), reverse=True):
+    while any(listed):  # between folders the step decides
+        manifest, path = max(filter(None, listed), key=lambda one: (one[-1][0].step, str(one[-1][1]))).pop()
         if resumable and "state.json" not in manifest.files:
             found.skipped.append(f"{path}: it holds weights only, so no run can go on from it")
             continue
@@ -192,17 +207,7 @@ def _versions(root: Path) -> list[Path]:
 def _stores(folder: Path, trainer: Trainer) -> list[CheckpointStore]:
     """The stores in a directory: itself, and where names such as ``{epoch}/{step}`` lead into folders, those too."""
     depth = max(callback.name_depth for callback in trainer.checkpoint_callbacks)
-    level, folders = [folder], [folder]
-    for _ in range(depth):
-        level = [
-            path
-            for parent in level
-            if parent.is_dir()
-            for path in sorted(parent.iterdir())
-            if path.is_dir() and not path.name.startswith(".") and not (path / checkpoint.MANIFEST).exists()
-        ]
-        folders += level
-    return [CheckpointStore(path) for path in folders]
+    return [CheckpointStore(path) for path in folders(folder, depth)]
 
 
 # -- the best ------------------------------------------------------------------------------------------------------

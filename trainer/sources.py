@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
-from ..engine import Accelerator, Loader
+from ..engine import Accelerator, CombinedLoader, JointLoader, Loader
+from ..engine.combined import is_collection
+from ..strategies import warn
 from . import flags
 from .datamodule import DataModule, TransferHooks
 from .task import TaskModule
 
 KINDS = ("train", "val", "test", "predict")
+KIND_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -28,6 +32,7 @@ class Sources:
         accelerator: prepares the loaders.
         limits: by kind, the checked ``limit_*_batches``.
         shard: whether to share each loader out over the processes.
+        one_order: training and validation read the same batches in each epoch, and shuffle nothing.
     """
 
     def __init__(
@@ -38,6 +43,7 @@ class Sources:
         accelerator: Accelerator,
         limits: Mapping[str, int | float],
         shard: bool,
+        one_order: bool = False,
     ) -> None:
         self.task = task
         self.datamodule = datamodule
@@ -45,8 +51,16 @@ class Sources:
         self.limits = limits
         self._accelerator = accelerator
         self._shard = shard
+        self._one_order = one_order
+        self._warned: set[str] = set()
+        self._watch: Callable[[str, Any], None] | None = None
         self._train: Loader | None = None
         self._evaluation: dict[str, list[Loader]] = {}
+
+    @property
+    def has_train(self) -> bool:
+        """Whether the training loader was prepared."""
+        return self._train is not None
 
     @property
     def train(self) -> Loader:
@@ -58,19 +72,54 @@ class Sources:
                     "fit needs a training loader: pass train_dataloaders or a datamodule, or give the task a "
                     "train_dataloader."
                 )
-            if _collection(source):
-                raise ValueError("several training loaders at once are not supported yet: pass one.")
+            if is_collection(source):
+                source = CombinedLoader(source, "max_size_cycle")
             self._train = self._prepare("train", source, 0)
         return self._train
 
     def evaluation(self, kind: str) -> list[Loader]:
         """The prepared loaders of ``"val"``, ``"test"`` or ``"predict"``; empty where there are none."""
         if kind not in self._evaluation:
-            source = self._find(kind)
-            none = source is None or (isinstance(source, list | tuple) and not source)
-            several = [] if none else _collection(source) or [source]
+            several = _one_by_one(self._find(kind))
             self._evaluation[kind] = [self._prepare(kind, each, number) for number, each in enumerate(several)]
         return self._evaluation[kind]
+
+    @property
+    def asked(self) -> list[Loader]:
+        """The training and validation loaders that come from a hook."""
+        train = [] if self.given.get("train") is not None else [self.train]
+        return train + ([] if self.given.get("val") is not None else self.evaluation("val"))
+
+    def reload(self, epoch: int) -> None:
+        """Ask the hooks anew for the training and validation loaders, as of now; what was passed is kept.
+
+        Args:
+            epoch: the one that comes.
+        """
+        for loader in self.asked:
+            loader.close()
+            self._accelerator.loaders.remove(loader)
+        if self.given.get("train") is None:
+            self._train = None
+        if self.given.get("val") is None:
+            self._evaluation.pop("val", None)
+        for loader in self.asked:
+            loader.set_epoch(epoch)
+
+    def for_another(
+        self, task: TaskModule, datamodule: DataModule | None, watch: Callable[[str, Any], None]
+    ) -> Sources:
+        """The same for copies of the task and the data module, of which nothing was asked yet.
+
+        Args:
+            task: the copy.
+            datamodule: the copy.
+            watch: called with each kind and what is about to be prepared of it.
+        """
+        other = copy.copy(self)
+        other.task, other.datamodule, other._watch = task, datamodule, watch
+        other._warned, other._train, other._evaluation = set(self._warned), None, {}
+        return other
 
     def _find(self, kind: str) -> Any:
         if self.given.get(kind) is not None:
@@ -84,12 +133,22 @@ class Sources:
         return None
 
     def _prepare(self, kind: str, source: Any, number: int) -> Loader:
-        _refuse_what_yields_no_batches(kind, source)
+        if self._watch is not None:
+            self._watch(kind, source)
+        for each in source.flattened if isinstance(source, CombinedLoader) else [source]:
+            _refuse_what_yields_no_batches(kind, each)
         loader = self._accelerator.prepare_data_loader(
             source, shard=self._shard, evaluation=kind != "train", move=self._mover(number)
         )
-        count = flags.limited(f"limit_{kind}_batches", self.limits[kind], loader.length)
-        loader.limit = None if count == loader.length else count
+        one_by_one = isinstance(loader, JointLoader) and loader.mode == "sequential"
+        for each in loader.loaders if one_by_one else [loader]:  # type: ignore[attr-defined]
+            count = flags.limited(f"limit_{kind}_batches", self.limits[kind], each.length)
+            each.limit = each.limit if count is None or count == each.length else count
+        if self._one_order and kind in ("train", "val") and loader.keep_order() and kind not in self._warned:
+            self._warned.add(kind)
+            warn(
+                f"overfit_batches: the {kind} loader would shuffle; its batches come in one order, the same each epoch."
+            )
         return loader
 
     def _mover(self, number: int) -> Callable[[Any], Any] | None:
@@ -137,11 +196,11 @@ def _refuse_what_yields_no_batches(kind: str, source: Any) -> None:
         )
 
 
-def _collection(source: Any) -> list[Any]:
-    """The loaders in a list, tuple or dict of loaders; empty for anything else, such as a list of batches."""
-    values = list(source.values()) if isinstance(source, Mapping) else source
-    if isinstance(source, Mapping):
-        return values
-    if isinstance(values, list | tuple) and values and all(isinstance(each, DataLoader | Loader) for each in values):
-        return list(values)
-    return []
+def _one_by_one(source: Any) -> Iterable[Any]:
+    """Evaluation's loaders in order; one that combines several otherwise than in sequence is one."""
+    if source is None or (isinstance(source, list | tuple | Mapping) and not source):
+        return []
+    if is_collection(source):
+        source = CombinedLoader(source, "sequential")
+    sequential = isinstance(source, CombinedLoader) and source.mode == "sequential" and source.limits is None
+    return source.flattened if sequential else [source]

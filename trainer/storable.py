@@ -42,12 +42,14 @@ def check_storable(trainer: Trainer, task: TaskModule) -> None:
 
 def _states(trainer: Trainer, task: TaskModule) -> Iterator[tuple[str, Any]]:
     accelerator = trainer.accelerator
-    yield f"{type(task).__name__}.hparams", dict(task.hparams)
+    for owner in (task, trainer.datamodule):
+        if owner is not None:
+            yield f"{type(owner).__name__}.hparams", dict(owner.hparams)
     for name, state in own_states(trainer.callbacks).items():
         yield f"the state of the callback {name}", state
     for name, value in accelerator.registered.items():
         if name == "datamodule":
-            yield f"the state of {type(value).__name__}", value.state_dict()
+            yield f"the state of {type(trainer.datamodule).__name__}", value.state_dict()
         elif name not in _OWN:
             yield f"the state of what is registered as {name!r}", value.state_dict()
     for scheduler in accelerator.schedulers:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def announce_fit(trainer: Trainer, loader: Loader) -> None:
     """Say once what was decided: devices, strategy, precision, effective batch, steps, parameters."""
-    announce(describe_fit(trainer, loader))
+    trainer.decided = describe_fit(trainer, loader)
+    announce(trainer.decided)
 
 
 def describe_fit(trainer: Trainer, loader: Loader) -> str:
@@ -60,6 +61,11 @@ def _steps(trainer: Trainer) -> str:
     if batches is None:
         return f"{count(int(steps), 'optimizer step')}; the loader has no length{left}"
     per_epoch = -(-batches // trainer.accelerator.gradient_accumulation_steps)
+    if left and trainer.max_epochs != -1:  # the batches may have been of another size before
+        rest = (trainer.max_epochs - trainer.progress.epoch) * per_epoch
+        rest -= trainer.progress.batch // trainer.accelerator.gradient_accumulation_steps
+        steps = trainer.progress.step + max(0, rest)
+        steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
     return f"{count(int(steps), 'optimizer step')}, {per_epoch:,} per epoch of {count(batches, 'batch')}{left}"
 
 

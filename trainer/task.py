@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ..engine.metrics import Metrics
-from ..strategies import warn
+from ..strategies import choose, warn
 from .datamodule import TransferHooks
+from .export import Exports
 from .hparams import HyperparametersMixin
 from .task_hooks import TaskHooks
 
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, nn.Module):
+class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Module):
     """An ``nn.Module`` with steps. Write ``training_step`` and ``configure_optimizers``, call ``Trainer.fit``.
 
     The names are the ones Lightning's users know. A task knows nothing of processes.
@@ -38,12 +41,14 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, nn.Module):
     example_input_array: Any = None
     _trainer: Trainer | None
     _metrics: Metrics | None
+    _toggled: list[nn.Parameter]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Plain attributes: nn.Module must not register the Trainer's parts, and reading them must cost nothing.
         self.__dict__["_trainer"] = None
         self.__dict__["_metrics"] = None
+        self.__dict__["_toggled"] = []
 
     # -- what you write ------------------------------------------------------------------------------------------
 
@@ -105,12 +110,40 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, nn.Module):
         """Clip the gradients of ``optimizer``'s parameters by ``"norm"`` or by ``"value"``."""
         if gradient_clip_val is None:
             return
+        choose("gradient_clip_algorithm", gradient_clip_algorithm or "norm", ("norm", "value"))
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         accelerator = self.trainer.accelerator
+        accelerator.unscale_gradients(optimizer)
         if gradient_clip_algorithm == "value":
-            accelerator.clip_grad_value_(parameters, gradient_clip_val)
+            accelerator.strategy.clip_grad_value_(parameters, gradient_clip_val)
         else:
-            accelerator.clip_grad_norm_(parameters, gradient_clip_val)
+            accelerator.strategy.clip_grad_norm_(parameters, gradient_clip_val)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of a loss, which is weighed and scaled as it has to be."""
+        loss.backward(*args, **kwargs)
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: torch.optim.Optimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Step an optimizer; by default at once. To leave a step out, don't call ``optimizer.step``.
+
+        Args:
+            epoch: epochs completed.
+            batch_idx: the group's last micro-batch.
+            optimizer: the one to step, with its gradients in place, agreed on and clipped.
+            optimizer_closure: returns the step's loss. An optimizer that needs a closure (L-BFGS) gets one that
+                computes loss and gradients anew.
+        """
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        """Drop an optimizer's gradients, after its step."""
+        optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Step a scheduler that is due; ``metric`` is the monitored value of a plateau scheduler."""
@@ -150,8 +183,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, nn.Module):
             reduce_fx: how an epoch's values, and the processes', become one: ``"mean"``, ``"sum"``, ``"min"``,
                 ``"max"``.
             enable_graph: accepted for Lightning's signature; values are always detached.
-            sync_dist: accepted for Lightning's signature; values are always of all processes.
-            sync_dist_group: accepted for Lightning's signature.
+            sync_dist, sync_dist_group: accepted for Lightning's signature; values are always of all processes.
             add_dataloader_idx: add ``/dataloader_idx_N`` to the name where there are several evaluation loaders.
             batch_size: what the value weighs in an epoch's mean (default: the samples the loader put into the batch).
             metric_attribute: accepted for Lightning's signature; metrics are not restored by attribute.
@@ -160,6 +192,10 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, nn.Module):
         Raises:
             TypeError, ValueError: for a value that is no number, with its shape or type.
         """
+        if is_dynamo_compiling():  # in a step that the user has compiled: called between two graphs
+            kept = (name, value, prog_bar, logger, on_step, on_epoch, reduce_fx)
+            _log_outside(self, *kept, batch_size=batch_size, add_dataloader_idx=add_dataloader_idx)
+            return
         metrics = self._metrics
         if metrics is None:
             warn(
@@ -199,6 +235,46 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, nn.Module):
         for parameter in self.parameters():
             parameter.requires_grad = True
         return self.train()
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """In ``training_step``, with ``automatic_optimization=False``: add a loss's gradients, in the run's precision.
+
+        Args:
+            loss: 0-d tensor, the mean over the batch's samples; on several processes it is weighed by their number.
+            kwargs: for ``Tensor.backward``.
+
+        Raises:
+            RuntimeError: elsewhere.
+        """
+        if self.trainer.steps is None:
+            raise RuntimeError("manual_backward belongs into training_step; no fit is running.")
+        self.trainer.steps.backward(loss, *args, **kwargs)
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """A context in which only ``optimizer``'s parameters get gradients."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    def toggle_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give gradients to no other optimizer's parameters, until `untoggle_optimizer`."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if self._toggled:
+            raise RuntimeError("toggle_optimizer was called before: call untoggle_optimizer first.")
+        for other in self.trainer.optimizers:
+            for parameter in (p for group in other.param_groups for p in group["params"]):
+                if id(parameter) not in own and parameter.requires_grad:
+                    parameter.requires_grad = False
+                    self._toggled.append(parameter)
+
+    def untoggle_optimizer(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Undo `toggle_optimizer`."""
+        for parameter in self._toggled:
+            parameter.requires_grad = True
+        self._toggled.clear()
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or the list of them."""
@@ -273,6 +349,11 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, nn.Module):
         return torch.device("cpu") if first is None else first.device
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the parameters are on a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
     def dtype(self) -> torch.dtype:
         """The parameters' floating-point format."""
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
@@ -310,4 +391,11 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state["_trainer"] = state["_metrics"] = None
+        state["_toggled"] = []
+        state.pop("_compiler", None)
         return state
+
+
+@torch._disable_dynamo  # the public `torch.compiler.disable` would import the compiler here, which takes a second
+def _log_outside(task: TaskModule, *args: Any, **kwargs: Any) -> None:
+    task.log(*args, **kwargs)

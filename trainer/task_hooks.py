@@ -10,6 +10,12 @@ from torch.optim import Optimizer
 class TaskHooks:
     """Override the hooks you need; the others cost nothing. `docs/hooks.md` has the order."""
 
+    prepare_data_per_node: bool = True
+    """Whether ``prepare_data`` runs on one process of each machine, or on one of all."""
+
+    allow_zero_length_dataloader_with_multiple_devices: bool = False
+    """Accepted for Lightning's users: a process without a share of the data always takes part, with weight zero."""
+
     def prepare_data(self) -> None:
         """Download or build data on disk: runs on one process per machine, before ``setup``."""
 

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..callbacks import Callback
 from ..engine import Accelerator, Metrics
+from ..engine.metrics import MutedMetrics
+from ..engine.profilers import Profiler, choose_profiler
 from ..loggers import Logger
-from ..strategies import Strategy, choose, nearest
+from ..strategies import Strategy, choose
 from ..strategies.devices import Devices
-from . import diagnosis, flags, restore, resume, summary
+from . import flags, restore, summary
 from .datamodule import DataModule
-from .defaults import as_callbacks, choose_callbacks, choose_loggers
-from .evaluation import check_step, evaluate, predictions_in_order
-from .fitting import run_fit
-from .hooks import Hooks, name_of
+from .defaults import choose_callbacks, choose_loggers
+from .evaluation import Evaluation, check_step, evaluate, predictions_in_order
+from .fitting import run_fit, wrap
+from .history import History
+from .hooks import Hooks
 from .last_step import LastStep
 from .logbook import Logbook
 from .names import TrainerNames
 from .optimizers import SchedulerConfig
+from .profiled import Profiled
 from .progress import Progress
-from .sources import KINDS, Sources, check_kinds
+from .sources import KIND_OF_STAGE, Sources
+from .stage import run_stage
+from .steps import Steps
 from .task import TaskModule
-
-_KIND_OF_STAGE = {"validate": "val", "test": "test", "predict": "predict"}
 
 
 class Trainer(TrainerNames):
@@ -56,14 +58,16 @@ class Trainer(TrainerNames):
         limit_val_batches: the same, for validation.
         limit_test_batches: the same, for testing.
         limit_predict_batches: the same, for prediction.
-        val_check_interval: validate every so many micro-batches (int), or every such share of an epoch (float). It
-            happens at the end of the optimizer step that reaches it.
+        overfit_batches: train and validate on so many batches (int) or such a share (float), in one order; 0 for all.
+        val_check_interval: validate every so many micro-batches (int), every such share of an epoch (float), or after
+            so much time (as ``max_time``). It happens at the end of the optimizer step that reaches it.
         check_val_every_n_epoch: validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
         num_sanity_val_steps: validation batches before training; -1 for all.
         log_every_n_steps: optimizer steps between writes to the loggers; 0 for none.
         enable_checkpointing: add a `ModelCheckpoint` if there is none.
         enable_progress_bar: add a `TQDMProgressBar` if there is none.
         enable_model_summary: add a `ModelSummary` if there is none.
+        enable_report: add a `RunReport` if there is none: a page about the run, in the folder of its logger.
         accumulate_grad_batches: micro-batches per optimizer step.
         gradient_clip_val: the limit of the gradients' norm or value, per optimizer step.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
@@ -71,7 +75,14 @@ class Trainer(TrainerNames):
         benchmark: let cuDNN try its algorithms.
         inference_mode: evaluate under ``torch.inference_mode`` rather than ``no_grad`` (not within ``fit``).
         use_distributed_sampler: share the data out over the processes; False if your loaders do so themselves.
+        sync_batchnorm: BatchNorm layers see the samples of all processes (DDP).
+        reload_dataloaders_every_n_epochs: ask for the loaders anew every so many epochs; 0 for never.
         detect_anomaly: find the operation that made a gradient NaN; slow.
+        barebones: nothing that costs time: no logging, checkpoints, bar, summary, nor sanity check.
+        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"`` or a `Profiler`: where the time goes.
+        compile: compile the model's parts; a dict for ``torch.compile``'s arguments.
+        plugins: a `Precision`, or ``TorchSyncBatchNorm()``; one or several.
+        enable_autolog_hparams: hand hyperparameters to the loggers at the start.
         default_root_dir: where logs and checkpoints go that are given no place.
         on_nonfinite: a loss that is not finite on any process: ``"raise"``, ``"skip"`` the step on all processes
             (which waits for the device in every step), or ``"ignore"``. With float16 the loss scaler decides.
@@ -79,8 +90,11 @@ class Trainer(TrainerNames):
     Attributes:
         accelerator: the `Accelerator` underneath.
         progress: the run's counters.
+        history: the curves of what was logged, and where the time went; see `History`.
         should_stop: set it, on any process, to end the run after an optimizer step.
+        interrupted: whether Ctrl-C ended the stage that ran last.
         sanity_checking: whether the validation that runs is the one before training.
+        decided: what ``fit`` said when it began: devices, strategy, precision, effective batch, steps, parameters.
 
     Raises:
         TypeError: for an argument that does not exist, with the nearest one that does.
@@ -107,13 +121,15 @@ class Trainer(TrainerNames):
         limit_val_batches: flags.Limit = None,
         limit_test_batches: flags.Limit = None,
         limit_predict_batches: flags.Limit = None,
-        val_check_interval: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = None,
         log_every_n_steps: int | None = None,
         enable_checkpointing: bool | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | None = None,
+        enable_report: bool | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
@@ -121,16 +137,36 @@ class Trainer(TrainerNames):
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
         detect_anomaly: bool = False,
+        barebones: bool = False,
+        profiler: Profiler | str | None = None,
+        compile: bool | dict[str, Any] = False,
+        plugins: Any = None,
+        enable_autolog_hparams: bool = True,
         default_root_dir: str | Path | None = None,
         on_nonfinite: str = "raise",
         **unknown: Any,
     ) -> None:
-        if unknown:
-            name = next(iter(unknown))
-            valid = Trainer.__init__.__kwdefaults__ or ()
-            raise TypeError(f"Trainer() has no argument {name!r}.{nearest(name, valid)}")
+        flags.refuse_unknown(unknown, Trainer.__init__.__kwdefaults__ or ())
         fast = flags.check_batches("fast_dev_run", fast_dev_run)
+        self.barebones = flags.check_switch("barebones", barebones)
+        if barebones:
+            flags.refuse_with_barebones(
+                fast_dev_run=fast,
+                logger=logger,
+                enable_checkpointing=enable_checkpointing,
+                enable_progress_bar=enable_progress_bar,
+                enable_model_summary=enable_model_summary,
+                enable_report=enable_report,
+                num_sanity_val_steps=num_sanity_val_steps,
+                log_every_n_steps=log_every_n_steps,
+                detect_anomaly=detect_anomaly,
+                profiler=profiler,
+            )
+            logger = enable_checkpointing = enable_progress_bar = enable_model_summary = enable_report = False
+            num_sanity_val_steps = log_every_n_steps = 0
         if max_epochs is None:
             max_epochs = 1000 if max_steps == -1 and max_time is None else -1
         self.fast_dev_run = fast_dev_run
@@ -146,9 +182,17 @@ class Trainer(TrainerNames):
         self.limit_val_batches = fast or flags.check_limit("limit_val_batches", limit_val_batches)
         self.limit_test_batches = fast or flags.check_limit("limit_test_batches", limit_test_batches)
         self.limit_predict_batches = fast or flags.check_limit("limit_predict_batches", limit_predict_batches)
+        self.overfit_batches = flags.check_limit("overfit_batches", overfit_batches)
+        if self.overfit_batches and not fast:
+            self.limit_train_batches = self.limit_val_batches = self.overfit_batches
+        self.val_check_seconds: float | None = None
+        if isinstance(val_check_interval, str | timedelta | dict):
+            self.val_check_seconds = None if fast else flags.seconds("val_check_interval", val_check_interval)
+            val_check_interval = None
         self.val_check_interval = 1.0 if fast else flags.check_interval("val_check_interval", val_check_interval)
         epochs = 1 if fast else check_val_every_n_epoch
-        self.check_val_every_n_epoch = flags.check_epochs("check_val_every_n_epoch", epochs, self.val_check_interval)
+        interval = self.val_check_interval if self.val_check_seconds is None else None
+        self.check_val_every_n_epoch = flags.check_epochs("check_val_every_n_epoch", epochs, interval)
         sanity = 2 if num_sanity_val_steps is None else num_sanity_val_steps
         self.num_sanity_val_steps = 0 if fast else flags.check_count("num_sanity_val_steps", sanity, -1)
         every = 50 if log_every_n_steps is None else log_every_n_steps
@@ -158,7 +202,11 @@ class Trainer(TrainerNames):
         self.gradient_clip_algorithm = choose("gradient_clip_algorithm", algorithm, ("norm", "value"))
         self.inference_mode = flags.check_switch("inference_mode", inference_mode)
         self.use_distributed_sampler = flags.check_switch("use_distributed_sampler", use_distributed_sampler)
+        every = reload_dataloaders_every_n_epochs
+        self.reload_dataloaders_every_n_epochs = flags.check_count("reload_dataloaders_every_n_epochs", every, 0)
         self.detect_anomaly = flags.check_switch("detect_anomaly", detect_anomaly)
+        self.enable_autolog_hparams = flags.check_switch("enable_autolog_hparams", enable_autolog_hparams)
+        precision, sync_batchnorm = flags.unpack_plugins(plugins, precision, sync_batchnorm)
         self.default_root_dir = flags.check_directory("default_root_dir", default_root_dir)
         self.on_nonfinite = choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
         flags.set_determinism(deterministic, benchmark)
@@ -170,20 +218,30 @@ class Trainer(TrainerNames):
             mixed_precision=precision,
             gradient_accumulation_steps=flags.check_count("accumulate_grad_batches", accumulate_grad_batches, 1),
             spread=True,
+            dynamo_plugin=flags.compilation(compile),
         )
+        flags.set_sync_batchnorm(self.accelerator.strategy, sync_batchnorm)
+        self.profiler = choose_profiler(profiler)
+        self.profiled: Profiled | None = None
+        self.loggers = choose_loggers(logger, self.default_root_dir, silent=bool(fast))
         self.callbacks = choose_callbacks(
             callbacks,
             checkpointing=enable_checkpointing,
             progress_bar=enable_progress_bar,
             model_summary=enable_model_summary,
+            report=enable_report,
+            in_folder=any(one.save_dir for one in self.loggers),
             keep_nothing=bool(fast),
         )
-        self.loggers = choose_loggers(logger, self.default_root_dir, silent=bool(fast))
-        self.logbook = Logbook(self.accelerator.world, self.accelerator.data_world, self.loggers)
+        self.history = History(self.accelerator.cursor)
+        self.logbook = Logbook(self.accelerator.world, self.accelerator.data_world, self.loggers, self.history)
         self.progress = Progress()
-        self.metrics = Metrics(training=True)
+        self.new_metrics = MutedMetrics if barebones else Metrics
+        self.metrics = self.new_metrics(training=True)
         self.should_stop = False
+        self.interrupted = False
         self.sanity_checking = False
+        self.decided = ""
         self.evaluation_batch = 0
         self.evaluation_total: int | None = None
         self.lr_scheduler_configs: list[SchedulerConfig] = []
@@ -195,6 +253,7 @@ class Trainer(TrainerNames):
         self.sources: Sources | None = None
         self.ckpt_path: Path | None = None
         self.last_step: LastStep | None = None
+        self.steps: Steps | None = None
 
     # -- entry points --------------------------------------------------------------------------------------------
 
@@ -205,19 +264,22 @@ class Trainer(TrainerNames):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
     ) -> None:
         """Train.
 
         Args:
             model: the task.
-            train_dataloaders: the training loader, or a data module.
+            train_dataloaders: the training loader, or a data module; a dict, list or tuple of loaders is read at once.
             val_dataloaders: the validation loader, or several.
             datamodule: instead of loaders.
             ckpt_path: a checkpoint to go on from: a path; ``"last"``, the newest that is intact; ``"best"``; or
                 ``"auto"``, as ``"last"``, or a fresh start where there is none.
+            weights_only: accepted for Lightning's signature; a checkpoint never holds anything but data.
         """
+        flags.refuse_code(weights_only)
         given = {"train": train_dataloaders, "val": val_dataloaders}
-        self._run("fit", model, given, datamodule, ckpt_path, partial(run_fit, self))
+        run_stage(self, "fit", model, given, datamodule, ckpt_path, partial(run_fit, self))
 
     def validate(
         self,
@@ -226,6 +288,7 @@ class Trainer(TrainerNames):
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run the validation; returns the logged values, one dict per loader.
 
@@ -235,7 +298,9 @@ class Trainer(TrainerNames):
             ckpt_path: a checkpoint to take the weights from: a path, ``"last"`` or ``"best"``.
             verbose: print the values.
             datamodule: instead of loaders.
+            weights_only: see `fit`.
         """
+        flags.refuse_code(weights_only)
         return self._measure("validate", model, dataloaders, datamodule, ckpt_path, verbose)
 
     def test(
@@ -245,8 +310,10 @@ class Trainer(TrainerNames):
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run the test; arguments and result as of `validate`."""
+        flags.refuse_code(weights_only)
         return self._measure("test", model, dataloaders, datamodule, ckpt_path, verbose)
 
     def predict(
@@ -256,6 +323,7 @@ class Trainer(TrainerNames):
         datamodule: DataModule | None = None,
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
     ) -> list[Any] | None:
         """Return ``predict_step``'s result for each batch of all processes, in the dataset's order, on each process.
 
@@ -265,28 +333,36 @@ class Trainer(TrainerNames):
             datamodule: instead of loaders.
             return_predictions: False keeps nothing, for streams that a callback writes away.
             ckpt_path: a checkpoint to take the weights from: a path, ``"last"`` or ``"best"``.
+            weights_only: see `fit`.
         """
+        flags.refuse_code(weights_only)
         keep = return_predictions is not False
         work = partial(self._evaluate, "predict", keep)
-        found = self._run("predict", model, {"predict": dataloaders}, datamodule, ckpt_path, work)
+        found = run_stage(self, "predict", model, {"predict": dataloaders}, datamodule, ckpt_path, work)
         return predictions_in_order(found, self.accelerator.data_world) if keep else None
 
     def _measure(
         self, stage: str, model: TaskModule | None, loaders: Any, datamodule: Any, ckpt_path: Any, verbose: bool
     ) -> list[dict[str, float]]:
-        given = {_KIND_OF_STAGE[stage]: loaders}
-        found = self._run(stage, model, given, datamodule, ckpt_path, partial(self._evaluate, stage, False)).metrics
+        given = {KIND_OF_STAGE[stage]: loaders}
+        found = run_stage(
+            self, stage, model, given, datamodule, ckpt_path, partial(self._evaluate, stage, False)
+        ).metrics
         if verbose:
             self.print(summary.results(stage, found))
         return found
 
     def _evaluate(self, stage: str, keep: bool, task: TaskModule, hooks: Hooks, sources: Sources) -> Any:
-        kind = _KIND_OF_STAGE[stage]
+        kind = KIND_OF_STAGE[stage]
+        if self.ckpt_path is not None:
+            restore.restore_datamodule(self, self.ckpt_path)
+        if getattr(self, f"limit_{kind}_batches") == 0:
+            return Evaluation([], [])
         loaders = sources.evaluation(kind)
         if not loaders:
             raise ValueError(f"{stage} needs a loader: pass one or a datamodule, or give the task a {kind}_dataloader.")
         check_step(task, stage)
-        self.accelerator.prepare_model(task, evaluation_mode=True)
+        self.accelerator.prepare_model(task, evaluation_mode=True, by_parts=True)
         if self.ckpt_path is not None:
             self.accelerator.load_state(self.ckpt_path, state=False)
         return evaluate(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep)
@@ -316,93 +392,6 @@ class Trainer(TrainerNames):
         if self.is_global_zero:
             (print if bar is None or self.stage is None else bar.print)(*args, **kwargs)
 
-    # -- one stage -----------------------------------------------------------------------------------------------
-
-    def _run(
-        self,
-        stage: str,
-        task: TaskModule | None,
-        given: dict[str, Any],
-        datamodule: DataModule | None,
-        ckpt_path: str | Path | None,
-        work: Callable[[TaskModule, Hooks, Sources], Any],
-    ) -> Any:
-        """Set a stage up, do its work, and tear it down whatever happened."""
-        first = next(iter(given))
-        if isinstance(given[first], DataModule):
-            given, datamodule = {**given, first: None}, given[first]
-        if task is None:
-            task, ckpt_path = restore.fitted(self, stage, ckpt_path)
-            datamodule = datamodule or (None if any(v is not None for v in given.values()) else self.datamodule)
-        check_kinds(stage, task, datamodule)
-        if datamodule is not None and any(loader is not None for loader in given.values()):
-            raise ValueError("pass loaders or a datamodule, not both.")
-        self.stage, self.task, self.datamodule, self.hooks, self.ckpt_path = stage, task, datamodule, None, None
-        self.should_stop, self.last_step = False, None
-        failure: BaseException | None = None
-        try:
-            hooks, sources = self._setup(stage, task, given, ckpt_path)
-            with torch.autograd.set_detect_anomaly(True) if self.detect_anomaly else nullcontext():
-                return work(task, hooks, sources)
-        except BaseException as error:
-            failure = error
-            self._tell_of(error)
-            raise
-        finally:
-            self._teardown(stage, task, failure)
-
-    def _setup(self, stage: str, task: TaskModule, given: dict[str, Any], ckpt_path: Any) -> tuple[Hooks, Sources]:
-        task.trainer = self
-        if self.datamodule is not None:
-            self.datamodule.trainer = self
-        self.accelerator.free_memory()
-        added = as_callbacks("what configure_callbacks returns", task.configure_callbacks())
-        self.callbacks = [c for c in self.callbacks if type(c) not in {type(a) for a in added}] + added
-        self.hooks = hooks = Hooks(self, task, self.callbacks)
-        self.ckpt_path = resume.find_checkpoint(self, stage, ckpt_path)
-        limits = {kind: getattr(self, f"limit_{kind}_batches") for kind in KINDS}
-        shard = self.use_distributed_sampler
-        self.sources = sources = Sources(task, self.datamodule, given, self.accelerator, limits, shard)
-        self.logbook.agree_on_versions()
-        with self.accelerator.world.together():
-            for owner in (self.datamodule, task):
-                if owner is not None and self.accelerator.is_local_main_process:
-                    owner.prepare_data()
-        if self.datamodule is not None:
-            self.datamodule.setup(stage)
-        for hook in hooks.setup:
-            hook(stage)
-        with self.init_module():
-            task.configure_model()
-        return hooks, sources
-
-    def _teardown(self, stage: str, task: TaskModule, failure: BaseException | None) -> None:
-        """Give everyone the chance to clean up; the first cause, if there is one, stays the error."""
-        errors: list[Exception] = []
-        owners = () if self.datamodule is None else (self.datamodule.teardown,)
-        for clean_up in (*owners, *(self.hooks.teardown if self.hooks is not None else ())):
-            try:
-                clean_up(stage)
-            except Exception as error:
-                errors.append(error)
-                if failure is not None:
-                    failure.add_note(f"in the teardown after it, {clean_up!r} raised {type(error).__name__}: {error}")
-        self.accelerator.close_loaders()
-        self.logbook.call("finalize", "success" if failure is None else "failed")
-        task.__dict__["_metrics"] = None
-        self.stage = None
-        if errors and failure is None:
-            raise errors[0]
-
-    def _tell_of(self, error: BaseException) -> None:
-        diagnosis.annotate(error, self)
-        owners = () if self.datamodule is None else (self.datamodule.on_exception,)
-        for hook in (*(self.hooks.on_exception if self.hooks is not None else ()), *owners):
-            try:
-                hook(error)
-            except Exception as second:
-                error.add_note(f"while it was handled, {name_of(hook)} raised {type(second).__name__}: {second}")
-
     # -- what a stage knows of itself ----------------------------------------------------------------------------
 
     @property
@@ -413,6 +402,11 @@ class Trainer(TrainerNames):
         if type(self.task).validation_step is TaskModule.validation_step:
             return False
         return self.limit_val_batches != 0 and bool(self.sources.evaluation("val"))
+
+    @property
+    def enable_validation(self) -> bool:
+        """The same, under Lightning's name."""
+        return self.has_validation
 
     @contextmanager
     def logging_to(self, metrics: Metrics | None) -> Iterator[None]:
@@ -425,6 +419,12 @@ class Trainer(TrainerNames):
         finally:
             attributes["_metrics"] = before
 
+    def rewrap(self) -> None:
+        """Let the strategy know that other parameters are trained now. Between two steps, on all processes."""
+        if self.task is not None and self.steps is not None:
+            self.steps.use(wrap(self, self.task))
+
     def update_train_epoch_values(self) -> None:
         """Bring ``callback_metrics`` up to date with what training logged in this epoch."""
         self.logbook.update_epoch(self.metrics)
+        self.logbook.note_epoch(self.progress.step)

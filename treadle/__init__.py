@@ -9,7 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import callbacks, engine, loggers, strategies, trainer, utils
+    from . import (
+        callbacks,
+        cli,
+        compat,
+        engine,
+        loggers,
+        plugins,
+        profilers,
+        strategies,
+        trainer,
+        tuner,
+        utilities,
+        utils,
+    )
     from .callbacks import Callback
     from .engine import Accelerator, LocalSGD, PartialState, find_executable_batch_size, seed_everything
     from .engine.big_models import (
@@ -40,11 +53,24 @@ if TYPE_CHECKING:
         FullyShardedDataParallelPlugin,
         ParallelismConfig,
     )
-    from .trainer import DataModule, TaskModule, Trainer
+    from .trainer import DataModule, TaskModule, Trainer, TrainerSettings
 
 __version__ = "0.1.0"
 
-_ROOMS = ("callbacks", "engine", "loggers", "strategies", "trainer", "utils")
+_ROOMS = (
+    "callbacks",
+    "cli",
+    "compat",
+    "engine",
+    "loggers",
+    "plugins",
+    "profilers",
+    "strategies",
+    "trainer",
+    "tuner",
+    "utilities",
+    "utils",
+)
 _NAMES = {
     "callbacks": ("Callback",),
     "engine": ("Accelerator", "LocalSGD", "PartialState", "find_executable_batch_size", "seed_everything"),
@@ -76,7 +102,7 @@ _NAMES = {
         "FullyShardedDataParallelPlugin",
         "ParallelismConfig",
     ),
-    "trainer": ("DataModule", "TaskModule", "Trainer"),
+    "trainer": ("DataModule", "TaskModule", "Trainer", "TrainerSettings"),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 

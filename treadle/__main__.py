@@ -7,10 +7,17 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-# name: module with main(arguments) -> exit status, what it does; a command's module is imported when it is asked for
+# name: module with main(arguments) -> exit status, or module:function, and what it does; imported when it is asked for
 COMMANDS = {
+    "completion": ("treadle.completion", "print what completes these commands and a configuration's keys, for a shell"),
     "export": ("treadle.engine.export_command", "turn a checkpoint's model into files that other programs load"),
+    "fit": ("treadle.trainer.stage_commands:fit", "train, as a configuration file and the command line say"),
     "launch": ("treadle.strategies.launch_command", "start a script in several processes, on one machine or many"),
+    "plan": ("treadle.trainer.plan_command", "say what a run would do and need, before it and without its machines"),
+    "predict": ("treadle.trainer.stage_commands:predict", "run the predict steps, likewise"),
+    "runs": ("treadle.trainer.runs_command", "list runs and how they stand, or open one with its curves"),
+    "test": ("treadle.trainer.stage_commands:test", "measure with the test steps, likewise"),
+    "validate": ("treadle.trainer.stage_commands:validate", "measure with the validation steps, likewise"),
 }
 
 
@@ -42,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f" Did you mean {close[0]!r}?" if close else ""
         print(f"treadle: there is no command {name!r}.{hint}\n\n{usage()}", file=sys.stderr)
         return 2
-    return int(importlib.import_module(COMMANDS[name][0]).main(given))
+    module, _, function = COMMANDS[name][0].partition(":")
+    return int(getattr(importlib.import_module(module), function or "main")(given))
 
 
 if __name__ == "__main__":

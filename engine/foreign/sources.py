@@ -17,6 +17,8 @@ from typing import Any
 from .. import checkpoint, disk
 from ..filed import some, whole_model
 from ..manifest import MANIFEST, verify
+from ..parts import has_part
+from ..snapshot import extra_part, model_part
 from .fetch import check_digest, fetch, is_url
 from .torch_files import TorchFile, View
 
@@ -90,8 +92,9 @@ def _open(path: Path, sha256: str | None) -> Opened:
 
 def _folder(path: Path) -> Opened:
     if (path / MANIFEST).is_file():
-        verify(path)
-        return Opened(str(path), dict(checkpoint.open_part(path, "model")[0]))
+        files, extra = verify(path).files, extra_part(0)
+        others = checkpoint.read_part(path, extra) if has_part(files, extra) else {}
+        return Opened(str(path), dict(checkpoint.open_part(path, model_part(0))[0]), others)
     names = disk.names(path)
     if ".metadata" in names:
         raise ValueError(
@@ -137,11 +140,12 @@ def _index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | None]:
     with path.open("rb") as stream:
         head = stream.read(512)
+    # First of all: the length of a safetensors header may well begin with the byte that a pickle begins with.
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size:
+        return whole_model(path), {}, None
     if head[:4] == b"PK\x03\x04" or head[:1] == b"\x80":
         file = TorchFile(path)
         return (*state_in(file), file)
-    if head[8:9] == b"{" and len(head) > 8:
-        return whole_model(path), {}, None
     if head[257:262] == b"ustar":
         raise ValueError(f"{path}: is a tar archive, as torch.save wrote before 2016; save it again with a newer torch")
     known = next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)

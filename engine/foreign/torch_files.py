@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..filed import Filed, Held, Piece
+from ..filed import Filed, Held, Piece, mark_of
 from . import pickles
 from .inert import Reader, Unknown
 
@@ -86,15 +86,15 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            self._mark = (status.st_size, status.st_mtime_ns, status.st_ino)
+            self._mark = mark_of(file.fileno())
+            size = os.fstat(file.fileno()).st_size
             self._places: dict[str, tuple[int, int]] = {}
             self._storages: dict[str, Storage] = {}
             self.reader = Reader(self._storage, _TENSORS)
             if file.read(4) == b"PK\x03\x04":
-                self.document = self._zipped(file, status.st_size)
+                self.document = self._zipped(file, size)
             else:
-                self.document = self._legacy(file, status.st_size)
+                self.document = self._legacy(file, size)
 
     def piece(self, view: Any) -> Piece | Strided:
         """The tensor that a `View` stands for, unread.

@@ -5,7 +5,7 @@ import time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import ModelCheckpoint, ModelSummary, TQDMProgressBar
+from treadle.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 
 import treadle
 
@@ -53,7 +53,7 @@ def trainer(root, *callbacks, **flags):
         "max_epochs": 2,
         "accelerator": "cpu",
         "logger": False,
-        "enable_progress_bar": any(isinstance(c, TQDMProgressBar) for c in callbacks),
+        "enable_progress_bar": any(isinstance(c, ProgressBar) for c in callbacks),
         "enable_model_summary": any(isinstance(c, ModelSummary) for c in callbacks),
         "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
         "num_sanity_val_steps": 0,

@@ -1,6 +1,7 @@
 """`EarlyStopping`: after which check it stops, and that all processes do."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ NAN = float("nan")
     [
         ({"patience": 2}, [3.0, 2.0, 2.5, 2.1, 0.0], 4, "not improved on 2 in the last 2 checks"),
         ({"patience": 0}, [3.0, 2.0, 2.0], 3, "not improved"),
+        ({"patience": 2}, [0.1], 3, "not improved on 0.1"),  # a little more in float32, 0.7 a little less
+        ({"patience": 2, "mode": "max"}, [0.7], 3, "not improved on 0.7"),
         ({"patience": 9}, [3.0, 2.0, 2.5], 6, None),
         ({"patience": 1, "min_delta": 0.5}, [3.0, 2.0, 1.6], 3, "not improved"),
         ({"patience": 1, "min_delta": -0.5}, [3.0, 2.0, 1.4, 1.4], 4, "not improved on 1.4"),
@@ -97,14 +100,111 @@ def test_resumed_it_goes_on_counting(tmp_path):
         assert (epochs, stop.wait_count) == (5, 4)
 
 
-def go_steps(root, steps):
-    class ByEpoch(Tiny):
-        def validation_step(self, batch, batch_idx):
-            self.log("val_loss", [2.0, 2.5, 2.4, 2.3, 2.2][self.current_epoch])
+class ByEpoch(Tiny):
+    """What a validation logs depends on the epoch alone, so a resumed run sees what another one saw."""
 
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.values[self.trainer.current_epoch])
+
+
+def go_steps(root, steps):
     kept = ModelCheckpoint(root / f"cut{steps}", save_last=True)
-    fit(root, EarlyStopping("val_loss", patience=4), kept, task=ByEpoch(), max_epochs=9, max_steps=steps)
+    fit(
+        root,
+        EarlyStopping("val_loss", patience=4),
+        kept,
+        task=ByEpoch([2.0, 2.5, 2.4, 2.3, 2.2]),
+        max_epochs=9,
+        max_steps=steps,
+    )
     return None, kept.last_model_path
+
+
+def goes_on(root, values, ckpt_path="auto", epochs=12, min_epochs=None, **options):
+    """Start the same script again; returns the epochs done, and the callback."""
+    stop = EarlyStopping("val_loss", **options)
+    flags = {"max_epochs": epochs, "min_epochs": min_epochs}
+    made = fit(root, stop, ModelCheckpoint(root / "c"), task=ByEpoch(values), ckpt_path=ckpt_path, **flags)
+    return made.current_epoch, stop
+
+
+def test_a_stopped_run_stays_stopped_when_it_is_started_again(tmp_path):
+    values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    for _ in range(3):
+        epochs, stop = goes_on(tmp_path, values, patience=2)
+        assert (epochs, stop.stopped_epoch, stop.wait_count) == (3, 2, 2)
+        assert "last 2 checks" in stop.stopping_reason_message
+    epochs, stop = goes_on(tmp_path, values, patience=5)  # as if it had been 5 from the first
+    assert (epochs, stop.stopped_epoch) == (6, 5)
+    epochs, stop = goes_on(tmp_path, values, patience=9, epochs=7)
+    assert (epochs, stop.stopped_epoch, stop.stopping_reason_message) == (7, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("limit", "values", "others", "epochs"),
+    [
+        ({"stopping_threshold": 2.0}, [3.0, 1.5, 1.4, 0.5], {"stopping_threshold": 1.0}, 4),
+        ({"divergence_threshold": 2.0}, [1.0, 2.5, 2.6, 9.0], {"divergence_threshold": 5.0}, 4),
+        ({}, [1.0, NAN, 0.5, NAN], {"check_finite": False, "stopping_threshold": 0.6}, 3),
+    ],
+    ids=["good enough", "diverged", "not finite"],
+)
+def test_stopped_by_another_limit_it_stays_so_while_that_holds(tmp_path, limit, values, others, epochs):
+    assert [goes_on(tmp_path, values, **limit)[0] for _ in range(2)] == [2, 2]
+    assert goes_on(tmp_path, values, **others)[0] == epochs
+
+
+@pytest.mark.parametrize(("cut", "least"), [(4, 5), (5, 6)])
+def test_a_stop_that_the_minimum_holds_back_survives_a_resume(tmp_path, cut, least):
+    """Decided in the third epoch; that it gets better in the fifth does not take it back, resumed or not."""
+    values = [1.0, 2.0, 3.0, 4.0, 0.0, 0.5, 0.6, 0.7, 0.8]
+    assert goes_on(tmp_path / "whole", values, min_epochs=least, patience=2)[0] == least
+    assert goes_on(tmp_path / "parts", values, min_epochs=cut, epochs=cut, patience=2)[0] == cut
+    assert goes_on(tmp_path / "parts", values, min_epochs=least, patience=2)[0] == least
+
+
+def test_a_second_fit_goes_on_and_its_checkpoints_too(tmp_path):
+    """The stop of the fit before is neither kept nor written down."""
+    stop = EarlyStopping("val_loss", patience=1)
+    kept = ModelCheckpoint(tmp_path / "c", save_top_k=-1)
+    made = fit(tmp_path, stop, kept, values=[1.0, 2.0])
+    assert made.current_epoch == 2
+    made.max_epochs = 3
+    made.fit(Tiny([0.5]), loader(), loader(4))
+    assert (made.current_epoch, stop.stopping_reason_message) == (3, None)
+    again = EarlyStopping("val_loss", patience=1)
+    assert fit(tmp_path, again, values=[0.4], max_epochs=4, ckpt_path=kept.best_model_path).current_epoch == 4
+
+
+@pytest.mark.parametrize("cut", [2, 3, 4])
+def test_a_resumed_run_takes_no_old_validation_for_a_new_one(tmp_path, cut):
+    def go(root, epochs, ckpt_path=None):
+        stop = EarlyStopping("val_loss", patience=3, check_on_train_epoch_end=True)
+        kept = ModelCheckpoint(root, "{epoch}", "val_loss", save_top_k=-1, save_last=True, save_on_train_epoch_end=True)
+        flags = {"max_epochs": epochs, "check_val_every_n_epoch": 2, "ckpt_path": ckpt_path}
+        fit(tmp_path, stop, kept, task=ByEpoch([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), **flags)
+        return stop.wait_count, {os.path.basename(path): score.item() for path, score in kept.best_k_models.items()}
+
+    whole = go(tmp_path / "whole", 7)
+    assert whole == (2, {"epoch=1.ckpt": 1.0, "epoch=3.ckpt": 3.0, "epoch=5.ckpt": 5.0})
+    go(tmp_path / "parts", cut)
+    assert go(tmp_path / "parts", 7, "last") == whole
+
+
+def test_states_of_an_earlier_version(tmp_path):
+    """They know neither the newest validation nor what the decision was taken on."""
+    stop, kept = EarlyStopping("val_loss", patience=2), ModelCheckpoint(tmp_path / "c", monitor="val_loss")
+    fit(tmp_path, stop, kept, values=[1.0, 2.0, 3.0], max_epochs=9)
+    old = {name: value for name, value in stop.state_dict().items() if name not in OF_LATE}
+    again = EarlyStopping("val_loss", patience=2)
+    again.load_state_dict(old | {"best_score": torch.tensor(1.0)})
+    again.on_train_start(run_of := trainer(tmp_path), None)
+    assert run_of.should_stop
+    old = {name: value for name, value in kept.state_dict().items() if name not in OF_LATE}
+    ModelCheckpoint(tmp_path / "c", monitor="val_loss").load_state_dict(old)
+
+
+OF_LATE = ("watch", "decided_at", "decided_after")
 
 
 def test_arguments_that_can_not_be_honoured():

@@ -187,6 +187,43 @@ def test_an_epochs_training_value(tmp_path, monitor, trigger):
     assert [path[-12:].lstrip("/") for path in kept.best_k_models] == ["step=5.ckpt", "step=10.ckpt"]
 
 
+class Falls(Tiny):
+    """The mean over an epoch is 4, then 2; over the first two steps of the second it is 0.5."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("mean", float(batch_idx if self.current_epoch else 2 * batch_idx), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_part_of_an_epoch_is_not_ranked_as_a_whole_one(tmp_path):
+    def go(root, ckpt_path=None, **limit):
+        kept = ModelCheckpoint(tmp_path / root, "{step}", "mean", save_last=True)
+        fit(tmp_path, kept, task=Falls(), ckpt_path=ckpt_path, **limit)
+        return {Path(path).name: score.item() for path, score in kept.best_k_models.items()}
+
+    assert go("whole") == {"step=10.ckpt": 2.0}
+    assert go("parts", max_steps=7) == {"step=5.ckpt": 4.0}
+    assert checkpoint.read_manifest(tmp_path / "parts" / "last.ckpt").step == 7
+    assert go("parts", "last") == {"step=10.ckpt": 2.0}
+    assert names(tmp_path / "parts") == ["last.ckpt", "step=10.ckpt"]
+
+
+def test_scores_are_kept_as_they_were_logged(tmp_path):
+    """The same value again is no better: rounded to float32, 0.7 is less than 0.7."""
+    kept = ModelCheckpoint(tmp_path / "c", "{epoch}", "val_loss", mode="max")
+    fit(tmp_path, kept, values=[0.7], max_epochs=3)
+    assert (names(tmp_path / "c"), kept.best_model_score.item()) == (["epoch=0.ckpt"], 0.7)
+
+
+def test_what_a_fit_waited_for_the_next_one_does_not(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c", "{step}", "val_loss", every_n_train_steps=3)
+    with pytest.warns(UserWarning, match="saved no best checkpoint"):
+        made = fit(tmp_path, kept, values=[1.0], max_steps=3)
+    made.max_steps = 4
+    made.fit(Tiny([1.0]), loader(2), loader(4))
+    assert (names(tmp_path / "c"), kept.best_model_path) == ([], "")
+
+
 @pytest.mark.parametrize(
     ("flags", "also"),
     [({}, ""), ({"validate": False}, "no validation"), ({"limit_val_batches": 0}, "no validation")],
@@ -340,12 +377,15 @@ def test_going_on_gives_the_same_weights(tmp_path, trigger, flags):
         assert made.optimizers[0].param_groups[0]["lr"] == rates
 
 
-def test_what_is_resumed_from_is_not_removed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["c/epoch=0-step=5.ckpt", "resume", "folder/epoch=0-step=5.ckpt"])
+def test_what_is_resumed_from_is_not_removed(tmp_path, monkeypatch, name):
     first = ModelCheckpoint(tmp_path / "c")
     fit(tmp_path, first, max_epochs=1)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "resume").symlink_to(first.best_model_path)
+    (tmp_path / "folder").symlink_to(tmp_path / "c")
     again = ModelCheckpoint("c")
-    fit(tmp_path, again, max_epochs=4, ckpt_path="c/epoch=0-step=5.ckpt")
+    fit(tmp_path, again, max_epochs=4, ckpt_path=name)
     assert names(tmp_path / "c") == ["epoch=0-step=5.ckpt", "epoch=3-step=20.ckpt"]
 
 
@@ -409,6 +449,19 @@ def test_killed_between_saving_and_removing(tmp_path):
     assert (again.best_model_path, again.best_model_score) == (str(tmp_path / "c" / "epoch=2.ckpt"), 1.0)
 
 
+@pytest.mark.parametrize(("template", "folder"), [("{epoch}/{step}", "epoch=0"), ("a/b/{step}", "a/b"), ("x", ".")])
+def test_what_a_killed_run_left_is_cleared_away_in_folders_too(tmp_path, template, folder):
+    left = tmp_path / "c" / folder / ".step=3.ckpt.part"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_text("half of it")
+    other = tmp_path / "c" / "notes" / ".step=3.ckpt.part"
+    other.mkdir(parents=True)
+    (other / "mine.txt").write_text("")
+    fit(tmp_path, ModelCheckpoint(tmp_path / "c", template), max_epochs=1, max_steps=1)
+    assert other.exists()
+    assert not left.exists()
+
+
 def test_what_was_saved_anew_under_a_replaced_name_is_not_removed(tmp_path):
     """A run that goes on from an earlier checkpoint, whose list of what it replaced is old."""
     kept = ModelCheckpoint(tmp_path / "c", "fixed", save_last=True)
@@ -451,7 +504,7 @@ def test_a_kept_one_that_somebody_removed_is_forgotten(tmp_path):
     ],
 )
 def test_arguments_that_can_not_be_honoured(arguments, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words):  # those of a wrong kind: test_arguments.py
         ModelCheckpoint(**arguments)
 
 

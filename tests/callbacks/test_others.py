@@ -1,7 +1,6 @@
 """The smaller callbacks, and the base class."""
 
 import os
-import re
 import time
 from datetime import timedelta
 
@@ -9,16 +8,13 @@ import pytest
 import torch
 from callback_runs import Tiny, fit, loader, trainer
 from processes import run
-from torch import nn
 from treadle.callbacks import (
     HOOKS,
     Callback,
     LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
-    ModelSummary,
     Timer,
-    summarize,
 )
 from treadle.loggers import Logger
 from treadle.trainer import loop
@@ -130,7 +126,8 @@ def test_two_schedulers_of_one_optimizer(tmp_path):
 
     logger = Rows()
     fit(tmp_path, LearningRateMonitor(), task=Two(), logger=logger, log_every_n_steps=5)
-    assert [step for step, _ in logger.of("both")] == [0, 5, 5, 10]
+    assert [step for step, _ in logger.of("both")] == [0, 5]
+    assert [step for step, _ in logger.of("lr-SGD")] == [5, 10]
 
 
 def test_rates_without_a_logger(tmp_path):
@@ -140,44 +137,14 @@ def test_rates_without_a_logger(tmp_path):
         LearningRateMonitor("epochs")
 
 
-# -- ModelSummary --------------------------------------------------------------------------------------------------
-
-
-class Parts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-        self.body = nn.Sequential(nn.Linear(10, 100), nn.Dropout())
-        self.head = nn.Linear(100, 1)
-        self.head.requires_grad_(False).eval()
-        self.lazy = nn.LazyLinear(2)
-
-
-def test_the_table():
-    text = summarize(Parts())
-    rows = [re.split(r"  +", line) for line in text.splitlines()]
-    assert rows[0] == ["name", "type", "parameters", "mode"]
-    assert rows[2:-2] == [
-        ["body", "Sequential", "1,100", "train"],
-        ["head", "Linear", "101", "eval, frozen"],
-        ["lazy", "LazyLinear", "lazy", "train"],
-        ["(own)", "Parts", "3", "train"],
-    ]
-    assert text.splitlines()[-1] == (
-        "1,204 + lazy parameters: 1,103 + lazy trainable, 101 frozen; 0.0 MiB; 5 modules in train mode, 1 in eval mode"
-    )
-    assert "body.0" in summarize(Parts(), 2)
-    assert "body.0" in summarize(Parts(), -1)
-
-
-def test_the_table_is_printed_when_fit_begins(tmp_path, capsys):
-    fit(tmp_path, ModelSummary(max_depth=-1), max_steps=1)
-    assert "3 trainable, 0 frozen" in capsys.readouterr().err
-    fit(tmp_path, ModelSummary(max_depth=0), max_steps=1)
-    assert "in train mode" not in capsys.readouterr().err
-    for depth in (-2, "all"):
-        with pytest.raises(ValueError, match="max_depth"):
-            ModelSummary(depth)
+def test_rates_of_steps_where_no_step_is_logged(tmp_path):
+    for scheduler, interval in ((None, None), ("step", None), ("epoch", "step")):
+        with pytest.raises(ValueError, match="no step to log lr-SGD at: give the Trainer log_every_n_steps"):
+            fit(tmp_path, LearningRateMonitor(interval), task=Scheduled(scheduler), logger=Rows(), log_every_n_steps=0)
+    for scheduler, interval in (("epoch", None), (None, "epoch")):
+        monitor = LearningRateMonitor(interval)
+        fit(tmp_path, monitor, task=Scheduled(scheduler), logger=Rows(), log_every_n_steps=0)
+        assert len(monitor.lrs["lr-SGD"]) == 2
 
 
 # -- Timer ---------------------------------------------------------------------------------------------------------
@@ -211,6 +178,40 @@ def test_a_timer_counts_over_resumed_runs(tmp_path):
     for wrong in ("1:30", 90, {"minuts": 1}):
         with pytest.raises(ValueError, match="duration"):
             Timer(wrong)
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_a_run_whose_time_is_over_takes_no_step_when_it_is_started_again(tmp_path, interval):
+    steps = []
+    for _ in range(3):
+        timer = Timer(timedelta(seconds=0.05), interval, verbose=False)
+        kept = ModelCheckpoint(tmp_path / "c", every_n_train_steps=1, save_last=True)
+        flags = {"validate": False, "max_epochs": 9, "ckpt_path": "auto"}
+        steps.append(fit(tmp_path, timer, kept, task=Tiny(pause=0.02), **flags).global_step)
+    assert steps[0] < 45
+    assert steps == [steps[0]] * 3
+
+
+def test_a_timer_that_looks_when_epochs_end_lets_a_resumed_one_end(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c", every_n_train_steps=3)
+    fit(tmp_path, Timer(), kept, task=Tiny(pause=0.01), validate=False, max_steps=3)
+    timer = Timer(timedelta(seconds=0.01), "epoch", verbose=False)
+    assert fit(tmp_path, timer, validate=False, max_epochs=9, ckpt_path=kept.best_model_path).global_step == 5
+
+
+def test_the_time_until_an_error_counts_and_no_time_after_it(tmp_path):
+    class Fails(Callback):
+        def on_step_end(self, trainer, task):
+            if trainer.global_step == 3:
+                raise RuntimeError("planned")
+
+    timer = Timer()
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(tmp_path, timer, Fails(), task=Tiny(pause=0.03), validate=False)
+    spent = timer.time_elapsed()
+    assert 0.09 <= spent == timer.time_elapsed()  # it stands
+    fit(tmp_path, timer, task=Tiny(pause=0.03), validate=False, max_steps=1)
+    assert timer.time_elapsed() >= spent + 0.03
 
 
 class Late(Timer):
@@ -247,6 +248,7 @@ def test_functions_as_a_callback(tmp_path):
         LambdaCallback(on_train_epoch_ends=print)
     with pytest.raises(TypeError, match="no function"):
         LambdaCallback(on_fit_end=3)
+    assert vars(LambdaCallback(setup=None, on_fit_end=print)) == {"on_fit_end": print}  # Lightning's default is None
 
 
 class Named(Callback):

@@ -1,9 +1,15 @@
 """What an Accelerator writes for others, and its checkpoints that name themselves."""
 
+import contextlib
 import io
 import json
 import os
+import warnings
+from collections import Counter, OrderedDict, defaultdict
+from datetime import timedelta
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from processes import run
@@ -11,6 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from treadle.engine import disk
+from treadle.engine.checkpoint import CheckpointStore, read_manifest, read_part
+from treadle.strategies import FSDP
 
 import treadle
 from treadle import utils
@@ -71,8 +80,94 @@ def test_save_model_is_read_by_other_tools(world, tmp_path):
     assert all(torch.equal(value, wanted.state_dict()[name]) for name, value in loaded.items())
 
     weights = torch.load(tmp_path / "torch" / "pytorch_model.bin", weights_only=True)
-    assert torch.equal(weights["embedding.weight"], wanted.embedding.weight)
+    assert weights["head.weight"].data_ptr() == weights["embedding.weight"].data_ptr()
+    other.middle.weight.data.zero_()
+    other.load_state_dict(weights)  # every name is there
+    assert torch.equal(other.middle.weight, wanted.middle.weight)
     assert os.listdir(tmp_path / "again") == ["model.safetensors"]
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("size", ["10GB", 100], ids=str)
+@pytest.mark.parametrize("safe", [True, False])
+def test_an_earlier_save_of_the_other_kind_goes(tmp_path, safe, size):
+    """Loaders would take the older weights, or half of them."""
+    accelerator = cpu()
+    old, new = Tied(), Tied()
+    with torch.no_grad():
+        new.middle.weight.fill_(7)
+    accelerator.save_model(old, tmp_path, max_shard_size=size, safe_serialization=not safe)
+    (tmp_path / "config.json").write_text("{}")
+    seen = []
+
+    def unlink(path):
+        model = Tied()
+        treadle.load_weights(model, tmp_path)
+        seen.append(model.middle.weight[0, 0].item())
+        os.unlink(path)
+
+    original, disk.unlink = disk.unlink, unlink
+    try:
+        accelerator.save_model(new, tmp_path, max_shard_size=size, safe_serialization=safe)
+    finally:
+        disk.unlink = original
+    before = old.middle.weight[0, 0].item()
+    assert set(seen) <= {before, 7.0}
+    assert seen == sorted(seen, key=lambda value: value == 7)  # never back again
+    model = Tied()
+    treadle.load_weights(model, tmp_path)
+    assert model.middle.weight[0, 0] == 7
+    other = ".bin" if safe else ".safetensors"
+    assert not [name for name in os.listdir(tmp_path) if other in name]
+    if not safe and size == 100:
+        places = json.loads((tmp_path / "pytorch_model.bin.index.json").read_text())["weight_map"]
+        assert places["head.weight"] == places["embedding.weight"]
+
+
+@pytest.mark.guarantee
+def test_save_model_destroys_no_checkpoint(tmp_path):
+    accelerator = cpu()
+    model = accelerator.prepare(Tied())
+    accelerator.save_state(tmp_path)
+    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    for safe in (True, False):
+        with pytest.raises(ValueError, match="is a checkpoint"):
+            accelerator.save_model(model, tmp_path, safe_serialization=safe)
+    assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
+    accelerator.load_state(tmp_path)
+
+
+UNSTORABLE = {
+    "sparse": (torch.eye(2).to_sparse(), r"torch\.sparse_coo tensor.*\.to_dense"),
+    "meta": (torch.empty(2, device="meta"), "on device meta"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSTORABLE)
+def test_tensors_that_no_file_takes(kind, tmp_path):
+    value, words = UNSTORABLE[kind]
+    model = nn.Module()
+    model.register_buffer("odd", value)
+    for safe in (True, False):
+        with pytest.raises(TypeError, match=f"odd: a .*{words}"):
+            cpu().save_model(model, tmp_path / "folder", safe_serialization=safe)
+    with pytest.raises(TypeError, match=words):
+        cpu().save(model.state_dict(), tmp_path / "file", safe_serialization=True)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_formats_that_safetensors_lacks(tmp_path):
+    value = torch.ones(2, dtype=torch.complex32)
+    model = nn.Module()
+    model.register_buffer("odd", value)
+    with pytest.raises(TypeError, match=r"odd: a torch\.complex32 tensor"):
+        cpu().save_model(model, tmp_path / "x")
+    with pytest.raises(TypeError, match=r"odd: a torch\.complex32 tensor"):
+        cpu().save({"odd": value}, tmp_path / "x.safetensors", safe_serialization=True)
+    assert os.listdir(tmp_path) == []
+    cpu().save_model(model, tmp_path / "x", safe_serialization=False)
+    assert torch.load(tmp_path / "x" / "pytorch_model.bin", weights_only=True)["odd"].dtype == torch.complex32
 
 
 def test_a_failed_save_model_leaves_the_older_one_whole(tmp_path, monkeypatch):
@@ -127,6 +222,53 @@ def test_save_to_an_open_file():
     cpu().save({"x": torch.ones(2)}, buffer)
     buffer.seek(0)
     assert torch.load(buffer, weights_only=True)["x"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_save_notes_tied_tensors(opened, tmp_path):
+    path = tmp_path / "x.safetensors"
+    with path.open("wb") if opened else contextlib.nullcontext(path) as file:
+        cpu().save(Tied().state_dict(), file, safe_serialization=True)
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embedding.weight"}
+        assert "head.weight" not in list(file.keys())
+
+
+def test_what_save_writes_is_read_without_trust(tmp_path):
+    state = Tied().state_dict()
+    value = {
+        "none": None, "numbers": [1, 2.5, 1 + 2j, True, 10**400], "text": ("a", b"b"), "set": {1, 2},
+        "torch": [torch.float32, torch.device("cpu"), torch.Size([2]), nn.Parameter(torch.ones(1))],
+        "weights": state, (1, "key"): OrderedDict(a=1), "counts": Counter("aab"),
+        "numpy": {"loss": np.float64(0.5), np.int64(3): [np.float32(2), np.bool_(True), np.str_("x")]},
+        "default": defaultdict(list, a=[1]),
+    }  # fmt: skip
+    cpu().save(value, tmp_path / "x.pt")
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert repr({n: v for n, v in found.items() if n not in ("weights", "numpy", "default")}) == repr(
+        {n: v for n, v in value.items() if n not in ("weights", "numpy", "default")}
+    )
+    assert repr(found["numpy"]) == "{'loss': 0.5, 3: [2.0, True, 'x']}"
+    assert repr(found["default"]) == "{'a': [1]}"
+    assert found["weights"]._metadata == state._metadata
+    assert all(torch.equal(found["weights"][name], state[name]) for name in state)
+    assert type(value["default"]) is defaultdict  # ours is left as it is
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (Path("x"), "str"),
+        (timedelta(1), "total_seconds"),
+        (np.ones(2), "from_numpy"),
+        (frozenset({1}), "a set"),
+    ],
+    ids=["path", "timedelta", "array", "frozenset"],
+)
+def test_what_is_not_read_without_trust_is_refused(value, words, tmp_path):
+    with pytest.raises(TypeError, match=rf"obj\.a\.1: torch\.load\(weights_only=True\) reads no .*{words}"):
+        cpu().save({"a": [0, value]}, tmp_path / "x.pt")
+    assert os.listdir(tmp_path) == []
 
 
 # -- checkpoints that name themselves ----------------------------------------------------------------------------------
@@ -227,6 +369,7 @@ def test_hooks(tmp_path):
     handles = [accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)]
     wanted = [model.weight.item() for model in models]
     accelerator.save_state(tmp_path / "c")
+    assert set(read_manifest(tmp_path / "c").others) == {"second.pt"}
     assert not (tmp_path / "c" / "model-1.json").exists()
     assert sorted(p.name for p in (tmp_path / "c").iterdir() if p.is_dir()) == ["deeper"]
     with torch.no_grad():
@@ -241,6 +384,235 @@ def test_hooks(tmp_path):
     accelerator.load_state(tmp_path / "c")
     assert calls == [[2, 2], 2]
     assert not (tmp_path / "c" / "second.pt").exists()
+
+
+def refused_hooks(folder):
+    """What hooks wrote goes if one of them fails on one process, or the state is no data."""
+    accelerator = cpu()
+    accelerator.prepare(nn.Linear(1, 1))
+
+    def write(given, weights, output_dir):
+        with open(f"{output_dir}/{accelerator.process_index}.bin", "wb") as file:
+            file.write(b"123")
+
+    def fail(given, weights, output_dir):
+        if accelerator.is_last_process:
+            raise LookupError("a hook's")
+
+    def exchange(given, weights, output_dir):
+        accelerator.gather(torch.ones(1))
+
+    accelerator.register_save_state_pre_hook(write)
+    handles = [accelerator.register_save_state_pre_hook(hook) for hook in (fail, exchange)]
+    with pytest.raises((LookupError, RuntimeError), match="a hook's"):
+        accelerator.save_state(f"{folder}/c")
+    for handle in handles:
+        handle.remove()
+    accelerator.wait_for_everyone()
+    assert os.listdir(folder) == []
+    accelerator.wait_for_everyone()
+    with pytest.raises((TypeError, RuntimeError), match="can't be stored"):
+        accelerator.save_state(f"{folder}/c", parts={"mine": {"call": print}})
+    accelerator.wait_for_everyone()
+    assert os.listdir(folder) == []
+    accelerator.wait_for_everyone()
+    for name, what in (("manifest.json", "own list"), ("model.safetensors", "a file of the checkpoint itself")):
+        handle = accelerator.register_save_state_pre_hook(lambda *a, n=name: open(f"{a[2]}/{n}", "w").close())
+        with pytest.raises((ValueError, RuntimeError), match=what):
+            accelerator.save_state(f"{folder}/c")
+        handle.remove()
+        accelerator.wait_for_everyone()
+    assert os.listdir(folder) == []
+    accelerator.wait_for_everyone()
+    return sorted(read_manifest(accelerator.save_state(f"{folder}/c")).others)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_hook_wrote_goes_with_a_save_that_fails(world, tmp_path):
+    names = [f"{rank}.bin" for rank in range(world)]
+    assert run(refused_hooks, world, str(tmp_path)) == [names] * world
+
+
+class Exchanges:
+    def __init__(self, accelerator):
+        self.accelerator = accelerator
+
+    def fail(self):
+        raise LookupError("no state here")
+
+    def state_dict(self):
+        return {"sum": self.accelerator.reduce(torch.ones(1)).item()}
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+def failing_on_one(folder):
+    accelerator = cpu()
+    accelerator.prepare(nn.Linear(1, 1))
+    first, second = Count(), Exchanges(accelerator)
+    accelerator.register_for_checkpointing(first, second)
+    if accelerator.is_last_process:
+        first.state_dict = second.fail
+    with pytest.raises((LookupError, RuntimeError), match="no state here"):
+        accelerator.save_state(f"{folder}/c")
+    first.state_dict = dict
+    accelerator.save_state(f"{folder}/c")
+    return read_part(f"{folder}/c", "state")["registered"]["Exchanges_1"]["sum"]
+
+
+def test_a_state_that_fails_on_one_process_leaves_no_other_waiting(tmp_path):
+    assert run(failing_on_one, 2, str(tmp_path), timeout=30) == [2.0, 2.0]
+
+
+# -- what goes into one ------------------------------------------------------------------------------------------------
+
+
+def sharded_part(folder):
+    torch.manual_seed(0)
+    accelerator = treadle.Accelerator(cpu=True, strategy=FSDP())
+    model = accelerator.prepare(nn.Linear(4, 6))
+    whole = accelerator.get_state_dict(model)
+    accelerator.save_state(
+        f"{folder}/c", parts={"average": accelerator.unwrap_model(model).state_dict(), "note": {"a": 1}}
+    )
+    return whole["weight"], whole["bias"]
+
+
+@pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="needs FSDP on CPU: torch 2.7")
+def test_a_part_may_be_sharded(tmp_path):
+    weight, bias = run(sharded_part, 2, str(tmp_path))[0]
+    found = read_part(tmp_path / "c", "average")
+    assert torch.equal(found["weight"], weight)
+    assert torch.equal(found["bias"], bias)
+    assert read_part(tmp_path / "c", "note") == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model", "model-1", "Model", "optimizer", "optimizer-2", "extra-model", "state", "rank-00000", "unfinished"],
+)
+def test_names_of_the_checkpoints_own_files_are_no_names_of_parts(tmp_path, name):
+    with pytest.raises(ValueError, match=f"the name '{name}' is for"):
+        cpu().save_state(tmp_path / "c", parts={name: {"a": torch.ones(1)}})
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_of_others_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("mine")
+    accelerator = cpu()
+    accelerator.prepare(nn.Linear(1, 1))
+    calls = []
+    accelerator.register_save_state_pre_hook(lambda *args: calls.append(args))
+    with pytest.raises(ValueError, match="mine exists and is not a checkpoint"):
+        accelerator.save_state(tmp_path / "mine")
+    assert calls == []
+    assert os.listdir(tmp_path) == ["mine"]
+
+
+class Count:
+    def __init__(self, value=0):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict):
+        self.value = state_dict["value"]
+
+
+def test_what_is_registered_keeps_its_name():
+    accelerator = cpu()
+    one, two, three = Count(1), Count(2), Count(3)
+    accelerator.register_for_checkpointing(one, Count_1=two)
+    accelerator.register_for_checkpointing(three)
+    assert accelerator.registered == {"Count_0": one, "Count_1": two, "Count_2": three}
+    accelerator.register_for_checkpointing(Count_1=two)
+    other = cpu()
+    other.register_for_checkpointing(Count_1=two)
+    other.register_for_checkpointing(one, three)
+    assert other.registered == {"Count_1": two, "Count_2": one, "Count_3": three}
+    with pytest.raises(ValueError, match=r"Count_1=\.\.\.\): another object has this name"):
+        other.register_for_checkpointing(Count_1=three)
+    assert other.registered["Count_1"] is two
+
+
+def test_parameters_of_no_prepared_model_are_named(tmp_path):
+    accelerator = cpu()
+    net, head = nn.Linear(2, 3), nn.Linear(3, 5)
+    optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.1)
+    accelerator.prepare(net, optimizer)
+    with pytest.warns(UserWarning, match=r"2 parameters that are in no prepared model, of shapes \(5, 3\), \(5,\):"):
+        accelerator.save_state(tmp_path / "c")
+    accelerator.register_for_checkpointing(head=head)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.save_state(tmp_path / "c")
+
+
+# -- those that stand there --------------------------------------------------------------------------------------------
+
+
+def test_looking_for_the_newest_leaves_a_save_that_is_under_way(tmp_path):
+    training, *_ = automatic(tmp_path)
+    training.save_state()
+    begun = tmp_path / "checkpoints" / ".checkpoint_1.part"
+    begun.mkdir()
+    (begun / "model.safetensors").write_bytes(b"half")
+    reading, *_ = automatic(tmp_path)
+    reading.load_state()
+    assert os.listdir(begun) == ["model.safetensors"]
+
+
+def test_the_newest_is_found_between_two_renames(tmp_path):
+    accelerator, *_ = automatic(tmp_path)
+    for _ in range(2):
+        path = accelerator.save_state()
+    path.rename(path.parent / f".{path.name}.old")
+    with pytest.warns(UserWarning, match="checkpoint_1: put back"):
+        automatic(tmp_path)[0].load_state()
+    assert path.is_dir()
+
+
+def test_weights_only_is_no_checkpoint_to_go_on_from(tmp_path):
+    accelerator, *_ = automatic(tmp_path)
+    accelerator.save_state()
+    accelerator.save_state(weights_only=True)
+    other, *_ = automatic(tmp_path)
+    with pytest.warns(UserWarning, match="checkpoint_1: it holds weights only"):
+        other.load_state()
+    assert other.save_iteration == 2
+    automatic(tmp_path)[0].load_state(state=False)
+
+
+def test_old_ones_that_can_not_go_are_named_and_the_others_go(tmp_path):
+    accelerator, *_ = automatic(tmp_path, limit=1)
+    folder = tmp_path / "checkpoints"
+    accelerator.project_configuration.total_limit = None
+    for _ in range(4):
+        accelerator.save_state()
+    accelerator.project_configuration.total_limit = 1
+    (folder / "checkpoint_0").rename(tmp_path / "elsewhere")
+    (folder / "checkpoint_0").symlink_to(tmp_path / "elsewhere")
+    (folder / "checkpoint_1" / "manifest.json").write_text("{")
+    (folder / "checkpoint_2" / "tokenizer.json").write_text("mine")
+    with pytest.warns(UserWarning, match="is not kept any more") as said:
+        accelerator.save_state()
+    assert sorted(os.listdir(folder)) == [f"checkpoint_{n}" for n in (0, 1, 2, 4)]
+    for number, why in enumerate(("is a link", "manifest.json can't be read", "holds tokenizer.json")):
+        assert [why in str(one.message) for one in said if f"checkpoint_{number} in" in str(one.message)] == [True]
+    assert CheckpointStore(tmp_path / "elsewhere").find() == []
+    assert (tmp_path / "elsewhere" / "manifest.json").is_file()
+
+
+def test_a_full_disk_is_said_though_the_directory_could_not_be_made(tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("treadle.engine.disk.mkdir", full)
+    with pytest.raises(OSError, match=r"No space left.*It needs [\d,]+ bytes, [\d,]+ are free"):
+        cpu().save_state(tmp_path / "a" / "b" / "c")
 
 
 # -- the middle of an epoch --------------------------------------------------------------------------------------------

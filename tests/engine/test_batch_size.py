@@ -212,8 +212,15 @@ def by_hand():
     return layer.weight.detach().flatten().tolist()
 
 
-@pytest.mark.parametrize("outside", [False, True], ids=["made inside", "made outside"])
-@pytest.mark.parametrize("place", ["forward", "end"])
+@pytest.mark.parametrize(
+    ("outside", "place"),
+    [
+        pytest.param(False, "forward", id="made inside, forward"),
+        pytest.param(True, "end", id="made outside, end"),
+        pytest.param(True, "forward", id="made outside, forward", marks=pytest.mark.slow),
+        pytest.param(False, "end", id="made inside, end", marks=pytest.mark.slow),
+    ],
+)
 def test_memory_runs_out_on_one_of_two(outside, place):
     for tried, found, after in run(searching, 2, outside, place, timeout=60):
         assert tried == [(8, 1), (4, 2), (2, 4)] * 2

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from treadle.engine import checkpoint, disk
 from treadle.engine.checkpoint import CheckpointStore
 
-from treadle.testing.faults import disk_points, forked
+from treadle.testing.faults import Fault, disk_points, forked
 
 FILES = ("model.safetensors", "state.json", "state.safetensors", "rank-00000.json", "rank-00000.safetensors")
 
@@ -40,11 +40,11 @@ def model_state(step):
     return {"weight": torch.full((3, 2), float(step)), "bias": torch.full((3,), -float(step))}
 
 
-def save(target, step, **info):
+def save(target, step, others=False, **info):
     files = checkpoint.write_part(target, "model", model_state(step))
     files |= checkpoint.write_part(target, "state", {"lr": 0.1 * step, "exp_avg": torch.full((5,), float(step))})
     files |= checkpoint.write_part(target, "rank-00000", {"random": (step, torch.arange(step + 1))})
-    return checkpoint.commit(target, files, {"step": step, **info})
+    return checkpoint.commit(target, files, {"step": step, **info}, others)
 
 
 def assert_holds(path, step):
@@ -107,10 +107,19 @@ def test_parts_without_tensors_and_models_without_weights(tmp_path):
     assert checkpoint.read_part(path, "state") == {"epoch": 3}
 
 
-def test_read_tensors_do_not_depend_on_the_file_unless_asked(tmp_path):
+@pytest.mark.guarantee
+def test_what_could_not_be_read_back_is_not_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr("treadle.engine.parts._MAX_JSON_BYTES", 1000)
+    checkpoint.write_part(tmp_path / "x", "state", {"numbers": torch.arange(1000)})
+    with pytest.raises(
+        ValueError, match=r"part 'state' has 3,\d+ bytes beside its tensors.* as tensors or numpy arrays"
+    ):
+        checkpoint.write_part(tmp_path / "x", "state", {"numbers": [*range(1000)]})
+
+
+def test_read_tensors_do_not_depend_on_the_file(tmp_path):
     path = save(tmp_path / "x", 3)
     copied = checkpoint.read_part(path, "model")
-    assert equal(checkpoint.read_part(path, "model", mapped=True), model_state(3))
     with (path / "model.safetensors").open("r+b") as file:
         file.seek(-20, os.SEEK_END)
         file.write(b"\xff" * 20)
@@ -283,6 +292,37 @@ def test_killed_while_recovering_from_a_kill(tmp_path):
     assert tried > 60
 
 
+@pytest.mark.guarantee
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
+def test_killed_while_overwriting_nothing_of_others_is_lost(tmp_path, hooked):
+    target, seen, searched = tmp_path / "run" / "last", set(), False
+    action = (lambda: others_beside(target)) if hooked else lambda: save(target, 5)
+
+    put_things_into(others_beside(target) if hooked else save(target, 1))
+    (target / "unet").mkdir(exist_ok=True)
+    (target / "unet" / "mine.txt").write_text("mine")
+    shutil.copytree(target.parent, tmp_path / "before", symlinks=True)
+    points = [point for point in disk_points(action) if point.moment == "after"]
+    begin = [point.operation for point in points].index("rename")  # before, the old one is not touched
+    assert len(points) - begin > 15
+    for point in points[begin - 2 :]:
+        shutil.rmtree(target.parent)
+        shutil.copytree(tmp_path / "before", target.parent, symlinks=True)
+        assert forked(action, point.fault("kill")) == -signal.SIGKILL
+        if not searched and target.exists() and not (target / "best").exists():
+            searched = True
+            with pytest.warns(UserWarning, match="removed the checkpoint it replaced"):
+                checkpoint.find_again(target / "best")  # which is another process's, perhaps
+            assert_holds(target / "best", 7)
+        CheckpointStore(target.parent).recover()
+        assert os.listdir(target.parent) == ["last"]
+        assert_has_things(target)
+        assert (target / "unet" / "mine.txt").read_text() == "mine"
+        seen.add(checkpoint.verify(target).sequence)
+    assert len(seen) == 2
+    assert searched
+
+
 def reset(source, target):
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target)
@@ -391,7 +431,8 @@ def test_a_leftover_that_cannot_be_deleted_does_not_undo_the_save(tmp_path, monk
 def test_what_a_killed_attempt_staged_does_not_get_in(tmp_path):
     checkpoint.write_part(tmp_path / "x", "rank-00005", {"t": torch.ones(2)})
     (tmp_path / ".x.part" / "manifest.json").write_text("{}")
-    (tmp_path / ".x.part" / ".tmpAb1").write_bytes(b"half")
+    (tmp_path / ".x.part" / "hook" / "deep").mkdir(parents=True)
+    (tmp_path / ".x.part" / "hook" / "deep" / "a.pt").write_bytes(b"half")
     assert sorted(os.listdir(save(tmp_path / "x", 1))) == sorted([*FILES, "manifest.json"])
 
 
@@ -420,7 +461,7 @@ def test_the_replaced_one_is_kept_as_long_as_its_replacement_is_damaged(tmp_path
 
 
 def test_directories_of_others_are_left_alone(tmp_path):
-    for name in (".cache.part", ".cache.old", "mine"):
+    for name in (".cache.part", ".book.old", ".thesis.gone", "mine"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("mine")
     (tmp_path / ".cache.part.old").write_text("a file")
@@ -429,6 +470,10 @@ def test_directories_of_others_are_left_alone(tmp_path):
     assert CheckpointStore(tmp_path).find() == []
     with pytest.raises(ValueError, match=r"exists and is not a checkpoint"):
         save(tmp_path / "mine", 1)
+    for name in ("cache", "book", "thesis"):
+        with pytest.raises(ValueError, match=rf"\.{name}\.\w+ stands where .* isn't deleted"):
+            checkpoint.check_target(tmp_path / name)
+        checkpoint.discard(tmp_path / name)
     checkpoint.discard(tmp_path / "mine")
     for path in (tmp_path / "mine", tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ValueError, match=r"manifest\.json is missing|does not exist"):
@@ -443,14 +488,174 @@ def test_an_empty_directory_may_be_the_target(tmp_path):
 
 def test_remove_takes_all_of_it_and_refuses_a_link(tmp_path):
     path = save(tmp_path / "step-1", 1)
-    (path / "extra").mkdir()
-    (path / "extra" / "tokenizer.txt").write_text("words")
-    (path / "extra" / "link").symlink_to(tmp_path)
+    (path / "nothing" / "in it").mkdir(parents=True)
     (tmp_path / "last").symlink_to(path)
     with pytest.raises(ValueError, match="is a link"):
         checkpoint.remove(tmp_path / "last")
     checkpoint.remove(path)
     assert os.listdir(tmp_path) == ["last"]
+
+
+def test_remove_refuses_what_holds_more_than_was_saved(tmp_path):
+    path = save(tmp_path / "step-1", 1)
+    (path / "extra" / "deep").mkdir(parents=True)
+    (path / "extra" / "deep" / "words.txt").write_text("words")
+    (path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"step-1 holds extra, tokenizer\.json, which it was not saved with"):
+        checkpoint.remove(path)
+    assert_holds(path, 1)
+    assert os.listdir(tmp_path) == ["step-1"]
+    assert (path / "extra" / "deep" / "words.txt").read_text() == "words"
+
+
+def put_things_into(path):
+    """What a user may keep in a checkpoint's directory."""
+    (path / "notes" / "deep").mkdir(parents=True)
+    (path / "notes" / "deep" / "a.txt").write_text("mine")
+    (path / "tokenizer.json").write_text("mine")
+    (path / "link").symlink_to(path.parent / "nowhere")
+    save(path / "best", 7)
+
+
+def assert_has_things(path, tokenizer="tokenizer.json"):
+    assert (path / "notes" / "deep" / "a.txt").read_text() == "mine"
+    assert (path / tokenizer).read_text() == "mine"
+    assert os.readlink(path / "link") == str(path.parent / "nowhere")
+    assert_holds(path / "best", 7)
+
+
+def test_what_is_not_a_checkpoints_own_moves_into_the_next_one(tmp_path):
+    target = save(tmp_path / "runs", 1)
+    put_things_into(target)
+    things = {"notes", "tokenizer.json", "link", "best"}
+    for step in (2, 3):
+        save(target, step)
+        assert_holds(target, step)
+        assert_has_things(target)
+        assert set(os.listdir(target)) == {*FILES, "manifest.json", *things}
+    files = checkpoint.write_part(target, "tokenizer", {"words": 3})
+    with pytest.warns(UserWarning, match=r"was there under this name is tokenizer\.json\.kept"):
+        checkpoint.commit(target, files, {"step": 4})
+    assert checkpoint.read_part(target, "tokenizer") == {"words": 3}
+    assert_has_things(target, "tokenizer.json.kept")
+    assert os.listdir(tmp_path) == ["runs"]
+
+
+def test_it_moves_though_the_manifest_is_damaged(tmp_path):
+    target = save(tmp_path / "runs", 1)
+    put_things_into(target)
+    (target / "manifest.json").write_text("{")
+    save(target, 2)
+    assert_holds(target, 2)
+    assert_has_things(target)
+    assert os.listdir(tmp_path) == ["runs"]
+
+
+def test_a_link_that_is_replaced_leaves_what_it_led_to(tmp_path):
+    put_things_into(save(tmp_path / "real", 1))
+    (tmp_path / "last").symlink_to(tmp_path / "real")
+    save(tmp_path / "last", 2)
+    assert_holds(tmp_path / "last", 2)
+    assert_holds(tmp_path / "real", 1)
+    assert_has_things(tmp_path / "real")
+    assert sorted(os.listdir(tmp_path)) == ["last", "real"]
+
+
+def others_beside(target):
+    """Save as with hooks, which write files of any name."""
+    source = checkpoint.begin(target)
+    (source / "unet").mkdir()
+    (source / "unet" / "weights.bin").write_bytes(b"12345678")
+    (source / "unet" / "config.json").symlink_to("elsewhere")
+    (source / "second.pt").write_bytes(b"abc")
+    (source / "second.pt").chmod(0o444)
+    return save(target, 5, others=True)
+
+
+def test_what_hooks_wrote_is_in_the_manifest(tmp_path):
+    target = others_beside(tmp_path / "c")
+    listed = json.loads((target / "manifest.json").read_text())["others"]
+    assert {name: entry["bytes"] for name, entry in listed.items()} == {
+        **{"second.pt": 3, "unet/config.json": 9, "unet/weights.bin": 8}
+    }
+    assert "unfinished.json" not in os.listdir(target)
+    assert_holds(target, 5)
+    for name, damage in (
+        ("unet/weights.bin", lambda path: path.write_bytes(b"12345679")),
+        ("unet/config.json", lambda path: (path.unlink(), path.symlink_to("elsewherf"))),
+        ("second.pt", lambda path: path.unlink()),
+    ):
+        damage(target / name)
+        with pytest.raises(ValueError, match=f"c: {name} "):
+            checkpoint.verify(target)
+        assert CheckpointStore(tmp_path).latest()[0] is None
+        others_beside(target)  # replaces it
+        assert_holds(target, 5)
+    (target / "unet" / "mine.txt").write_text("mine")
+    save(target, 6)
+    assert sorted(os.listdir(target)) == sorted([*FILES, "manifest.json", "unet"])
+    assert os.listdir(target / "unet") == ["mine.txt"]
+    (target / "unet" / "mine.txt").unlink()
+    checkpoint.remove(target)
+    checkpoint.remove(others_beside(tmp_path / "d"))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/x", "a/../../x", "a//b", ".", "", "..\\x", "C:\\x", "manifest.json", "a\0b"]
+)
+def test_a_hostile_name_of_a_hooks_file_is_refused(tmp_path, name):
+    path = save(tmp_path / "x", 1)
+    document = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(document | {"others": {name: ENTRY}}))
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+        checkpoint.verify(path)
+
+
+@pytest.mark.guarantee
+def test_deleting_follows_no_link_out_of_a_hostile_checkpoint(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("mine")
+    path = save(tmp_path / "runs" / "x", 1)
+    (path / "deep").symlink_to(tmp_path / "home")
+    document = json.loads((path / "manifest.json").read_text())
+    others = {"deep/thesis.tex": disk.describe(tmp_path / "home" / "thesis.tex"), "deep": ENTRY}
+    (path / "manifest.json").write_text(json.dumps(document | {"others": others}))
+    checkpoint.remove(path)
+    assert os.listdir(tmp_path / "runs") == []
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "mine"
+
+
+def test_what_hooks_left_of_a_killed_save_goes(tmp_path):
+    source = checkpoint.begin(tmp_path / "c")
+    (source / "deep").mkdir()
+    (source / "deep" / "a.pt").write_bytes(b"half")
+    assert "never completed" in CheckpointStore(tmp_path).recover()[0]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_sibling_that_nobody_may_look_into_is_somebody_elses():
+    with tempfile.TemporaryDirectory() as name:  # pytest's own can't be entered by others
+        folder = Path(name)
+        private = folder / "systemd-private"
+        private.mkdir(mode=0)
+        (folder / ".own.part").mkdir(mode=0)
+        save(folder / "step-1", 1)
+
+        def work():
+            if os.geteuid() == 0:
+                os.setuid(65534)
+            assert_holds(save(folder / "step-2", 2), 2)
+            assert [path.name for path in CheckpointStore(folder).find()] == ["step-1", "step-2"]
+            assert CheckpointStore(folder).latest() == (folder / "step-2", [])
+            assert CheckpointStore(folder).recover() == []
+            with pytest.raises(ValueError, match="exists and is not a checkpoint"):
+                save(private, 1)
+
+        folder.chmod(0o777)
+        assert forked(work, Fault("disk:*", "delay:0")) == 0
+        private.chmod(0o700)
 
 
 # -- wrong calls and hostile files -----------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from treadle.engine.codec import MAX_DEPTH, TENSOR_DTYPES, decode, encode
+from treadle.engine.codec import MAX_DEPTH, decode, encode
+from treadle.engine.disk import CODES
 
 
 def round_trip(state):
@@ -83,7 +84,7 @@ def test_ordered_and_default_dicts_come_back_as_dicts():
     assert same(round_trip(state), {"a": {"b": 1}})
 
 
-@pytest.mark.parametrize("dtype", TENSOR_DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", CODES, ids=str)
 def test_every_tensor_dtype_and_shape(dtype):
     base = torch.arange(24, dtype=torch.uint8).remainder(2)  # 0 and 1 exist in every dtype
     shapes = [base.to(dtype).reshape(4, 6), base[1].to(dtype), torch.empty(0, 3, dtype=dtype)]
@@ -137,7 +138,7 @@ def random_state(rng, depth=0):
     if kind == 0:
         return rng.choice(PLAIN)
     if kind == 1:
-        dtype = rng.choice(list(TENSOR_DTYPES.values()))
+        dtype = rng.choice(list(CODES))
         return torch.tensor(rng.random()).mul(torch.ones(rng.randrange(4), 2)).to(dtype)
     if kind == 2:
         return np.array(

@@ -40,10 +40,17 @@ def metrics(evaluation, n):
     return found
 
 
+CASES = ((True, 9), (False, 9), (False, 1))
+
+
+def metrics_of_each_case():
+    return [metrics(evaluation, n) for evaluation, n in CASES]
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_sample_once_and_in_order(world):
-    for evaluation, n in ((True, 9), (False, 9), (False, 1)):
-        for found in run(metrics, world, evaluation, n):
+    for every in run(metrics_of_each_case, world):
+        for (_, n), found in zip(CASES, every, strict=True):
             assert found["samples"] == list(range(n))
             assert found["tokens"] == [i for i in range(n) for _ in range(3)]
             assert found["words"] == [f"w{i}" for i in range(n)]

@@ -125,6 +125,24 @@ SOURCES = {
 }
 
 
+def test_a_checkpoint_with_more_than_tensors(tmp_path):
+    class Extra(nn.Linear):
+        note = "new"
+
+        def get_extra_state(self):
+            return {"note": self.note}
+
+        def set_extra_state(self, state):
+            self.note = state["note"]
+
+    saved, model = Extra(2, 2), Extra(2, 2)
+    saved.note = "saved"
+    done = treadle.load_weights(model, treadle_checkpoint(saved, tmp_path))
+    assert sorted(done.names) == ["_extra_state", "bias", "weight"]
+    assert model.note == "saved"
+    assert torch.equal(model.weight, saved.weight)
+
+
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_kind_of_source(kind, tmp_path):
     saved = filled()
@@ -356,7 +374,9 @@ NO_SHARDS = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=NO_SHARDS)])
-@pytest.mark.parametrize("kind", ["torch", "shards", "treadle"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("torch", marks=pytest.mark.slow), pytest.param("shards", marks=pytest.mark.slow), "treadle"]
+)
 def test_prepared_models(strategy, kind, tmp_path):
     saved = filled()
     state = {name: value.clone() for name, value in saved.state_dict().items()}
@@ -573,3 +593,15 @@ def test_what_lightning_itself_writes(tmp_path):
         model = net(5)
         treadle.load_weights(model, tmp_path / f"{name}.ckpt", prefix="net.")
         assert same(model, {key.removeprefix("net."): value for key, value in wanted.items()})
+
+
+def test_a_header_of_any_length_is_told_from_a_pickle(tmp_path):
+    """A safetensors file begins with its header's length, whose first byte may be the one a pickle begins with."""
+    first, model = set(), filled()
+    for size in range(0, 256, 8):
+        save_file(model.state_dict(), tmp_path / "w", {"note": "x" * size})
+        first.add((tmp_path / "w").read_bytes()[0])
+        other = filled(1)
+        treadle.load_weights(other, tmp_path / "w")
+        assert same(other, model.state_dict())
+    assert 0x80 in first

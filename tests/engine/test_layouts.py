@@ -1,7 +1,9 @@
 """A checkpoint of any layout of the processes loads under any other, and nothing is gathered on the way."""
 
+import contextlib
 import json
 import os
+import pathlib
 import shutil
 
 import pytest
@@ -10,8 +12,10 @@ from processes import run
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from treadle.engine import checkpoint
+from treadle.engine import checkpoint, disk
 from treadle.engine.checkpoint import read_part
+from treadle.engine.filed import Filed
+from treadle.engine.stored import Stored
 from treadle.strategies import DDP, FSDP
 
 import treadle
@@ -190,6 +194,7 @@ def edit(note, key, value):
         edit("shapes", "head.weight", [1, 1]),
         edit("shapes", "head.weight", [-6, -6]),
         edit("shapes", "head.weight", "x"),
+        edit("DCP_SHARDING_INFO", "head.weight", {"saved_offsets": [2, 0]}),
         edit("DCP_SHARDING_INFO", "head.weight", {"saved_offsets": [0, 0]}),
         edit("DCP_SHARDING_INFO", "head.weight", {"saved_offsets": [3, 3]}),
         edit("DCP_SHARDING_INFO", "head.weight", {"saved_offsets": [-1, 0]}),
@@ -200,7 +205,7 @@ def edit(note, key, value):
         lambda tensors, notes: tensors.pop("head.weight"),
         lambda tensors, notes: tensors.update({"head.weight": tensors["head.weight"].float()}),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_shards_that_do_not_fit_together(checkpoints, tmp_path, change):
     path = tmp_path / "x"
@@ -217,3 +222,172 @@ def test_a_missing_shard_is_noticed(checkpoints, tmp_path):
     (path / "optimizer-shard-00001.safetensors").unlink()
     with pytest.raises(ValueError, match=r"optimizer-shard-00001\.safetensors is missing"):
         checkpoint.verify(path)
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(
+    ("boxes", "whole"),
+    [
+        ([((0, 2), (0, 4)), ((2, 4), (0, 4))], True),
+        ([((0, 4), (0, 2)), ((0, 4), (2, 4))], True),
+        ([((0, 2), (0, 2)), ((0, 2), (2, 4)), ((2, 4), (0, 2)), ((2, 4), (2, 4))], True),
+        ([((0, 4), (0, 4)), ((4, 4), (0, 4)), ((0, 0), (0, 4))], True),
+        ([((0, 2), (0, 4)), ((1, 3), (0, 4))], False),
+        ([((0, 3), (0, 2)), ((1, 4), (0, 2)), ((0, 4), (3, 4))], False),
+        ([((0, 4), (0, 2)), ((0, 4), (1, 3))], False),
+        ([((0, 2), (0, 4)), ((0, 2), (0, 4))], False),
+    ],
+    ids=range(8),
+)
+def test_parts_that_overlap(boxes, whole):
+    """Their elements add up to the whole, and some of it is nowhere."""
+    stored = Stored("x", torch.Size((4, 4)), torch.float32)
+    for box in boxes:
+        shape = torch.Size(end - begin for begin, end in box)
+        piece = Filed(pathlib.Path("folder/file"), (), torch.float32, shape, 0, 4 * shape.numel())
+        stored.add(piece, [begin for begin, _ in box])
+    with contextlib.nullcontext() if whole else pytest.raises(ValueError, match="elements of tensor 'x'"):
+        stored.check_complete()
+
+
+# -- what several processes must agree on ------------------------------------------------------------------------------
+
+
+class Batched(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def refused_by_one(folder):
+    """What rank 1 can't load, rank 0 does not load either."""
+    accelerator = treadle.Accelerator(cpu=True)
+    net = nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    path = accelerator.save_state(f"{folder}/good")
+    optimizer.step()
+    before = [tensor.clone() for tensor in net.parameters()], optimizer.state_dict()["state"][0]["step"].item()
+
+    def refused(place):
+        with pytest.raises((ValueError, RuntimeError), match=r"nowhere does not exist|has other content"):
+            accelerator.load_state(place)
+        now = list(net.parameters()), optimizer.state_dict()["state"][0]["step"].item()
+        assert all(map(torch.equal, now[0], before[0]))
+        assert now[1] == before[1]
+
+    refused(path if accelerator.process_index == 0 else f"{folder}/nowhere")
+    files = sorted(checkpoint.read_manifest(path).files)
+    for name in files:
+        content = (path / name).read_bytes()
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            (path / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        accelerator.wait_for_everyone()
+        refused(path)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            (path / name).write_bytes(content)
+        accelerator.wait_for_everyone()
+    looked, describe = [], disk.describe
+    disk.describe = lambda path: looked.append(path.name) or describe(path)
+    accelerator.load_state(path)
+    return files, looked
+
+
+@pytest.mark.guarantee
+def test_one_process_that_can_not_load(tmp_path):
+    (files, mine), (_, others) = run(refused_by_one, 2, str(tmp_path))
+    assert sorted(mine + others) == files  # each file was read by one of them
+    assert abs(len(mine) - len(others)) <= 1
+
+
+def own_buffers(folder):
+    """Each process's buffers, loaded with the models in one call or in two, and only with them."""
+    accelerator = treadle.Accelerator(cpu=True, strategy="fsdp")
+    net = Batched()
+    accelerator.prepare(net)
+    mean = net.net[1].running_mean
+    mean.fill_(5.0 + accelerator.process_index)
+    path = accelerator.save_state(f"{folder}/x")
+    found = []
+
+    def after(load):
+        mean.zero_()
+        load()
+        found.append(mean[0].item())
+
+    after(lambda: accelerator.load_state(path))
+    after(lambda: (accelerator.load_state(path, state=False), accelerator.load_state(path, models=False)))
+    after(lambda: accelerator.load_state(path, models=False))
+    handle = accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
+    after(lambda: accelerator.load_state(path))
+    handle.remove()
+    after(lambda: accelerator.load_state(path, state=False))  # to look at it: the same on all processes
+    return found
+
+
+def test_buffers_of_each_process(tmp_path):
+    assert run(own_buffers, 2, str(tmp_path)) == [[5, 5, 0, 0, 5], [6, 6, 0, 0, 5]]
+
+
+class Average:
+    """A moving average of a model, laid out as its parameters are."""
+
+    def __init__(self, model):
+        self.kept = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self.steps = 0
+
+    def update(self, model):
+        self.steps += 1
+        for name, parameter in model.named_parameters():
+            self.kept[name].lerp_(parameter.detach(), 0.25)
+
+    def state_dict(self):
+        return {"kept": self.kept, "several": [self.steps, (self.kept["weight"],)]}
+
+    def load_state_dict(self, state):
+        self.kept, (self.steps, (again,)) = state["kept"], state["several"]
+        assert again is self.kept["weight"]
+
+
+def averaged(strategy, source, target):
+    """Goes on from ``source``, moves the average to the weights twice, saves; returns the average, whole."""
+    torch.manual_seed(7)
+    accelerator = treadle.Accelerator(cpu=True, strategy=strategy)
+    net = nn.Linear(3, 5)
+    accelerator.prepare(net)
+    average = Average(net)
+    accelerator.register_for_checkpointing(average=average)
+    if source is not None:
+        accelerator.load_state(source)
+        assert all(
+            type(value) is type(p.data) for value, p in zip(average.kept.values(), net.parameters(), strict=True)
+        )
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter += 1
+        average.update(net)
+    accelerator.save_state(target)
+    return [average.steps, *(v.full_tensor() if isinstance(v, DTensor) else v for v in average.kept.values())]
+
+
+def test_a_registered_average_of_shards(tmp_path):
+    torch.manual_seed(7)
+    first = [p.detach() for p in nn.Linear(3, 5).parameters()]
+    wanted = first
+    for number in range(1, 5):
+        wanted = [one.lerp(start + number, 0.25) for one, start in zip(wanted, first, strict=True)]
+    for name, (strategy, world) in {"two": ("fsdp", 2), "one": ("single", 1)}.items():
+        run(averaged, world, strategy, None, str(tmp_path / name))
+        for strategy, world in (("fsdp", 2), ("single", 1)):
+            found = run(averaged, world, strategy, str(tmp_path / name), str(tmp_path / "again"))[0]
+            assert found[0] == 4
+            for value, one in zip(found[1:], wanted, strict=True):
+                torch.testing.assert_close(value, one)

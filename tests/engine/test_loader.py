@@ -11,7 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+)
 from treadle.engine.codec import decode, encode
 from treadle.engine.loader import Cursor, Loader
 from treadle.engine.random_state import RandomStream, random_state
@@ -116,6 +125,14 @@ class Lazy(Sampler):
 LAZY = ["torch", "python", "numpy", "own", "own-torch", "own-python"]
 
 
+class Held(Sampler):
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __iter__(self):
+        return iter(range(8))
+
+
 class Uneven(Sampler):
     """A batch sampler with batches of 1, 2, 3, 1, 2, 3, ... in an order drawn from torch."""
 
@@ -129,6 +146,55 @@ class Uneven(Sampler):
             if not batch:
                 return
             yield batch
+
+
+class Around(Sampler):
+    """Hands on what another sampler yields; the two know each other."""
+
+    def __init__(self, n, inner=None):
+        self.inner = [inner or RandomSampler(range(n), generator=torch.Generator().manual_seed(5))]
+        self.inner[0].outer = self
+
+    def __len__(self):
+        return len(self.inner[0])
+
+    def __iter__(self):
+        return iter(self.inner[0])
+
+
+class CountingEpochs(Sampler):
+    """Another order in each epoch, which it counts by itself and says to nobody."""
+
+    def __init__(self, n):
+        self.n, self.epoch = n, 0
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter(random.Random(self.epoch).sample(range(self.n), self.n))
+
+
+class SayingEpochs(CountingEpochs):
+    """The same, and says it."""
+
+    def __init__(self, n):
+        self.n, self.kept = n, {"epoch": 0}
+
+    def __iter__(self):
+        self.kept["epoch"] += 1
+        return iter(random.Random(self.kept["epoch"]).sample(range(self.n), self.n))
+
+    def state_dict(self):
+        return self.kept  # the very dict that changes
+
+    def load_state_dict(self, state):
+        self.kept = state
+
+
+class OwnBatches(BatchSampler):
+    """Of a user's own, with a length."""
 
 
 def configurations():
@@ -329,6 +395,10 @@ def sources():
         "generator",
         lambda: DataLoader(range(23), shuffle=True, batch_size=2, generator=torch.Generator().manual_seed(5)),
     )
+    yield "around", lambda: DataLoader(range(23), sampler=Around(23), batch_size=2)
+    yield "around-batches", lambda: DataLoader(range(23), batch_sampler=OwnBatches(Around(23), 2, False))
+    yield "saying", lambda: DataLoader(range(23), sampler=SayingEpochs(23), batch_size=2)
+    yield "around-saying", lambda: DataLoader(range(23), sampler=Around(23, SayingEpochs(23)), batch_size=2)
     for kind in LAZY:
         yield kind, lambda k=kind: DataLoader(range(23), sampler=Lazy(23, k), batch_size=2)
 
@@ -375,6 +445,82 @@ def test_resume_in_another_world(name, make):
                 assert len(whole) - seen - len(rest) < 2 * after
             else:
                 assert rest == whole[seen:]
+
+
+def with_a_length():
+    for n in (9, 10, 11):
+        yield f"plain{n}", lambda n=n: DataLoader(range(2 * n), batch_size=2)
+        yield f"list{n}", lambda n=n: [[2 * i, 2 * i + 1] for i in range(n)]
+        for drop in (False, True):
+            own = OwnBatches(torch.utils.data.SequentialSampler(range(2 * n)), 2, drop)
+            yield f"batches{n}, {drop}", lambda n=n, own=own: DataLoader(range(2 * n), batch_sampler=own)
+        yield f"stream{n}", lambda n=n: DataLoader(SizedStream(2 * n), batch_size=2)
+
+
+@pytest.mark.guarantee
+@pytest.mark.filterwarnings("ignore:the stream has no state")
+@pytest.mark.parametrize("chain", [(1, 2), (2, 1), (3, 2), (1, 3, 2)])
+def test_the_last_batch_is_known_in_another_world(chain):
+    """So that an epoch is closed with it, and not before."""
+    for name, make in with_a_length():
+        for stops in itertools.product(range(1, 4), repeat=len(chain) - 1):
+            state = None
+            for size, stop in zip(chain, stops, strict=False):
+                ranks = Ranks(make, size, state=state)
+                ranks.ids(stop)
+                state = ranks.state()
+            ranks = Ranks(make, chain[-1], state=state)
+            loader = ranks.loaders[0]
+            begun, last = loader.batches, [loader.end_of_dataloader for _ in ranks.epoch()]
+            assert begun + len(last) == len(loader), (name, stops)
+            assert last == [False] * (len(last) - 1) + [True] * bool(last), (name, stops)
+
+
+def test_a_loaders_state_of_before_widths_were_noted():
+    ranks = Ranks(lambda: [[i] for i in range(7)], 1)
+    ranks.ids(3)
+    old = ranks.state()
+    for name in ("width", "items", "samplers", "workers"):
+        del old["loader"][name]
+    again = Ranks(lambda: [[i] for i in range(7)], 1, state=old)
+    assert again.loaders[0].batches == 3
+    assert flat(again.ids()) == [3, 4, 5, 6]
+
+
+def test_a_sampler_that_counts_by_itself_is_said():
+    def follow_and_save(sampler, stops):
+        ranks = Ranks(lambda: DataLoader(range(6), batch_sampler=OwnBatches(sampler, 2, False)), 1)
+        for stop in stops:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                ranks.state()
+                ranks.ids(stop)
+                ranks.state()
+                ranks.state()
+            yield [str(w.message) for w in caught]
+
+    first, second, third = follow_and_save(CountingEpochs(6), (1, 1, 1))
+    assert first == third == []
+    assert len(second) == 1
+    assert "CountingEpochs.epoch changed from one epoch to the next" in second[0]
+    for silent in (SayingEpochs(6), Lazy(6, "torch"), RandomSampler(range(6)), [0, 1, 2]):
+        assert list(follow_and_save(silent, (1, None, 1))) == [[], [], []]
+
+
+def test_an_evaluation_loader_may_get_another_generator():
+    def make(own):
+        return lambda: DataLoader(range(8), shuffle=True, generator=torch.Generator() if own else None)
+
+    ranks = Ranks(make(False), 1, evaluation=True)
+    ranks.ids()
+    ranks.ids(2)
+    again = Ranks(make(True), 1, evaluation=True, state=ranks.state())
+    assert again.loaders[0].epoch == 1
+    assert sorted(flat(again.ids())) == list(range(8))
+    for other in (np.random.default_rng(1), None):  # another kind, and none
+        ranks = Ranks(make(True), 1)
+        with pytest.raises(ValueError, match=r"drew from 1 generators of its own, this one has [01].*same kind"):
+            Ranks(lambda g=other: DataLoader(range(8), sampler=Held(g)), 1, state=ranks.state())
 
 
 def test_a_state_between_loading_and_the_first_batch_is_the_same():
@@ -549,6 +695,16 @@ class Stream(IterableDataset):
             yield left.pop(random.randrange(len(left)) if self.shuffle else 0)
 
 
+class SizedStream(Stream):
+    """Says how long it is."""
+
+    def __init__(self, n):
+        super().__init__(n, shuffle=False)
+
+    def __len__(self):
+        return self.n
+
+
 class Counting(Stream):
     """Knows where it is."""
 
@@ -686,6 +842,68 @@ def test_iterables_of_batches():
         Ranks(lambda: 3, 1)
 
 
+class Negated(DataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield -batch
+
+
+class Noisy(IterableDataset):
+    """(number, what it drew): from the generators of the process, and from the seed that torch gives the worker."""
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        own = random.Random(info.seed)
+        for number in range(info.id, 8, info.num_workers):
+            drawn = torch.rand(()).item(), np.random.rand(), random.random(), own.random()
+            yield torch.tensor([number, *drawn], dtype=torch.float64)
+
+
+def read_noise(kind, state=None, stop=None, epochs=3):
+    options = {"num_workers": 2, "persistent_workers": True, "generator": torch.Generator().manual_seed(3)}
+    batch = None if kind is Loose else 2
+    ranks = Ranks(lambda: kind(Noisy(), batch_size=batch, **options), 1, state=state, run_seed=7 if stop else 99)
+    loader, found = ranks.loaders[0], []
+    while loader.epoch < epochs:
+        for piece in loader:
+            found.append(piece.tolist())
+            torch.rand(2)
+            if len(found) == stop:
+                break
+        if len(found) == stop:
+            break
+    state = ranks.state()
+    loader.close()
+    return found, state
+
+
+class Loose(DataLoader):
+    """Without batches."""
+
+
+@pytest.mark.guarantee
+@pytest.mark.filterwarnings("ignore:the stream has no state")
+@pytest.mark.parametrize("kind", [DataLoader, Loose, Negated], ids=["batches", "samples", "subclass"])
+def test_persistent_workers_of_a_stream_that_draws(kind):
+    per_epoch = 8 if kind is Loose else 4
+    whole, _ = read_noise(kind, stop=3 * per_epoch)
+    drawn = {tuple(sample[1:4]) for item in whole for sample in (item if kind is not Loose else [item])}
+    assert len(drawn) == 24  # other numbers in each epoch
+    stops = (1, per_epoch + 1, 2 * per_epoch) if kind is DataLoader else (per_epoch + 1,)
+    for stop in stops:
+        begun, state = read_noise(kind, stop=stop)
+        assert begun == whole[:stop]
+        assert begun + read_noise(kind, state=decode(*encode(state)))[0] == whole, stop
+
+
+def test_why_a_stream_is_read_again():
+    for data, workers, text in ((Stream(6), 0, "no state of its own"), (Counting(6), 1, "Counting is in its workers")):
+        ranks = Ranks(lambda d=data, w=workers: DataLoader(d, num_workers=w), 1)
+        ranks.ids(2)
+        with pytest.warns(UserWarning, match=f"{text}.*2 samples are read again"):
+            Ranks(lambda d=data, w=workers: DataLoader(d, num_workers=w), 1, state=ranks.state()).ids(1)
+
+
 def test_a_limit_on_a_stream():
     for size, k, limit in itertools.product((1, 2), (1, 3), (0, 1, 2, 4)):
         ranks = Ranks(lambda: DataLoader(Stream(100, False), batch_size=2), size, k, limit=limit)
@@ -696,12 +914,6 @@ def test_a_limit_on_a_stream():
 
 
 # -- loaders of one's own --------------------------------------------------------------------------------------------
-
-
-class Negated(DataLoader):
-    def __iter__(self):
-        for batch in super().__iter__():
-            yield -batch
 
 
 class Deaf(DataLoader):
@@ -833,3 +1045,18 @@ def test_groups():
         ranks = Ranks(lambda n=n: DataLoader(range(n)), 1, k)
         groups = [[int(batch) for batch in group] for group in ranks.loaders[0].groups()]
         assert groups == [list(range(n))[i : i + k] for i in range(0, n, k)]
+
+
+def test_another_length_within_an_epoch_is_said(recwarn):
+    def make(samples):
+        return lambda: DataLoader(range(samples), batch_size=2, shuffle=True)
+
+    begun = Ranks(make(12), 1)
+    batches = iter(begun.loaders[0])
+    next(batches)
+    for samples, said in ((12, 0), (14, 1)):
+        Ranks(make(samples), 1, state=begun.state())
+        assert sum("within an epoch of 12 samples" in str(one.message) for one in recwarn) == said
+    *_, _ = batches
+    Ranks(make(14), 1, state=begun.state())  # at the epoch's end
+    assert sum("within an epoch of 12 samples" in str(one.message) for one in recwarn) == 1

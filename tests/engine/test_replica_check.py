@@ -54,7 +54,7 @@ def by_hand():
     return [*found, told(accelerator.check_replicas)], apart
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_weight_that_one_process_changed(size):
     results = run(by_hand, size)
     for found, apart in results:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import warnings
 from pathlib import Path
@@ -379,6 +380,116 @@ def test_a_whole_file_of_another_form_is_an_ordinary_error(saved, part, content)
         accelerator.load_state(path)
 
 
+def test_gradients_of_before_are_forgotten(saved):
+    """The next group would step with them."""
+    accelerator, model, stepper = prepared(accumulate=2, steps=0)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.full((2, 4), 9.0)).square().mean())
+        stepper.step()
+    assert accelerator.inside_group
+    accelerator.load_state(saved[0])
+    assert not accelerator.inside_group
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4)).square().mean())
+    plain = Net()
+    plain.load_state_dict(saved[1].state_dict())
+    plain(torch.ones(2, 4)).square().mean().backward()
+    same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_checkpoint_that_is_replaced_while_it_is_read(saved, calls):
+    """Another job saves to the same path: the weights of one save would come with the state of another."""
+    path, *_ = saved
+    other, *_ = prepared(steps=5)
+    accelerator, model, stepper = prepared()
+    if calls == 1:
+        accelerator.register_load_state_pre_hook(lambda models, folder: other.save_state(folder))
+        before = snapshot(model, stepper)
+        with pytest.raises(ValueError, match="was replaced while it was read"):
+            accelerator.load_state(path)
+        assert accelerator.steps == 1
+    else:  # as the Trainer loads it
+        accelerator.load_state(path, state=False)
+        before = snapshot(model, stepper)
+        other.save_state(path)
+        with pytest.raises(ValueError, match="was replaced after the models were loaded from it"):
+            accelerator.load_state(path, models=False)
+        accelerator.backward(model(torch.ones(2, 4)).square().mean())
+        stepper.step()
+        before = snapshot(model, stepper)
+    same(snapshot(model, stepper), before)
+    accelerator.load_state(path, state=False, models=calls == 2)
+    accelerator.load_state(path, models=False)
+    assert accelerator.steps == 5
+
+
+@pytest.mark.guarantee
+def test_one_model_more_without_the_models(saved):
+    """It failed only after the optimizers were loaded."""
+    accelerator, model, stepper = prepared()
+    accelerator.prepare(Net(3))
+    before = snapshot(model, stepper)
+    with pytest.raises(ValueError, match="holds 1 models, this run has 2"):
+        accelerator.load_state(saved[0], models=False)
+    same(snapshot(model, stepper), before)
+
+
+class Extra(Net):
+    """Has something of its own in its state."""
+
+    def __init__(self, extra=None):
+        super().__init__()
+        self.extra = {"kind": "own"} if extra is None else extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def test_an_extra_state_that_was_no_tensor(tmp_path):
+    prepared(Extra)[0].save_state(tmp_path / "x")
+    accelerator, model, _ = prepared(lambda: Extra(torch.ones(2)))
+    with pytest.raises(ValueError, match=r"_extra_state: a dict in the checkpoint, \(2,\) in the model"):
+        accelerator.load_state(tmp_path / "x")
+    with pytest.warns(UserWarning, match="_extra_state: a dict"):
+        accelerator.load_state(tmp_path / "x", strict=False)
+    same(model.extra, torch.ones(2))
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_another_format_of_the_weights_is_said(saved, tmp_path, calls):
+    def make(dtype):
+        accelerator = treadle.Accelerator(cpu=True)
+        return accelerator, *accelerator.prepare(net := Net().to(dtype), torch.optim.SGD(net.parameters(), lr=0.1))
+
+    make(torch.float64)[0].save_state(tmp_path / "x")
+    accelerator, model, _ = make(torch.float32)
+    words = r"not go on exactly:\n  parts\.body\.weight: float64 there, float32 here\n(.*\n){2}  parts\.head\.bias: .*$"
+    if calls == 2:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            accelerator.load_state(tmp_path / "x", state=False)  # to look at the model only
+    with pytest.warns(UserWarning, match=words):
+        accelerator.load_state(tmp_path / "x", models=calls == 1)
+    assert model.parts["head"].weight.dtype == torch.float32
+
+
+@pytest.mark.guarantee
+def test_a_number_of_processes_that_nobody_has(saved):
+    path, model, optimizer = saved
+    document = json.loads((path / "manifest.json").read_text())
+    document["world_size"] = 2**60
+    (path / "manifest.json").write_text(json.dumps(document))
+    accelerator, other, stepper = prepared()
+    accelerator.load_state(path)
+    same(snapshot(other, stepper), snapshot(model, optimizer))
+
+
 def test_a_registered_metric_goes_on(tmp_path):
     """Its own ``state_dict`` is empty."""
     from torchmetrics import MeanMetric, MetricCollection
@@ -474,6 +585,30 @@ def test_export_to_a_file_and_to_a_folder(saved, capsys):
     found = {name: value for file in files for name, value in load_file(path.parent / "folder" / file).items()}
     same(found, {name: value.bfloat16() for name, value in model.state_dict().items()})
     assert len(files) > 1
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-7B", "weights.bin/", "there.ckpt", "w.safetensors/"])
+def test_names_of_folders(saved, name):
+    (saved[0].parent / "there.ckpt").mkdir()
+    export(saved[0], f"{saved[0].parent}/{name}")
+    same(load_file(saved[0].parent / name / "model.safetensors"), dict(saved[1].state_dict()))
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("output", ["saved", "saved/model.safetensors", "other/new.safetensors"])
+def test_export_destroys_no_checkpoint(saved, output, capsys):
+    path, *_ = saved
+    shutil.copytree(path, path.parent / "other")
+    before = {str(file): file.read_bytes() for file in path.parent.rglob("*") if file.is_file()}
+    assert main([str(path), str(path.parent / output)]) == 2
+    assert "is a checkpoint" in capsys.readouterr().err
+    assert {str(file): file.read_bytes() for file in path.parent.rglob("*") if file.is_file()} == before
+
+
+def test_export_names_what_it_leaves_out(tmp_path, capsys):
+    prepared(Extra)[0].save_state(tmp_path / "x")
+    assert main([str(tmp_path / "x"), str(tmp_path / "m.safetensors")]) == 0
+    assert "4 tensors, 232 bytes, without what is no tensor: _extra_state" in capsys.readouterr().out
 
 
 class Tied(nn.Module):

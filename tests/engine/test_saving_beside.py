@@ -8,7 +8,7 @@ import pytest
 import torch
 from processes import run, script
 from torch import nn
-from treadle.engine import disk
+from treadle.engine import background, disk
 from treadle.engine.checkpoint import CheckpointStore, verify
 from treadle.strategies import DDP, FSDP
 
@@ -68,6 +68,87 @@ def test_what_is_saved_is_the_state_of_the_moment(tmp_path, monkeypatch):
         files = [path.name for path in (tmp_path / f"now{number}").iterdir() if path.name != "manifest.json"]
         for name in files:
             assert (tmp_path / f"now{number}" / name).read_bytes() == (target / name).read_bytes(), name
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("stepped", ["prepared", "own"])
+def test_a_step_that_comes_before_its_optimizer_is_copied_waits_for_that(tmp_path, monkeypatch, stepped):
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "now")
+    make, begun, go_on = background.Copying.make, threading.Event(), threading.Event()
+
+    def slowly(copying):
+        if threading.current_thread().name == "treadle-save":
+            with copying._lock:
+                begun.set()
+                assert go_on.wait(60)
+        make(copying)
+
+    monkeypatch.setattr(background.Copying, "make", slowly)
+    accelerator.save_state(tmp_path / "beside", blocking=False)
+    assert begun.wait(60)
+    accelerator.backward(model(torch.ones(4, 6)).square().mean())  # needs nothing that is being copied
+    threading.Timer(0.3, go_on.set).start()
+    clock = time.monotonic()
+    (optimizer if stepped == "prepared" else optimizer.optimizer).step()
+    assert time.monotonic() - clock > 0.2
+    accelerator.finish_saving()
+    for name in ("optimizer.safetensors", "model.safetensors"):
+        assert (tmp_path / "now" / name).read_bytes() == (tmp_path / "beside" / name).read_bytes(), name
+
+
+@pytest.mark.guarantee
+def test_a_state_that_is_changed_while_it_is_copied_is_not_saved(tmp_path, monkeypatch):
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer)
+    make, go_on = background.Copying.make, threading.Event()
+    monkeypatch.setattr(background.Copying, "make", lambda copying: go_on.wait(60) and make(copying))
+    accelerator.save_state(tmp_path / "beside", blocking=False)
+    optimizer.state[model[2].bias]["exp_avg"].zero_()
+    go_on.set()
+    with pytest.raises(RuntimeError, match=r"exp_avg in optimizer.safetensors was changed while it was saved"):
+        accelerator.finish_saving()
+    assert os.listdir(tmp_path) == []
+    accelerator.save_state(tmp_path / "after", blocking=False)
+    accelerator.finish_saving()
+    verify(tmp_path / "after")
+
+
+def test_a_thread_that_can_not_start_leaves_nothing_to_wait_for(tmp_path, monkeypatch):
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer)
+
+    def no_thread(*_):
+        raise RuntimeError("can't start new thread")
+
+    registered = []
+    monkeypatch.setattr(background.atexit, "register", registered.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            accelerator.save_state(tmp_path / "bad", blocking=False)
+    assert registered == []
+    step(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "good", blocking=False)
+    accelerator.finish_saving()
+    assert os.listdir(tmp_path) == ["good"]
+
+
+def test_what_is_noted_is_as_it_was(tmp_path):
+    accelerator, *_ = prepared()
+    seen = [1]
+    accelerator.save_state(tmp_path / "a", info={"seen": seen}, blocking=False)
+    seen.append(2)
+    accelerator.finish_saving()
+    assert accelerator.load_state(tmp_path / "a")["seen"] == [1]
+    with pytest.raises(TypeError, match=r"info=.*holds a tensor, .*: pass its .item\(\)"):
+        accelerator.save_state(tmp_path / "b", info={"loss": torch.tensor(1.0)}, blocking=False)
+    with pytest.raises(ValueError, match="'world_size', which is noted of every run"):
+        accelerator.save_state(tmp_path / "b", info={"world_size": 3})
+    with pytest.raises(TypeError, match=r"also='xyz'.*a list"):
+        accelerator.save_state(tmp_path / "b", also="xyz")
+    assert os.listdir(tmp_path) == ["a"]
 
 
 def test_one_at_a_time(tmp_path, monkeypatch):
@@ -174,10 +255,10 @@ def no_room_for_copies(root):
     step(accelerator, model, optimizer)
     copy = accelerator._copies.of
 
-    def fails(files):
+    def fails(*args):
         if accelerator.process_index == 1:
             raise MemoryError("no host memory")
-        return copy(files)
+        return copy(*args)
 
     accelerator._copies.of = fails
     with pytest.raises((MemoryError, RuntimeError), match="no host memory"):
@@ -213,7 +294,7 @@ def two_processes(strategy, root):
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("strategy", ["zero", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero", marks=pytest.mark.slow), "fsdp"])
 def test_two_processes(tmp_path, strategy):
     first, second = run(two_processes, 2, strategy, tmp_path)
     assert first == "RuntimeError: rank 1 failed: OSError: [Errno 5] the disk is gone"

@@ -71,7 +71,7 @@ def track(folder):
     return own.calls, every.calls, type(writer).__name__
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_trackers(world, tmp_path):
     found = run(track, world, str(tmp_path))
     calls = [{"rate": 0.1}, ({"loss": 2.5, "rank": 0}, 3, {}), ({"loss": 1.0}, 4, {"commit": True})]
@@ -144,7 +144,7 @@ def track_wandb(folder):
     return ids
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_wandb(world, tmp_path):
     pytest.importorskip("wandb")
     quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
@@ -164,7 +164,7 @@ def track_mlflow(folder):
     accelerator.end_training()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_mlflow(world, tmp_path):
     pytest.importorskip("mlflow")
     run(track_mlflow, world, str(tmp_path), env={"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"})

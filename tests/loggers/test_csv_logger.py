@@ -15,7 +15,11 @@ import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
+from torch.utils.data import DataLoader
+from treadle.callbacks import ModelCheckpoint
 from treadle.loggers import CSVLogger
+
+import treadle
 
 
 def rows(path: Path) -> list[list[str]]:
@@ -64,6 +68,79 @@ def test_an_existing_file_is_continued(tmp_path):
         ["2", "1.5", "", ""],
         ["3", "2.5", "", "1"],
     ]
+
+
+def test_rows_of_later_steps_are_dropped_where_a_run_goes_on(tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="x")
+    for step in range(4):
+        logger.log_metrics({"loss": 0.5 + step}, step)
+    logger.log_metrics({"val, mean": 0.25}, 2)
+    logger.finalize("failed")
+    again = CSVLogger(tmp_path, name="", version="x")
+    again.log_hyperparams()
+    again.go_on(2)
+    again.log_metrics({"loss": 7.5}, 3)
+    again.finalize("success")
+    assert rows(tmp_path / "x") == [
+        ["step", "loss", "val, mean"],
+        ["0", "0.5", ""],
+        ["1", "1.5", ""],
+        ["2", "2.5", ""],
+        ["2", "", "0.25"],
+        ["3", "7.5", ""],
+    ]
+    fresh = CSVLogger(tmp_path)
+    fresh.go_on(2)  # takes no version before something is logged
+    assert os.listdir(tmp_path) == ["x"]
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch).mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_run_that_goes_on_in_its_file_leaves_the_rows_of_one_that_never_stopped(tmp_path):
+    def fit(folder, steps, ckpt_path=None):
+        kept = ModelCheckpoint(tmp_path / folder, save_top_k=-1, every_n_train_steps=2, filename="{step}")
+        trainer = treadle.Trainer(
+            max_steps=steps,
+            logger=CSVLogger(tmp_path, folder, version=0),
+            callbacks=[kept],
+            log_every_n_steps=1,
+            num_sanity_val_steps=0,
+            accelerator="cpu",
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_report=False,
+        )
+        data = torch.linspace(0, 1, 4).reshape(4, 1)
+        trainer.fit(Task(), DataLoader(data), DataLoader(data), ckpt_path=ckpt_path)
+        return rows(tmp_path / folder / "version_0")
+
+    whole = fit("whole", 12)
+    for step in (2, 4):  # within an epoch, and at its end
+        fit(f"from_{step}", 7)
+        assert fit(f"from_{step}", 12, tmp_path / f"from_{step}" / f"step={step}.ckpt") == whole
+
+
+def test_going_on_leaves_what_is_no_row_of_ours(tmp_path):
+    (tmp_path / "metrics.csv").write_text("epoch,step,loss\n0,1,0.5\n0,,0.75\n0,2.0,1.5\nodd\n")
+    logger = CSVLogger(tmp_path, name="", version="")
+    logger.go_on(1)
+    assert rows(tmp_path) == [["epoch", "step", "loss"], ["0", "1", "0.5"], ["0", "", "0.75"], ["odd", "", ""]]
 
 
 def test_a_file_of_another_shape_is_continued(tmp_path):

@@ -129,7 +129,7 @@ def test_a_run_is_continued_by_its_id(tmp_path):
     again.log_metrics({"x": 4}, 4)
     assert again.experiment_id == first.experiment_id
     assert status(tmp_path, first.version) == RUNNING
-    again.finalize("success")
+    again.finalize()
     assert status(tmp_path, first.version) == FINISHED
     assert metric(tmp_path, first.version, "x") == [(1, 1.0), (2, 2.0), (3, 3.0), (3, 3.0), (4, 4.0)]
     tags = texts(tmp_path, first.version, "tags")
@@ -269,7 +269,7 @@ def fit(folder):
     return logger.version
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_trainer(world, tmp_path):
     ids = run(fit, world, str(tmp_path), env=ALONE)
     assert len(set(ids)) == 1

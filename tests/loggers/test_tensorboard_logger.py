@@ -26,6 +26,12 @@ def scalars(path: str | os.PathLike[str] | None, tag: str) -> list[tuple[int, fl
     return [(event.step, event.value) for event in read(path).Scalars(tag)]
 
 
+def put_in_order(path: str, place: int) -> None:
+    """Rename the newest file: they are read in the order of names, which tell seconds, and end with .9, .10, ..."""
+    newest = max(Path(path).glob("events.*"), key=lambda file: file.stat().st_mtime_ns)
+    newest.rename(newest.with_name(f"events.out.tfevents.{place:010d}"))
+
+
 def hparams(path: str | None) -> tuple[dict[str, object], list[str]]:
     found = {
         tag: HParamsPluginData.FromString(content) for tag, content in read(path).PluginTagToContent("hparams").items()
@@ -54,6 +60,25 @@ def test_a_dict_shares_one_chart(tmp_path):
     assert scalars(Path(logger.log_dir) / "top_five", "top") == [(2, 1.0)]
 
 
+@pytest.mark.parametrize("opened", [True, False], ids=["opened", "new"])
+def test_what_later_steps_logged_is_not_shown_where_a_run_goes_on(tmp_path, opened):
+    logger = TensorBoardLogger(tmp_path, version=0)
+    for step in range(4):
+        logger.log_metrics({"loss": step}, step)
+    logger.finalize("failed")
+    put_in_order(logger.log_dir, 0)
+    again = TensorBoardLogger(tmp_path, version=0)
+    if opened:
+        again.log_hyperparams({"lr": 0.5})
+    again.go_on(2)
+    for step in (3, 4):
+        again.log_metrics({"loss": 10 * step}, step)
+    again.finalize("success")
+    assert scalars(again.log_dir, "loss") == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+    if opened:
+        assert hparams(again.log_dir)[0] == {"lr": 0.5}
+
+
 def test_fit_then_test_share_the_directory(tmp_path):
     logger = TensorBoardLogger(tmp_path, purge_step=0)
     for step in range(2):
@@ -61,6 +86,7 @@ def test_fit_then_test_share_the_directory(tmp_path):
         logger.save()
         logger.finalize("success")
         logger.finalize("success")
+        put_in_order(logger.log_dir, step)
     assert scalars(logger.log_dir, "loss") == [(0, 0.0), (1, 1.0)]
     assert os.listdir(logger.root_dir) == ["version_0"]
 
@@ -148,7 +174,7 @@ def test_the_input_may_stand_on_the_model(tmp_path):
 
 def test_no_graph_unless_asked(tmp_path):
     logger = TensorBoardLogger(tmp_path)
-    logger.log_graph(Net(), torch.ones(2, 3))
+    logger.log_graph(Net(), input_array=torch.ones(2, 3))
     assert os.listdir(tmp_path) == []
 
 

@@ -328,7 +328,7 @@ def fit(folder):
     return logger.version
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_trainer(world, tmp_path):
     ids = run(fit, world, str(tmp_path), env=OFFLINE)
     assert len(set(ids)) == 1

@@ -51,7 +51,7 @@ def mismatches():
     return found, world.all_reduce(torch.tensor(rank + 1)).item(), accelerator.gather(torch.tensor([rank])).tolist()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_calls_that_do_not_match(size):
     results = run(mismatches, size, env=DEBUG)
     others, odd = ("rank 0" if size == 2 else "ranks 0-1"), f"rank {size - 1}"

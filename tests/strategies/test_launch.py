@@ -86,6 +86,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_two_launches_at_once_each_see_their_own_ranks(start: Start, tmp_path: Path) -> None:
     body = """
     import torch, torch.distributed as dist

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +58,7 @@ def test_files_of_each_rank_and_a_module_and_a_program(tmp_path: Path) -> None:
 
 def test_the_command_line() -> None:
     assert treadle().stdout == treadle("--help").stdout
-    assert "launch  start a script" in treadle().stdout
+    assert re.search(r"launch +start a script", treadle().stdout)
     wrong = treadle("lunch")
     assert wrong.returncode == 2
     assert "there is no command 'lunch'. Did you mean 'launch'?" in wrong.stderr

@@ -140,7 +140,7 @@ def test_machines_with_numbers(script: str, alone: list[float], tmp_path: Path) 
     assert [place[0] for text in texts for place in places(text)] == [1, 0]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_failing_rank_ends_both_machines(script: str, tmp_path: Path, rank: int) -> None:
     command = [*LAUNCHERS["treadle"], "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", script, str(rank)]
     codes, texts = run([command, command], tmp_path)
@@ -168,6 +168,7 @@ def test_a_signal_to_one_machine_ends_both(script: str, tmp_path: Path) -> None:
     assert f"SIGTERM was sent to {socket.gethostname()}" in (tmp_path / "out0").read_text()
 
 
+@pytest.mark.slow
 def test_nobody_at_the_endpoint_is_said_in_time(script: str, tmp_path: Path) -> None:
     base = [*LAUNCHERS["treadle"], "--nnodes", "2", script]
     # 192.0.2.1 is for documentation: a route leads there, nobody answers.

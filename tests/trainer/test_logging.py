@@ -256,9 +256,11 @@ class Measured(Base):
     def on_validation_epoch_end(self):
         if not self.trainer.sanity_checking:
             self.seen.append(float(self.trainer.world_size))
+        self.read = floats(self.trainer.callback_metrics)  # what the steps have logged is there, of all processes
         self.log("rank", float(self.global_rank))
 
     test_step = validation_step
+    on_test_epoch_end = on_validation_epoch_end
 
 
 def measured(train_batch, val_batch):
@@ -267,7 +269,9 @@ def measured(train_batch, val_batch):
     own = trainer(max_epochs=2)
     own.fit(task, numbers(*range(7), batch_size=train_batch), numbers(*values, batch_size=val_batch))
     found = floats(own.callback_metrics)
+    assert {name: task.read[name] for name in FIVE} == pytest.approx(FIVE)
     (tested,) = own.test(task, numbers(*range(7), batch_size=val_batch), verbose=False)
+    assert {name: task.read[name] for name in FIVE} == pytest.approx({name: tested[name] for name in FIVE})
     return found, tested
 
 

@@ -9,7 +9,7 @@ import torch
 from processes import run
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, WeightedRandomSampler
 from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 from treadle.loggers import Logger
@@ -22,9 +22,11 @@ SAMPLES, EPOCHS = 13, 3
 class Samples(Dataset):
     """(number, features, target); the features differ each time they are read."""
 
-    def __init__(self, count=SAMPLES, noise=0.1):
+    def __init__(self, count=SAMPLES, noise=0.1, own=False):
         self.count = count
         self.noise = noise
+        self.own = [np.random.default_rng(1), np.random.RandomState(2), random.Random(3)] if own else []
+        self.generator = torch.Generator().manual_seed(4) if own else None
         generator = torch.Generator().manual_seed(2)
         self.x = torch.randn(count, 4, generator=generator)
 
@@ -35,6 +37,9 @@ class Samples(Dataset):
         x = self.x[index]
         if self.noise:
             x = x + self.noise * torch.rand(4) + self.noise * random.random() + self.noise * np.random.rand()
+        if self.own:
+            drawn = [self.own[0].random(), self.own[1].rand(), self.own[2].random()]
+            x = x + 0.1 * float(sum(drawn)) + 0.1 * torch.rand(4, generator=self.generator)
         return index, x.float(), x.sum().float()
 
 
@@ -136,7 +141,9 @@ def make_loader(settings):
     if settings.get("stream"):
         return DataLoader(Stream(), batch_size=2)
     options = {"batch_size": settings["batch"], "num_workers": settings.get("workers", 0)}
-    data = Samples(noise=settings.get("noise", 0.1))
+    data = Samples(noise=settings.get("noise", 0.1), own=settings.get("own", False))
+    if settings.get("own"):
+        data = Subset(data, range(SAMPLES))
     if settings.get("weighted"):
         own = torch.Generator().manual_seed(9)
         sampler = WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), SAMPLES, generator=own)
@@ -215,6 +222,7 @@ SETTINGS = {
         "optimizer": "sgd",
         "schedule": "plateau",
         "batch": 3,
+        "own": True,
         "flags": {"precision": "bf16-mixed", "val_check_interval": 2},
     },
     "float16": {"optimizer": "adamw", "schedule": "step", "batch": 4, "flags": {"precision": "16-mixed"}},
@@ -259,7 +267,7 @@ class SaveAt(treadle.Callback):
 
     def __init__(self, path, hook, epoch=1):
         def save(trainer, task, *arguments):
-            if trainer.current_epoch == epoch and trainer.training and not path.exists():
+            if trainer.current_epoch == epoch and not trainer.sanity_checking and not path.exists():
                 self.seen = (len(task.ids), len(trainer.logger.rows))
                 trainer.save_checkpoint(path)
 
@@ -468,6 +476,85 @@ def test_three_processes_then_two(tmp_path):
         begun = [i for ids, _ in three[3 * (step // 3) : step] for i in ids]
         rest = [i for ids, _ in found[: 3 - step % 3] for i in ids]
         assert sorted(begun + rest) == list(range(SAMPLES))
+
+
+class OwnBatches(BatchSampler):
+    """Of a user's own."""
+
+
+class Follows(treadle.TaskModule):
+    """Notes its batches and validations."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch.tolist())
+        return self.net(torch.ones(1, 1)).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append("validated")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches_of_ones_own(root, first):
+    """Ten batches of two, saved after three; then the rest of them."""
+    found = []
+    for kind in ("list", "batches"):
+        numbers = torch.arange(20)
+        sampler = OwnBatches(torch.utils.data.SequentialSampler(numbers), 2, False)
+        loader = list(numbers.split(2)) if kind == "list" else DataLoader(numbers, batch_sampler=sampler)
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        own = treadle.Trainer(accelerator="cpu", max_epochs=1, max_steps=3 if first else -1, **quiet)
+        task = Follows()
+        own.fit(task, loader, [torch.zeros(1)] * 2, ckpt_path=None if first else root / kind)
+        if first:
+            own.save_checkpoint(root / kind)
+        found.append(task.seen)
+    return found
+
+
+def test_batches_of_ones_own_on_another_number_of_processes(tmp_path):
+    batches_of_ones_own(tmp_path, True)
+    for kinds in zip(*run(batches_of_ones_own, 2, tmp_path, False), strict=True):
+        for rank, seen in enumerate(kinds):
+            assert seen[4:] == ["validated"]
+            firsts = [3 + rank, 5 + rank, 7 + rank]  # of the ten batches
+            assert seen[:3] == [[2 * number, 2 * number + 1] for number in firsts]
+
+
+def test_a_generator_for_the_validation_loader_comes_later(tmp_path):
+    def fit(seed, **flags):
+        treadle.seed_everything(1)
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        own, task = treadle.Trainer(accelerator="cpu", **quiet, **flags), Task(SETTINGS["sgd"])
+        generator = torch.Generator().manual_seed(seed) if seed else None
+        validation = DataLoader(Samples(6), batch_size=2, shuffle=True, generator=generator)
+        own.fit(task, make_loader(SETTINGS["sgd"]), validation, ckpt_path=flags.get("max_epochs") and tmp_path / "ckpt")
+        return own, task.losses
+
+    own, _ = fit(None, max_steps=4)
+    own.save_checkpoint(tmp_path / "ckpt")
+    assert fit(5, max_epochs=1)[1] == fit(None, max_epochs=1)[1]
+
+
+def test_a_generator_for_the_training_loader_is_refused_before_anything_is_loaded(tmp_path):
+    def prepare(generator):
+        accelerator, net = treadle.Accelerator(cpu=True), nn.Linear(2, 2)
+        loader = DataLoader(range(6), shuffle=True, generator=generator)
+        accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
+        return accelerator, net
+
+    prepare(None)[0].save_state(tmp_path / "ckpt")
+    accelerator, net = prepare(torch.Generator())
+    before = net.weight.detach().clone()
+    with pytest.raises(ValueError, match="drew from 0 generators of its own, this one has 1"):
+        accelerator.load_state(tmp_path / "ckpt")
+    assert torch.equal(net.weight, before)
 
 
 class Counted(treadle.TaskModule):

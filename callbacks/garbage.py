@@ -1,0 +1,53 @@
+"""When Python looks for garbage: at the same step on all processes."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+from .callback import Callback
+from .checks import whole
+
+if TYPE_CHECKING:
+    from ..trainer import TaskModule, Trainer
+
+
+class GarbageCollection(Callback):
+    """Collects garbage every so many optimizer steps, and keeps Python from doing so in between.
+
+    Python collects when a process has made so many objects, which is at another step on each; all others wait for the
+    one that does. It acts after the task's own hooks (``after_task`` is 1), before anyone saves.
+
+    Args:
+        every_n_steps: optimizer steps between two collections.
+        generation: how old the objects are that are looked at: 0 the youngest, 2 all.
+
+    Raises:
+        ValueError: for a value that can't be.
+    """
+
+    after_task = 1
+
+    def __init__(self, every_n_steps: int = 1000, generation: int = 2) -> None:
+        self.every_n_steps = whole("every_n_steps", every_n_steps, 1)
+        if whole("generation", generation, 0) > 2:
+            raise ValueError(f"generation={generation!r} must be 0, 1 or 2.")
+        self.generation = generation
+        self._was_on = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Collect all there is, and take over."""
+        self._was_on = gc.isenabled()
+        gc.collect()
+        gc.disable()
+
+    def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Collect if it is time."""
+        if trainer.progress.step % self.every_n_steps == 0:
+            gc.collect(self.generation)
+
+    def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Leave it to Python again."""
+        if self._was_on:
+            self._was_on = False
+            gc.enable()

@@ -1,0 +1,109 @@
+"""Write predictions away as they are made, with the places of their samples in the dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..engine import move_data_to_device
+from ..engine.indices import batch_indices, note_indices
+from ..strategies import choose
+from .callback import Callback
+
+if TYPE_CHECKING:
+    from ..trainer import TaskModule, Trainer
+
+
+class BasePredictionWriter(Callback):
+    """The base of what writes predictions: override `write_on_batch_end`, `write_on_epoch_end` or both.
+
+    Each process writes its own: name files by ``trainer.global_rank``. The indices tell where each sample is in the
+    dataset, whatever the sampler and the number of processes; over all processes each comes once, if the sampler
+    yields it once. With ``trainer.predict(..., return_predictions=False)`` and ``"batch"`` nothing is kept in memory,
+    however long the data is. An error in writing ends the prediction: what it is for is lost.
+
+    Args:
+        write_interval: ``"batch"``, ``"epoch"`` (which keeps all predictions of a process in host memory until then)
+            or ``"batch_and_epoch"``.
+
+    Raises:
+        ValueError: for another interval, or where the method that it calls is not overridden.
+    """
+
+    def __init__(self, write_interval: str = "batch") -> None:
+        self.interval = choose("write_interval", write_interval, ("batch", "epoch", "batch_and_epoch"))
+        for name, when in (("write_on_batch_end", "batch"), ("write_on_epoch_end", "epoch")):
+            if when in self.interval and getattr(type(self), name) is getattr(BasePredictionWriter, name):
+                raise ValueError(f"write_interval={write_interval!r} needs {type(self).__name__} to have a {name}.")
+        self._predictions: list[list[Any]] = []
+        self._indices: list[list[list[Any] | None]] = []
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: TaskModule,
+        prediction: Any,
+        batch_indices: Sequence[Any] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write one batch.
+
+        Args:
+            trainer: the trainer.
+            pl_module: the task.
+            prediction: what ``predict_step`` returned.
+            batch_indices: what the loader's sampler yielded for each of its samples: their indices in the dataset.
+                None for a stream, which has none.
+            batch: the batch.
+            batch_idx: its number, among those of this process.
+            dataloader_idx: its loader's number.
+        """
+
+    def write_on_epoch_end(
+        self, trainer: Trainer, pl_module: TaskModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
+    ) -> None:
+        """Write all batches of this process.
+
+        Args:
+            trainer: the trainer.
+            pl_module: the task.
+            predictions: what ``predict_step`` returned for each, in host memory; for several loaders a list of these.
+            batch_indices: for each loader, for each batch, as `write_on_batch_end` gets them.
+        """
+
+    def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Have the loaders note which samples they deal."""
+        loaders = _loaders(trainer)
+        for loader in loaders:
+            note_indices(loader)
+        self._predictions, self._indices = [[] for _ in loaders], [[] for _ in loaders]
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Write the batch, or keep what is written later."""
+        indices = batch_indices(_loaders(trainer)[dataloader_idx])
+        if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
+            return  # a stand-in, which keeps the processes in step: its sample is another process's
+        if "batch" in self.interval:
+            self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
+        if "epoch" in self.interval:
+            self._predictions[dataloader_idx].append(move_data_to_device(outputs, "cpu"))
+            self._indices[dataloader_idx].append(indices)
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Write all of them."""
+        if "epoch" in self.interval:
+            kept = self._predictions
+            self.write_on_epoch_end(trainer, pl_module, kept[0] if len(kept) == 1 else kept, self._indices)
+
+    def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Let go of what was kept."""
+        self._predictions, self._indices = [], []
+
+
+def _loaders(trainer: Trainer) -> Any:
+    assert trainer.sources is not None
+    return trainer.sources.evaluation("predict")

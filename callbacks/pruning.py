@@ -1,0 +1,292 @@
+"""Set weights to zero while training goes on, with ``torch.nn.utils.prune``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from ..engine.export import own_name
+from ..strategies import announce, choose
+from .callback import Callback
+from .checks import switch, whole
+from .pruned import Pruned, unpruned
+from .saved import callback_states
+from .weight_averaging import WeightAveraging
+
+if TYPE_CHECKING:
+    from ..trainer import TaskModule, Trainer
+
+Places = Sequence[tuple[nn.Module, str]]
+_KEY = "model_pruning"
+_NAMES = ("weight", "bias")
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], type[prune.BasePruningMethod]]] = {
+    "ln_structured": (prune.ln_structured, prune.LnStructured),
+    "l1_unstructured": (prune.l1_unstructured, prune.L1Unstructured),
+    "random_structured": (prune.random_structured, prune.RandomStructured),
+    "random_unstructured": (prune.random_unstructured, prune.RandomUnstructured),
+}
+
+
+class ModelPruning(Callback):
+    """Prunes parameters at the ends of epochs, with masks that stay.
+
+    A checkpoint's model has the pruned weights under their own names, so that it loads into a model that nobody has
+    pruned. The masks, and the values beneath them, are in it too: a run that goes on is the one that never stopped.
+    Rank zero's masks count.
+
+    It acts before the task's own hooks (``after_task`` is 0), so that what is saved at an epoch's end is pruned.
+
+    Args:
+        pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``, ``"random_structured"``, or
+            a class of torch's ``BasePruningMethod``.
+        parameters_to_prune: pairs of a module and its parameter's name; by default all weights and biases.
+        parameter_names: of these, ``"weight"``, ``"bias"`` or both.
+        use_global_unstructured: compare the weights of all layers with each other, not within each layer.
+        amount: the share (float) or number (int) of those left that is pruned each time; or a function of the epoch.
+        apply_pruning: whether to prune; or a function of the epoch.
+        make_pruning_permanent: when training is over put the pruned weights in the place of weights and masks.
+        use_lottery_ticket_hypothesis: set what is left back to its first values each time; or a function of the epoch.
+        resample_parameters: to new ones, from the layer's ``reset_parameters``, in their place.
+        pruning_dim: the dimension that structured pruning cuts along.
+        pruning_norm: the norm of ``"ln_structured"``.
+        verbose: 1 says how much is pruned, 2 for each layer.
+        prune_on_train_epoch_end: else after each validation.
+
+    Raises:
+        ValueError: for values that contradict each other; before the first step, where a parameter is not the model's,
+            the model is sharded, or weights that validations are run with are to be taken out of it only after it
+            was pruned.
+        TypeError: for a value of another kind.
+    """
+
+    PARAMETER_NAMES = _NAMES
+
+    def __init__(
+        self,
+        pruning_fn: Callable[..., Any] | str,
+        parameters_to_prune: Places = (),
+        parameter_names: list[str] | None = None,
+        use_global_unstructured: bool = True,
+        amount: int | float | Callable[[int], int | float] = 0.5,
+        apply_pruning: bool | Callable[[int], bool] = True,
+        make_pruning_permanent: bool = True,
+        use_lottery_ticket_hypothesis: bool | Callable[[int], bool] = True,
+        resample_parameters: bool = False,
+        pruning_dim: int | None = None,
+        pruning_norm: int | None = None,
+        verbose: int = 0,
+        prune_on_train_epoch_end: bool = True,
+    ) -> None:
+        if isinstance(amount, bool) or not (isinstance(amount, int | float) or callable(amount)):
+            raise TypeError(f"amount={amount!r} must be a number, or a function of the epoch.")
+        if whole("verbose", verbose, 0) > 2:
+            raise ValueError(f"verbose={verbose!r} must be 0, 1 or 2.")
+        self._global = switch("use_global_unstructured", use_global_unstructured)
+        self._options: dict[str, Any] = {}
+        self.pruning_fn = self._chosen(pruning_fn, pruning_dim, pruning_norm)
+        self._asked = _checked(parameters_to_prune)
+        self._names = tuple(choose("parameter_names", name, _NAMES) for name in parameter_names or _NAMES)
+        self.amount = amount
+        self._apply = _decision("apply_pruning", apply_pruning)
+        self._permanent = switch("make_pruning_permanent", make_pruning_permanent)
+        self._lottery = _decision("use_lottery_ticket_hypothesis", use_lottery_ticket_hypothesis)
+        self._resample = switch("resample_parameters", resample_parameters)
+        self._verbose = verbose
+        self._at_epoch_end = switch("prune_on_train_epoch_end", prune_on_train_epoch_end)
+        self._pruned: list[Pruned] = []
+        self._latest_epoch = -1
+
+    def _chosen(self, function: Any, dim: int | None, norm: int | None) -> Callable[..., Any]:
+        if isinstance(function, str):
+            name = choose("pruning_fn", function.lower(), _FUNCTIONS)
+            if name.endswith("_structured"):
+                for argument, value in (("pruning_dim", dim), ("pruning_norm", norm)):
+                    if value is None and (argument == "pruning_dim" or name == "ln_structured"):
+                        raise ValueError(f"pruning_fn={name!r} needs {argument}.")
+                self._options = {"dim": dim} | ({"n": norm} if name == "ln_structured" else {})
+            function = _FUNCTIONS[name][self._global]
+        elif not (isinstance(function, type) and issubclass(function, prune.BasePruningMethod)):
+            raise TypeError(
+                f"pruning_fn={function!r} must be one of {', '.join(_FUNCTIONS)}, or a class of torch's "
+                "BasePruningMethod."
+            )
+        elif not self._global:
+            raise ValueError("a BasePruningMethod prunes all layers together: use_global_unstructured must be True.")
+        if self._global and function.PRUNING_TYPE != "unstructured":
+            raise ValueError(
+                f"{function.__name__} prunes {function.PRUNING_TYPE}: say use_global_unstructured=False, as only "
+                "unstructured pruning can compare the weights of all layers."
+            )
+        return function  # type: ignore[no-any-return]
+
+    def filter_parameters_to_prune(self, parameters_to_prune: Places = ()) -> Places:
+        """Which of the pairs of module and name to prune; override it."""
+        return parameters_to_prune
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """See that the model can be pruned."""
+        if stage == "fit" and (strategy := trainer.accelerator.strategy).sharded:
+            raise ValueError(
+                f"ModelPruning can't run with strategy={strategy.name!r}: torch's pruning compares whole layers. Use "
+                "'ddp'."
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Find what to prune, and remember its first values; a run that goes on gets its masks."""
+        self._latest_epoch = -1
+        after = trainer.callbacks[trainer.callbacks.index(self) :]
+        if not self._at_epoch_end and (late := [one for one in after if isinstance(one, WeightAveraging)]):
+            raise ValueError(
+                f"ModelPruning(prune_on_train_epoch_end=False) prunes when a validation ends, and "
+                f"{type(late[0]).__name__} still has its averages in the model then: list it before ModelPruning."
+            )
+        saved: Mapping[str, Any] | None = None
+        if trainer.ckpt_path is not None:
+            saved = callback_states(trainer.ckpt_path).get("added", {}).get(_KEY)
+        names = {id(part): own_name(name) for name, part in pl_module.named_modules()}
+        pairs = self._asked or unpruned(pl_module, self._names)
+        for part, name in pairs:
+            there = id(part) in names and (hasattr(part, name) or f"{name}_orig" in part._parameters)
+            if not there:
+                raise ValueError(
+                    f"parameters_to_prune names {name!r} of a {type(part).__name__}, which is not in the model."
+                )
+        chosen = self.filter_parameters_to_prune(pairs)
+        if not chosen:
+            raise ValueError("ModelPruning finds no parameters to prune: name them with parameters_to_prune.")
+        keeps = self._lottery is not False
+        self._pruned = [Pruned(part, name, names[id(part)], keeps) for part, name in chosen]
+        if saved is not None:
+            self._latest_epoch = saved["latest_epoch"]
+            for one in self._pruned:
+                one.load(saved["parameters"].get(one.full_name))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Prune, if that happens when epochs end."""
+        progress = trainer.progress
+        if self._at_epoch_end and progress.closing and progress.epoch > self._latest_epoch:
+            self._latest_epoch = progress.epoch
+            self._run(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Prune, if that happens after validations."""
+        if not self._at_epoch_end and trainer.stage == "fit" and not trainer.sanity_checking:
+            self._run(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Let the pruned weights be the weights: those that the model ends with, averaged ones too."""
+        if self._permanent:
+            if trainer.last_step is not None:
+                trainer.last_step.changed()
+            self.make_pruning_permanent(pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """The same after an error, once the run as it was could be saved."""
+        if stage == "fit" and self._permanent:
+            self.make_pruning_permanent(pl_module)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
+        """Add masks, and the values beneath them."""
+        if self._pruned:
+            parameters = {one.full_name: one.state() for one in self._pruned}
+            checkpoint[_KEY] = {"parameters": parameters, "latest_epoch": self._latest_epoch}
+
+    # -- pruning -------------------------------------------------------------------------------------------------
+
+    def make_pruning_permanent(self, module: nn.Module) -> None:
+        """Let the pruned weights be the weights: no masks any more."""
+        for one in self._pruned:
+            one.settle()
+
+    def apply_pruning(self, amount: int | float) -> None:
+        """Prune so much of what is left."""
+        for one in self._pruned:
+            one.refresh()
+        pairs = [(one.module, one.name) for one in self._pruned]
+        if self._global:
+            prune.global_unstructured(pairs, self.pruning_fn, amount=amount, **self._options)
+        else:
+            for part, name in pairs:
+                self.pruning_fn(part, name=name, amount=amount, **self._options)
+        for one in self._pruned:
+            one.follow()
+
+    @torch.no_grad()
+    def apply_lottery_ticket_hypothesis(self) -> None:
+        """Set what is left back to its first values."""
+        fresh: dict[int, nn.Module] = {}
+        for one in self._pruned:
+            value: Tensor | None = one.first
+            if self._resample and hasattr(one.module, "reset_parameters"):
+                if id(one.module) not in fresh:
+                    fresh[id(one.module)] = _drawn_anew(one.module, [o for o in self._pruned if o.module is one.module])
+                value = fresh[id(one.module)]._parameters[one.name]
+            if value is not None:
+                one.parameter.copy_(value)
+
+    def _run(self, trainer: Trainer) -> None:
+        epoch = trainer.progress.epoch
+        amount = self.amount(epoch) if callable(self.amount) else self.amount
+        if not _asked(self._apply, epoch) or not amount:
+            return
+        if trainer.last_step is not None:
+            trainer.last_step.changed()
+        before = [one.zeros() for one in self._pruned] if self._verbose else []
+        self.apply_pruning(amount)
+        if _asked(self._lottery, epoch):
+            self.apply_lottery_ticket_hypothesis()
+        world = trainer.accelerator.world
+        for one in self._pruned if world.size > 1 else ():  # each process draws numbers of its own
+            world.broadcast_tensor(one.mask)
+            world.broadcast_tensor(one.parameter.detach())
+        if self._verbose:
+            self._say(before)
+
+    def _say(self, before: list[int]) -> None:
+        after, sizes = [one.zeros() for one in self._pruned], [one.parameter.numel() for one in self._pruned]
+        announce(f"pruned: {sum(before):,} -> {sum(after):,} of {sum(sizes):,} ({sum(after) / sum(sizes):.1%})")
+        if self._verbose == 2:
+            for one, was, now, size in zip(self._pruned, before, after, sizes, strict=True):
+                announce(f"  {one.full_name}: {was:,} -> {now:,} of {size:,} ({now / size:.1%})")
+
+
+def _checked(places: Any) -> Places:
+    if not isinstance(places, list | tuple) or not all(
+        isinstance(pair, list | tuple)
+        and len(pair) == 2
+        and isinstance(pair[0], nn.Module)
+        and isinstance(pair[1], str)
+        for pair in places
+    ):
+        raise TypeError(f"parameters_to_prune={places!r} must be a list of pairs: (module, 'weight').")
+    return places
+
+
+def _decision(name: str, value: Any) -> bool | Callable[[int], bool]:
+    return value if callable(value) else switch(name, value)  # type: ignore[no-any-return]
+
+
+def _asked(decision: bool | Callable[[int], bool], epoch: int) -> bool:
+    return bool(decision(epoch)) if callable(decision) else decision
+
+
+def _drawn_anew(module: nn.Module, pruned: list[Pruned]) -> nn.Module:
+    """A copy of a layer with new values, its parameters plain ones."""
+    held = {one.name: one.parameter for one in pruned}
+    twin = copy.copy(module)
+    kept = {name: value for name, value in module._parameters.items() if not name.endswith("_orig")}
+    twin._parameters = {  # type: ignore[assignment]
+        name: None if value is None else nn.Parameter(torch.empty_like(value))
+        for name, value in {**kept, **held}.items()
+    }
+    for name in held:
+        twin.__dict__.pop(name, None)
+    twin.reset_parameters()  # type: ignore[operator]
+    return twin

@@ -1,0 +1,345 @@
+"""A page about a run, as one HTML file that needs nothing else: curves, bars and tables."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Points = tuple[Sequence[int], Sequence[float]]
+
+_WIDTH, _HEIGHT = 560, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 26
+_STAGES = ("train", "training", "val", "valid", "validation", "test", "eval")
+# Okabe and Ito's colours, which people with every kind of sight can tell apart; from the seventh on lines are dashed.
+_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
+
+
+@dataclass
+class Page:
+    """What the page shows, from top to bottom; what is empty is left out.
+
+    Attributes:
+        title: the run's name.
+        state: how it ended, in a word or two.
+        ended_well: whether that is good, bad or (None) not known yet.
+        notes: what was decided before it began, line by line.
+        tiles: a few numbers, ready to read.
+        charts: curves by chart: steps and values of each line, by name.
+        times: seconds by what they were spent on, and how many of those were spent waiting for batches.
+        tables: rows by table: a name, and what it is.
+        texts: what is shown as it was printed, by heading.
+    """
+
+    title: str
+    state: str
+    ended_well: bool | None = None
+    notes: Sequence[str] = ()
+    tiles: Mapping[str, str] = field(default_factory=dict)
+    charts: Mapping[str, Mapping[str, Points]] = field(default_factory=dict)
+    times: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    tables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+    def render(self) -> str:
+        """The file's content."""
+        charts = [Chart(title, lines) for title, lines in self.charts.items()]
+        data = json.dumps([chart.data() for chart in charts]).replace("<", "\\u003c")
+        return "\n".join(
+            [
+                "<!DOCTYPE html>",
+                f'<html lang="en"><head><meta charset="utf-8"><title>{_text(self.title)}</title>',
+                '<meta name="viewport" content="width=device-width, initial-scale=1">',
+                f"<style>{_STYLE}</style></head><body><main>",
+                *self._head(),
+                *self._curves(charts),
+                *self._times(),
+                *(line for name, text in self.texts.items() for line in _section(name, f"<pre>{_text(text)}</pre>")),
+                *self._tables(),
+                f'</main><script type="application/json" id="data">{data}</script>',
+                f"<script>{_SCRIPT}</script></body></html>",
+            ]
+        )
+
+    def _head(self) -> Iterator[str]:
+        mood = {True: "good", False: "bad", None: "open"}[self.ended_well]
+        yield f'<h1>{_text(self.title)} <span class="state {mood}">{_text(self.state)}</span></h1>'
+        if self.notes:
+            yield f"<p>{'<br>'.join(map(_text, self.notes))}</p>"
+        tiles = [f"<div><b>{_text(value)}</b>{_text(name)}</div>" for name, value in self.tiles.items()]
+        if tiles:
+            yield f'<div class="tiles">{"".join(tiles)}</div>'
+
+    def _curves(self, charts: Sequence[Chart]) -> Iterator[str]:
+        if charts:
+            drawn = "".join(chart.draw(number) for number, chart in enumerate(charts))
+            yield from _section("Curves", f'<div class="charts">{drawn}</div>')
+
+    def _times(self) -> Iterator[str]:
+        whole = sum(seconds for seconds, _ in self.times.values())
+        if not whole:
+            return
+        bars, rows = [], []
+        parts = sorted(self.times.items(), key=lambda item: -item[1][0])
+        for number, (name, (seconds, waited)) in enumerate(parts):
+            colour = _COLOURS[number % len(_COLOURS)]
+            bars.append(f'<i style="width:{100 * seconds / whole:.2f}%;background:{colour}"></i>')
+            cells = (f"{duration(seconds)}", f"{100 * seconds / whole:.1f} %", duration(waited) if waited else "")
+            dot = f'<span class="dot" style="background:{colour}"></span>'
+            rows.append(f"<tr><td>{dot}{_text(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+        head = "<tr><th></th><th>time</th><th>share</th><th>of it, waiting for batches</th></tr>"
+        table = f'<table class="numbers">{head}{"".join(rows)}</table>'
+        yield from _section("Where the time went", f'<div class="bar">{"".join(bars)}</div>{table}')
+
+    def _tables(self) -> Iterator[str]:
+        for name, rows in self.tables.items():
+            if rows:
+                lines = [f"<tr><td>{_text(key)}</td><td>{_text(value)}</td></tr>" for key, value in rows.items()]
+                yield from _section(name, f"<table>{''.join(lines)}</table>")
+
+
+class Chart:
+    """Lines over the optimizer steps.
+
+    Args:
+        title: what they show.
+        lines: by name, the steps and values of each.
+
+    Attributes:
+        missing: values that are no finite numbers, and so can't be drawn.
+        logarithmic: values of two orders of magnitude or more are drawn on a logarithmic axis.
+    """
+
+    def __init__(self, title: str, lines: Mapping[str, Points]) -> None:
+        self.title = title
+        self.lines: dict[str, tuple[list[int], list[float]]] = {}
+        self.missing = 0
+        for name, (steps, values) in lines.items():
+            kept = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
+            self.missing += len(steps) - len(kept)
+            self.lines[name] = thinned(kept, _WIDTH - _LEFT - _RIGHT)
+        every = [value for _, values in self.lines.values() for value in values]
+        steps = [step for steps, _ in self.lines.values() for step in steps]
+        self.logarithmic = bool(every) and min(every) > 0 and max(every) / min(every) >= 100
+        self.bottom, self.top = _room(min(every, default=0.0), max(every, default=1.0), self.logarithmic)
+        self.first, self.last = min(steps, default=0), max(steps, default=1)
+        if self.first == self.last:
+            self.first, self.last = self.first - 1, self.last + 1
+
+    def x(self, step: float) -> float:
+        """Where a step lies."""
+        return _LEFT + self.across(step) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        """Where a value lies."""
+        return _HEIGHT - _BOTTOM - self.up(value) * (_HEIGHT - _TOP - _BOTTOM)
+
+    def across(self, step: float) -> float:
+        """How far to the right a step lies, from 0 to 1."""
+        return (step - self.first) / (self.last - self.first)
+
+    def up(self, value: float) -> float:
+        """How far up a value lies, from 0 to 1."""
+        bottom, top = self._scaled(self.bottom), self._scaled(self.top)
+        return (self._scaled(value) - bottom) / (top - bottom)
+
+    def _scaled(self, value: float) -> float:
+        return math.log10(value) if self.logarithmic else value
+
+    def data(self) -> dict[str, object]:
+        """What the page's script needs, to show the numbers under the pointer."""
+        lines = [{"name": name, "steps": steps, "values": values} for name, (steps, values) in self.lines.items()]
+        return {"first": self.first, "last": self.last, "lines": lines}
+
+    def draw(self, number: int) -> str:
+        """The chart as a figure.
+
+        Args:
+            number: its place among the page's charts.
+        """
+        marks = []
+        for value in ticks(self.bottom, self.top, self.logarithmic):
+            y = self.y(value)
+            marks.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            marks.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number_text(value)}</text>')
+        for step in ticks(self.first, self.last, False):
+            if step == int(step):
+                text = f"{int(step):,}"
+                marks.append(f'<text x="{self.x(step):.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{text}</text>')
+        drawn, keys = [], []
+        for place, (name, (steps, values)) in enumerate(self.lines.items()):
+            colour, dash = _COLOURS[place % len(_COLOURS)], _dash(place)
+            points = [f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in zip(steps, values, strict=True)]
+            if len(points) == 1:
+                left, _, top = points[0].partition(",")
+                drawn.append(f'<circle cx="{left}" cy="{top}" r="3" fill="{colour}"/>')
+            elif points:
+                drawn.append(f'<polyline points="{" ".join(points)}" stroke="{colour}"{dash}/>')
+            newest = number_text(values[-1]) if values else "none"
+            mark = f'<svg class="key" viewBox="0 0 18 4"><line x2="18" y1="2" y2="2" stroke="{colour}"{dash}/></svg>'
+            keys.append(f"<span>{mark}{_text(name)} <b>{newest}</b></span>")
+        missing = f'<p class="missing">{self.missing:,} values were not finite.</p>' if self.missing else ""
+        label = f"{_text(self.title)} over the optimizer steps"
+        return (
+            f'<figure data-chart="{number}"><figcaption>{_text(self.title)}'
+            f"{' (logarithmic)' if self.logarithmic else ''}</figcaption>"
+            f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">'
+            f'<g class="axis">{"".join(marks)}</g>{"".join(drawn)}<line class="pointer"/></svg>'
+            f'<div class="keys">{"".join(keys)}</div>{missing}</figure>'
+        )
+
+
+def _dash(place: int) -> str:
+    return f' stroke-dasharray="{2 + 4 * (place // len(_COLOURS))} 3"' if place >= len(_COLOURS) else ""
+
+
+def thinned(points: Sequence[tuple[int, float]], most: int) -> tuple[list[int], list[float]]:
+    """At most twice ``most`` points: of each stretch the lowest and the highest, so that no peak gets lost."""
+    if len(points) > 2 * most:
+        width = -(-len(points) // most)
+        kept = []
+        for begin in range(0, len(points), width):
+            stretch = range(begin, min(begin + width, len(points)))
+            kept += sorted({min(stretch, key=lambda i: points[i][1]), max(stretch, key=lambda i: points[i][1])})
+        points = [points[i] for i in sorted({0, *kept, len(points) - 1})]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _room(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
+    """The axis's ends: a little beyond the lowest and highest value."""
+    if logarithmic:
+        return low / 1.2, high * 1.2
+    space = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    return low - space, high + space
+
+
+def ticks(low: float, high: float, logarithmic: bool) -> list[float]:
+    """Round numbers between the ends."""
+    if logarithmic:
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        every = max(1, len(powers) // 5)
+        return [10.0**power for power in powers if power % every == 0 and low <= 10.0**power <= high]
+    rough = (high - low) / 5
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * 0.999)
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def number_text(value: float) -> str:
+    """A number for people: four digits."""
+    return f"{value:,.0f}" if abs(value) >= 10_000 and abs(value) < 1e15 else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that fits: ``"12 ms"``, ``"3.4 s"``, ``"2:05 min"``, ``"3:07:00 h"``."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
+
+
+def alike(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names that say the same of another stage or interval, by what they say: ``val_loss`` and ``train_loss_step``."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        said = name.split("/dataloader_idx_")[0].removesuffix("_step").removesuffix("_epoch")
+        for stage in _STAGES:
+            if len(said) > len(stage) + 1 and said.startswith(stage) and said[len(stage)] in "_/-. ":
+                said = said[len(stage) + 1 :]
+                break
+        groups.setdefault(said, []).append(name)
+    return groups
+
+
+def _section(name: str, content: str) -> Iterator[str]:
+    yield f"<section><h2>{_text(name)}</h2>{content}</section>"
+
+
+def _text(text: str) -> str:
+    return html.escape(str(text))
+
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --paper: #fff; --line: #dde2e8; --card: #f6f8fa; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ee; --soft: #9aa4b0; --paper: #14171b; --line: #2d333b; --card: #1c2126; }
+}
+body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 24px 20px 60px; }
+h1 { font-size: 24px; margin: 0 0 8px; } h2 { font-size: 17px; margin: 32px 0 10px; }
+p { margin: 4px 0; color: var(--soft); }
+.state { font-size: 13px; font-weight: 600; padding: 3px 9px; border-radius: 10px; vertical-align: 4px; color: #fff; }
+.good { background: #1a7f4b; } .bad { background: #b3261e; } .open { background: #5b6570; }
+.tiles { display: flex; flex-wrap: wrap; gap: 10px; margin-top: 14px; }
+.tiles div { background: var(--card); border-radius: 8px; padding: 10px 16px; color: var(--soft); font-size: 13px; }
+.tiles b { display: block; font-size: 20px; color: var(--ink); }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); gap: 16px; }
+figure { margin: 0; background: var(--card); border-radius: 8px; padding: 12px; }
+figcaption { font-weight: 600; }
+figure > svg { width: 100%; display: block; }
+polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
+.axis line { stroke: var(--line); } .axis text { fill: var(--soft); font-size: 11px; }
+.pointer { stroke: var(--soft); stroke-dasharray: 3 3; visibility: hidden; }
+.keys { display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 13px; color: var(--soft); }
+.keys b { color: var(--ink); } .key { width: 18px; height: 4px; margin-right: 5px; vertical-align: middle; }
+.key line { stroke-width: 3; } .missing { font-size: 13px; }
+.bar { display: flex; height: 22px; border-radius: 6px; overflow: hidden; gap: 2px; margin-bottom: 8px; }
+.dot { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 8px; }
+table { border-collapse: collapse; font-size: 14px; } th { text-align: left; font-weight: 400; color: var(--soft); }
+td, th { padding: 3px 18px 3px 0; vertical-align: top; overflow-wrap: anywhere; }
+td:first-child { white-space: nowrap; } table:not(.numbers) td:first-child { color: var(--soft); }
+.numbers td:not(:first-child) { font-variant-numeric: tabular-nums; }
+pre { background: var(--card); border-radius: 8px; padding: 12px; overflow-x: auto; font-size: 13px; }
+"""
+_SCRIPT = (
+    """
+const charts = JSON.parse(document.getElementById("data").textContent);
+const left = LEFT, width = WIDTH, right = RIGHT;
+const show = v => Math.abs(v) >= 1e4 && Math.abs(v) < 1e15
+  ? Math.round(v).toLocaleString("en") : String(Number(v.toPrecision(4)));
+for (const figure of document.querySelectorAll("figure")) {
+  const chart = charts[figure.dataset.chart], svg = figure.querySelector(":scope > svg");
+  const pointer = svg.querySelector(".pointer"), caption = figure.querySelector("figcaption");
+  const title = caption.textContent, keys = [...figure.querySelectorAll(".keys b")];
+  const newest = keys.map(key => key.textContent);
+  svg.addEventListener("mousemove", event => {
+    const box = svg.getBoundingClientRect(), x = (event.clientX - box.left) / box.width * width;
+    const share = Math.min(1, Math.max(0, (x - left) / (width - left - right)));
+    const step = chart.first + share * (chart.last - chart.first);
+    let nearest = null;
+    chart.lines.forEach((line, i) => {
+      if (!line.steps.length) return;
+      let low = 0, high = line.steps.length - 1;
+      while (high - low > 1) {
+        const middle = (low + high) >> 1;
+        if (line.steps[middle] <= step) low = middle; else high = middle;
+      }
+      const at = step - line.steps[low] < line.steps[high] - step ? low : high;
+      keys[i].textContent = show(line.values[at]);
+      if (nearest === null || Math.abs(line.steps[at] - step) < Math.abs(nearest - step)) nearest = line.steps[at];
+    });
+    if (nearest === null) return;
+    const place = left + (nearest - chart.first) / (chart.last - chart.first) * (width - left - right);
+    for (const [name, value] of [["x1", place], ["x2", place], ["y1", TOP], ["y2", LOW]]) {
+      pointer.setAttribute(name, value);
+    }
+    pointer.style.visibility = "visible";
+    caption.textContent = title + ", step " + nearest.toLocaleString("en");
+  });
+  svg.addEventListener("mouseleave", () => {
+    pointer.style.visibility = "hidden";
+    caption.textContent = title;
+    keys.forEach((key, i) => { key.textContent = newest[i]; });
+  });
+}
+""".replace("LEFT", str(_LEFT))
+    .replace("WIDTH", str(_WIDTH))
+    .replace("RIGHT", str(_RIGHT))
+    .replace("TOP", str(_TOP))
+    .replace("LOW", str(_HEIGHT - _BOTTOM))
+)

@@ -1,0 +1,198 @@
+"""A page about the run, in its folder."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .checks import number
+from .service import Service
+
+if TYPE_CHECKING:
+    from ..trainer import TaskModule, Trainer
+    from .report_page import Page
+
+
+class RunReport(Service):
+    """Write ``report.html`` into the run's folder: one file that any browser opens, without a server or a network.
+
+    It shows the curves of `trainer.history`, learning rates, throughput, where the time went, what was decided, the
+    flags, the hyperparameters, the environment, the profile if there is one, and the error if there was one. Rank zero
+    writes it once training has begun: when a stage ends, however it ends, and when an epoch or a validation ends, so
+    that the page of a run that is under way, or was killed, is there too.
+
+    Args:
+        dirpath: the folder. Default: the first logger's, or the Trainer's ``default_root_dir`` where none has one.
+        filename: the file's name.
+        every_seconds: seconds between two writes, at least, while a run is under way.
+
+    Attributes:
+        path: what was written last, None before.
+
+    Raises:
+        ValueError: for an interval below 0.
+    """
+
+    after_task = 3  # what others did at the same time is in it
+
+    def __init__(
+        self, dirpath: str | Path | None = None, filename: str = "report.html", every_seconds: float = 60.0
+    ) -> None:
+        self.dirpath = dirpath
+        self.filename = filename
+        self.every_seconds = number("every_seconds", every_seconds, 0.0)
+        self.path: Path | None = None
+        self._written = 0.0
+        self._begun = False
+        self._endings: dict[str, tuple[str, bool]] = {}  # of each stage that ran since fit began
+        self._errors: dict[str, str] = {}
+
+    def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """A new fit, a new page; another stage adds to it."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self._begun = False
+            self._endings, self._errors = {}, {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """From here on there is something to show."""
+        self._begun = True
+        self._written = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Write, if that is long ago."""
+        self._now_and_then(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Write, if that is long ago."""
+        self._now_and_then(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
+        """Keep the error."""
+        name = "interrupted" if trainer.interrupted else f"failed: {type(exception).__name__}"
+        self._endings[str(trainer.stage)] = name, False
+        if not trainer.interrupted:
+            self._errors[str(trainer.stage)] = "".join(traceback.format_exception(exception))
+
+    def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Write how it ended."""
+        if self._begun and trainer.is_global_zero:
+            self._endings.setdefault(stage, (ending_of(trainer, stage), True))
+            state, well = zip(*self._endings.values(), strict=True)
+            self._safely(self._write, trainer, ", ".join(state), all(well))
+
+    def _now_and_then(self, trainer: Trainer) -> None:
+        if self._begun and trainer.is_global_zero and time.monotonic() - self._written >= self.every_seconds:
+            self._safely(self._write, trainer, "under way", None)
+
+    def _write(self, trainer: Trainer, state: str, ended_well: bool | None) -> None:
+        folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / self.filename
+        part = path.with_name(path.name + ".tmp")
+        try:
+            part.write_text(self.page(trainer, state, ended_well).render(), encoding="utf-8", errors="replace")
+            os.replace(part, path)  # whoever has it open never sees half of it
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        self.path, self._written = path, time.monotonic()
+
+    def page(self, trainer: Trainer, state: str, ended_well: bool | None) -> Page:
+        """What the page shows; override it to add to it.
+
+        Args:
+            trainer: whose run it is about.
+            state: how it stands, in a word.
+            ended_well: whether that is good; None while it is under way.
+        """
+        # A page is written long after the import, which need not wait for what draws it.
+        from ..engine.machine import environment
+        from ..engine.profilers import SimpleProfiler
+        from .report_page import Page
+
+        history, task = trainer.history, trainer.task
+        history.tick()
+        texts = {f"What ended {stage}": text for stage, text in self._errors.items()}
+        if ended_well is not None and isinstance(trainer.profiler, SimpleProfiler):
+            texts["Profile"] = trainer.profiler.summary()
+        return Page(
+            title=type(task).__name__,
+            state=state,
+            ended_well=ended_well,
+            notes=[f"written {time.strftime('%Y-%m-%d %H:%M:%S')}", *trainer.decided.splitlines()],
+            tiles=_tiles(trainer),
+            charts=charts_of(trainer),
+            times={part: (seconds, history.waits[part]) for part, seconds in history.spent.items()},
+            tables={
+                "Hyperparameters": _hyperparameters(task),
+                "Data module's hyperparameters": _hyperparameters(trainer.datamodule),
+                "Settings": _flat(trainer.settings),
+                "Environment": environment(),
+            },
+            texts=texts,
+        )
+
+
+def ending_of(trainer: Trainer, stage: str) -> str:
+    """How a stage ended, without an error."""
+    if stage != "fit":
+        return f"{stage} done"
+    early = (one for one in trainer.early_stopping_callbacks if one.stopping_reason_message)
+    return "finished" if (one := next(early, None)) is None else f"stopped early by {type(one).__name__}"
+
+
+def _tiles(trainer: Trainer) -> dict[str, str]:
+    from .report_page import duration, number_text
+
+    progress, history = trainer.progress, trainer.history
+    tiles = {
+        "optimizer steps": f"{progress.step:,}",
+        "epochs": f"{progress.epoch:,}",
+        "samples": f"{progress.samples:,}",
+        "in all": duration(sum(history.spent.values())),
+    }
+    if seconds := history.spent.get("training"):
+        tiles["samples per second of training"] = number_text(progress.samples / seconds)
+    if progress.skipped:
+        tiles["steps left out as not finite"] = f"{progress.skipped:,}"
+    best = trainer.checkpoint_callback
+    if best is not None and best.monitor and best.best_model_score is not None:
+        tiles[f"best {best.monitor}"] = number_text(float(best.best_model_score))
+    return tiles
+
+
+def charts_of(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """What was logged, then the learning rates and the throughput."""
+    from .report_page import alike
+
+    history = trainer.history
+    logged = [name for name in history if name not in history.rates]  # a monitor may log those too
+    charts = {title: {name: history[name].points() for name in names} for title, names in alike(logged).items()}
+    own = {"learning rate": history.rates, "samples per second": {"training, all processes": history.throughput}}
+    for title, curves in own.items():
+        points = {name: curve.points() for name, curve in curves.items() if len(curve)}
+        if points:
+            charts[title] = {**charts.get(title, {}), **points}
+    return charts
+
+
+def _hyperparameters(owner: Any) -> dict[str, str]:
+    """Those that loggers may have: ``save_hyperparameters(logger=False)`` keeps them from files for people."""
+    return {} if owner is None or not owner.log_hyperparameters else _flat(owner.hparams)
+
+
+def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    """Nested settings, one line each; what is long is cut."""
+    lines: dict[str, str] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            lines |= _flat(value, f"{before}{name}.")
+        else:
+            text = value if isinstance(value, str) else repr(value)
+            lines[f"{before}{name}"] = text if len(text) <= 1000 else f"{text[:1000]}... ({len(text):,} characters)"
+    return lines

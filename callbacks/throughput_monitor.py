@@ -1,0 +1,280 @@
+"""Log how fast a run is: batches, samples, items and operations per second."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..strategies import warn
+from .checks import number, whole
+from .peak_flops import get_available_flops
+from .service import Service
+from .throughput import Throughput
+
+if TYPE_CHECKING:
+    from ..trainer import TaskModule, Trainer
+
+
+class ThroughputMonitor(Service):
+    """Send to the loggers how fast a run is, as ``train/device/samples_per_sec`` and the like; see `Throughput`.
+
+    In training rank zero measures every ``log_every_n_steps``: it waits for the device, once, and takes the time; steps
+    in between are left alone. Time spent in validations is left out. A rate is over the newest measurements that hold
+    ``window_size`` batches. Of each evaluation there is one row when it ends, over all of it.
+
+    Samples are those that the loaders really dealt, over all processes. Operations are counted where the task says
+    what a batch takes, in an attribute ``flops_per_batch`` (`measure_flops` finds out), and ``device/mfu``, the share
+    of what the device could do at best, where that is known.
+
+    Args:
+        batch_size_fn: the samples in a batch, to be counted instead of what the loaders know.
+        length_fn: the items in a batch, such as its tokens.
+        window_size: batches that a rate is over, at least.
+        separator: what stands between the parts of a name.
+        available_flops: operations per second that one device could do at best, where `get_available_flops` does not
+            know.
+
+    Raises:
+        ValueError, TypeError: for an argument that can't be honoured; in ``fit``, where ``log_every_n_steps`` is 0.
+    """
+
+    def __init__(
+        self,
+        batch_size_fn: Callable[[Any], float] | None = None,
+        length_fn: Callable[[Any], float] | None = None,
+        *,
+        window_size: int = 100,
+        separator: str = "/",
+        available_flops: float | None = None,
+    ) -> None:
+        for name, function in (("batch_size_fn", batch_size_fn), ("length_fn", length_fn)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name}={function!r} must be a function of a batch.")
+        self.batch_size_fn = batch_size_fn
+        self.length_fn = length_fn
+        self.window_size = whole("window_size", window_size, 2)
+        self.separator = separator
+        self.available_flops = None if available_flops is None else number("available_flops", available_flops, 1.0)
+        self._before = 0.0  # seconds, of the runs that this one goes on from
+        self._lengths = 0.0  # items of one device, on average
+        self._counted = 0.0  # samples of one device, where they are counted here
+        self._reset()
+
+    def _reset(self) -> None:
+        self._throughput: Throughput | None = None
+        self._began = self._paused = 0.0
+        self._step = -1  # that was measured last
+        self._own = [0.0, 0.0, 0.0]  # samples, items and operations of this process since then
+        self._counts = self._has_flops = self._failed = False
+        self._evaluation_began: float | None = None
+        self._evaluated = 0  # samples, of all processes
+        self._own_evaluated = [0.0, 0.0, 0.0]
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return {"time": self._elapsed(), "lengths": self._lengths, "samples": self._counted}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `Callback.load_state_dict`."""
+        self._before = state_dict["time"]
+        self._lengths, self._counted = state_dict["lengths"], state_dict["samples"]
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Find out what there is to count."""
+        super().setup(trainer, pl_module, stage)
+        self._reset()
+        if stage == "fit" and not trainer.log_every_n_steps:
+            raise ValueError("ThroughputMonitor measures every log_every_n_steps, which is 0: drop one of them.")
+        self._has_flops = hasattr(pl_module, "flops_per_batch")
+        if self.available_flops is not None and not self._has_flops:
+            raise ValueError(
+                f"ThroughputMonitor(available_flops={self.available_flops!r}) needs {type(pl_module).__name__} to have "
+                "an attribute flops_per_batch, what a batch takes; treadle.callbacks.measure_flops finds out."
+            )
+        self._counts = self._has_flops or self.batch_size_fn is not None or self.length_fn is not None
+
+    def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The clock starts."""
+        interval = trainer.log_every_n_steps * trainer.accumulate_grad_batches
+        self._throughput = self._new(trainer, 1 + max(1, math.ceil(self.window_size / interval)))
+        self._safely(_wait_for, trainer)
+        self._began, self._paused, self._step = time.perf_counter(), 0.0, trainer.progress.step
+        self._safely(self._measure, trainer)
+
+    def _new(self, trainer: Trainer, window: int) -> Throughput:
+        precision, device = trainer.accelerator.precision, trainer.accelerator.device
+        peak = self.available_flops
+        if peak is None and self._has_flops:
+            dtype = precision.compute or precision.storage or torch.float32
+            peak = self._safely(get_available_flops, device, dtype)
+            if peak is None and device.type != "cpu":
+                warn(
+                    f"what {device} could do at best in {dtype} is not known, so device/mfu is left out: give "
+                    "ThroughputMonitor(available_flops=...)."
+                )
+        return Throughput(peak, trainer.world_size, window, self.separator)
+
+    def _elapsed(self) -> float:
+        if self._throughput is None or not self._began:
+            return self._before
+        return self._before + time.perf_counter() - self._began - self._paused
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count what the loaders do not know."""
+        if self._counts:
+            self._count(trainer, pl_module, batch, self._own)
+
+    def _count(self, trainer: Trainer, task: TaskModule, batch: Any, own: list[float]) -> None:
+        if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
+            return  # a stand-in, which keeps the processes in step
+        if self._failed:
+            own[0] = math.nan  # all processes hear of it when they measure next
+            return
+        try:
+            with torch.no_grad():
+                own[0] += 0.0 if self.batch_size_fn is None else float(self.batch_size_fn(batch))
+                own[1] += 0.0 if self.length_fn is None else float(self.length_fn(batch))
+                own[2] += float(task.flops_per_batch) if self._has_flops else 0.0  # type: ignore[arg-type]
+        except Exception as error:
+            own[0], self._failed = math.nan, True
+            warn(f"ThroughputMonitor can't count a batch, and leaves it: {type(error).__name__}: {error}")
+
+    def _averaged(self, trainer: Trainer, own: list[float]) -> list[float] | None:
+        """What was counted, per device, over all processes: one small exchange. None where one could not count."""
+        world = trainer.accelerator.data_world
+        if world.size > 1:
+            parts = world.all_gather(torch.tensor(own, dtype=torch.float64, device=world.device))
+            own = torch.stack(list(parts)).sum(0).div(trainer.world_size).tolist()
+        return None if math.isnan(own[0]) else own
+
+    def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Measure, every so many steps."""
+        step = trainer.progress.step
+        if step % trainer.log_every_n_steps == 0 and step != self._step and self._throughput is not None:
+            self._step = step
+            self._take(trainer)
+
+    def _take(self, trainer: Trainer) -> None:
+        flops = None
+        if self._counts:
+            counted, self._own = self._averaged(trainer, self._own), [0.0, 0.0, 0.0]
+            if counted is None:
+                self._throughput = None
+                return
+            self._counted += counted[0]
+            self._lengths += counted[1]
+            flops = counted[2] if self._has_flops else None
+        self._safely(self._measure, trainer, flops)
+        self._safely(self._write, trainer, "train", self._throughput)
+
+    def _measure(self, trainer: Trainer, flops: float | None = None) -> None:
+        if not trainer.is_global_zero or self._throughput is None:
+            return
+        _wait_for(trainer)
+        progress = trainer.progress
+        self._throughput.update(
+            time=self._elapsed(),
+            batches=progress.batches,
+            samples=progress.samples / trainer.world_size if self.batch_size_fn is None else self._counted,
+            lengths=None if self.length_fn is None else self._lengths,
+            flops=flops,
+        )
+
+    def _write(self, trainer: Trainer, stage: str, throughput: Throughput) -> None:
+        if trainer.is_global_zero:
+            row = {f"{stage}{self.separator}{name}": value for name, value in throughput.compute().items()}
+            trainer.logbook.write_row(row, trainer.progress.step, trainer.progress.epoch)
+
+    def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The clock stops."""
+        self._before, self._throughput = self._elapsed(), None
+
+    # -- evaluation ----------------------------------------------------------------------------------------------
+
+    def _begin(self, trainer: Trainer) -> None:
+        if not trainer.sanity_checking:
+            self._safely(_wait_for, trainer)
+            self._evaluation_began, self._evaluated = time.perf_counter(), 0
+            self._own_evaluated = [0.0, 0.0, 0.0]
+
+    def _tick(self, trainer: Trainer, task: TaskModule, batch: Any) -> None:
+        if self._evaluation_began is not None:
+            self._evaluated += trainer.accelerator.cursor.micro.everyone  # type: ignore[union-attr]
+            if self._counts:
+                self._count(trainer, task, batch, self._own_evaluated)
+
+    def _end(self, trainer: Trainer, stage: str) -> None:
+        if self._evaluation_began is None:
+            return
+        self._safely(_wait_for, trainer)
+        seconds, self._evaluation_began = time.perf_counter() - self._evaluation_began, None
+        self._paused += seconds
+        counted = self._averaged(trainer, self._own_evaluated) if self._counts else [0.0, 0.0, 0.0]
+        if counted is not None:
+            self._safely(self._write_evaluation, trainer, stage, seconds, counted)
+
+    def _write_evaluation(self, trainer: Trainer, stage: str, seconds: float, counted: list[float]) -> None:
+        # Without operations: what a batch takes in training it does not take here.
+        throughput = Throughput(None, trainer.world_size, 2, self.separator)
+        samples = self._evaluated / trainer.world_size if self.batch_size_fn is None else counted[0]
+        none, lengths = (None, None) if self.length_fn is None else (0.0, counted[1])
+        throughput.update(time=0.0, batches=0, samples=0, lengths=none)
+        throughput.update(time=seconds, batches=trainer.evaluation_batch + 1, samples=samples, lengths=lengths)
+        self._write(trainer, stage, throughput)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The evaluation's clock starts; training's stops."""
+        self._begin(trainer)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        """Count."""
+        self._tick(trainer, pl_module, batch)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """One row."""
+        self._end(trainer, "validate")
+
+    def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The clock starts."""
+        self._begin(trainer)
+
+    def on_test_batch_end(self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any) -> None:
+        """Count."""
+        self._tick(trainer, pl_module, batch)
+
+    def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """One row."""
+        self._end(trainer, "test")
+
+    def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The clock starts."""
+        self._begin(trainer)
+
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any) -> None:
+        """Count."""
+        self._tick(trainer, pl_module, batch)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """One row."""
+        self._end(trainer, "predict")
+
+
+def _wait_for(trainer: Trainer) -> None:
+    """Until the device has done all that was asked of it, or the time would be that of asking."""
+    device = trainer.accelerator.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

@@ -1,0 +1,66 @@
+"""What a run was made with: versions, hardware, the code's revision."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+
+import torch
+
+_PACKAGES = ("torch", "treadle", "numpy", "torchmetrics", "transformers")
+
+
+def environment() -> dict[str, str]:
+    """Facts by name, to read and to compare runs by: command, folder, versions, hardware, git revision."""
+    facts = {"command": " ".join(sys.argv), "folder": os.getcwd(), "git revision": revision(os.getcwd())}
+    facts |= {"Python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+    facts |= {"system": platform.platform(), "host": platform.node(), "processor": processor()}
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        facts["GPUs"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        facts["CUDA"] = str(torch.version.cuda)
+    return {name: value for name, value in facts.items() if value}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def processor() -> str:
+    """The processor's name and how many cores this process may use."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), name)
+    except OSError:
+        pass  # only Linux has it
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores"
+
+
+@functools.cache
+def revision(folder: str) -> str:
+    """The git revision that ``folder`` has checked out, with a word if files were changed since; empty without git."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return ""
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit} and changes since" if changed else commit
+
+
+def _git(folder: str, *arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", *arguments], cwd=folder, capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,1 @@
+"""What a run would do and need, found out without its machines."""

@@ -1,0 +1,109 @@
+"""What would make a plan fit, or faster; each piece of advice has been planned itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...strategies import simulated
+from .plan import Plan
+
+# Less is within what a plan can tell apart.
+_WORTH = 0.02
+
+Again = Callable[..., Plan]
+
+
+def advise(plan: Plan, again: Again) -> list[str]:
+    """What to change, in words; empty where nothing better was found.
+
+    Args:
+        plan: what was asked for.
+        again: plans the same run with changes: those of `simulated.varied`, ``micro_batch`` and ``accumulate``.
+    """
+    if not plan.fits:
+        return [_made_to_fit(plan, again)]
+    found = []
+    if plan.grid["shard"] > 1:
+        found += _hybrid(plan, again)
+        found += _half(plan, again)
+    return found
+
+
+def _made_to_fit(plan: Plan, again: Again) -> str:
+    """The first change, or changes, with which it fits."""
+    changes: dict[str, Any] = {}
+    words: list[str] = []
+    now = plan
+
+    def attempt(word: str, **change: Any) -> Plan:
+        changes.update(change)
+        words.append(word)
+        return again(**changes)
+
+    if plan.grid["shard"] == 1 and plan.world_size > 1:
+        now = attempt("shard the model (strategy=fsdp)", shard=True)
+    elif plan.grid["replicate"] > 1:
+        now = attempt(f"shard over all {plan.world_size:,} processes (data_parallel_replicate=1)", replicate=1)
+    if not now.fits and now.grid["shard"] * now.grid["tensor"] > 1 and not simulated.recomputes(now.strategy):
+        now = attempt("compute activations again (activation_checkpointing_policy=True)", recompute=True)
+    if not now.fits and now.micro_batch > 1:
+        now = _smaller(now, attempt, plan)
+    if now.fits:
+        return f"to make it fit, {' and '.join(words)}: then {size(now.reserved)} are held"
+    states = sum(now.states.values())
+    tried = f"; {', '.join(words)}: {size(now.reserved)} still" if words else ""
+    if states > now.gpu.memory:
+        return f"parameters and optimizer alone are {size(states)} per process{tried}. Take more processes."
+    return (
+        f"nothing simple makes it fit{tried}. Take a smaller micro-batch or shorter samples, more processes, or share "
+        "the work on one sample (tensor_parallel_size)."
+    )
+
+
+def _smaller(now: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:
+    """Fewer samples at once, as many per step."""
+    fixed = sum(now.states.values())
+    room = now.gpu.memory / now.calibration.reserved - fixed
+    each = max(1, (now.peak - fixed) // now.micro_batch)
+    samples = 1
+    while samples * 2 < now.micro_batch and samples * 2 * each <= room:
+        samples *= 2
+    times = max(1, round(plan.micro_batch * plan.accumulate / samples))
+    return attempt(f"take micro-batches of {samples}, {times} accumulated", micro_batch=samples, accumulate=times)
+
+
+def _hybrid(plan: Plan, again: Again) -> list[str]:
+    """Shard within a machine, replicate over machines: then parameters are gathered by the fast links alone."""
+    inside = max(1, plan.gpu.per_machine // plan.grid["tensor"])
+    replicas, left = divmod(plan.world_size // plan.grid["tensor"], inside)
+    if replicas < 2 or left or inside < 2 or plan.grid["replicate"] > 1:
+        return []
+    other = again(replicate=replicas)
+    return _compared(plan, other, f"hybrid sharding (data_parallel_replicate={replicas}: shards of {inside})")
+
+
+def _half(plan: Plan, again: Again) -> list[str]:
+    """Gather in the format of the computation."""
+    if plan.precision.compute is None or not simulated.gathers_as_stored(plan.strategy):
+        return []
+    other = again(gather=plan.precision.compute)
+    short = str(plan.precision.compute).removeprefix("torch.")
+    return _compared(plan, other, f"gathering in {short} (mixed_precision=MixedPrecisionPolicy({short}, float32))")
+
+
+def _compared(plan: Plan, other: Plan, words: str) -> list[str]:
+    gain = plan.band[1] / other.band[1] - 1
+    if gain < _WORTH:
+        return []
+    room = "" if other.fits else f", but would not fit ({size(other.reserved)} held)"
+    return [f"{words} would be {gain:.0%} faster, with {size(other.reserved)} held{room}"]
+
+
+def size(number: float) -> str:
+    """Bytes, as people say them."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if number < 1024 or unit == "TiB":
+            break
+        number /= 1024
+    return f"{number:.0f} B" if unit == "B" else f"{number:,.{1 if number < 100 else 0}f} {unit}"

@@ -1,0 +1,155 @@
+"""A transformer of the usual kind (Llama's), by the sizes people ask for: something to plan before a model is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...strategies.messages import choose
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a decoder.
+
+    Args:
+        width: features of a token.
+        layers: blocks.
+        heads: of attention.
+        key_heads: of keys and values, each shared by several of queries.
+        hidden: features inside a block's second half.
+        vocabulary: tokens.
+        length: tokens of a sample.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    key_heads: int
+    hidden: int
+    vocabulary: int
+    length: int
+
+
+MODELS = {
+    "gpt-162m": Sizes(width=768, layers=12, heads=12, key_heads=12, hidden=2048, vocabulary=50304, length=1024),
+    "llama-1b": Sizes(width=2048, layers=16, heads=32, key_heads=8, hidden=8192, vocabulary=128256, length=8192),
+    "llama-7b": Sizes(width=4096, layers=32, heads=32, key_heads=32, hidden=11008, vocabulary=32000, length=4096),
+    "llama-8b": Sizes(width=4096, layers=32, heads=32, key_heads=8, hidden=14336, vocabulary=128256, length=8192),
+    "llama-70b": Sizes(width=8192, layers=80, heads=64, key_heads=8, hidden=28672, vocabulary=128256, length=8192),
+    "llama-405b": Sizes(width=16384, layers=126, heads=128, key_heads=8, hidden=53248, vocabulary=128256, length=8192),
+}
+
+
+def sizes_of(name: str) -> Sizes:
+    """The sizes of the model called ``name``; ``7b`` will do for ``llama-7b``.
+
+    Raises:
+        ValueError: for an unknown one, with the nearest known.
+    """
+    short = {full.partition("-")[2]: full for full in MODELS}
+    found = choose("model", name.lower(), [*MODELS, *short])
+    return MODELS[short.get(found, found)]
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.head = sizes.width // sizes.heads
+        self.queries = nn.Linear(sizes.width, sizes.heads * self.head, bias=False)
+        self.keys = nn.Linear(sizes.width, sizes.key_heads * self.head, bias=False)
+        self.values = nn.Linear(sizes.width, sizes.key_heads * self.head, bias=False)
+        self.out = nn.Linear(sizes.heads * self.head, sizes.width, bias=False)
+
+    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
+        """Mix tokens with those before them."""
+        batch, length, _ = x.shape
+        q, k, v = (part(x).view(batch, length, -1, self.head) for part in (self.queries, self.keys, self.values))
+        q, k = rotated(q, turn), rotated(k, turn)
+        times = q.shape[2] // k.shape[2]
+        if times > 1:
+            k, v = (part.repeat_interleave(times, dim=2) for part in (k, v))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
+
+
+def rotated(x: Tensor, turn: Tensor) -> Tensor:
+    """Pairs of features, turned by angles that grow with the position."""
+    first, second = x.float().chunk(2, dim=-1)
+    cosine, sine = turn.unbind(0)
+    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], -1).type_as(x)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.gate = nn.Linear(sizes.width, sizes.hidden, bias=False)
+        self.up = nn.Linear(sizes.width, sizes.hidden, bias=False)
+        self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each token by itself."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """One layer."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(sizes.width)
+        self.attention = Attention(sizes)
+        self.feed_norm = nn.RMSNorm(sizes.width)
+        self.feed = FeedForward(sizes)
+
+    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
+        """Attention, then each token by itself."""
+        x = x + self.attention(self.attention_norm(x), turn)
+        return x + self.feed(self.feed_norm(x))
+
+
+class Decoder(nn.Module):
+    """Tokens to the scores of the next ones.
+
+    Args:
+        sizes: its sizes.
+    """
+
+    turn: Tensor
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.width)
+        self.scores = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        half = sizes.width // sizes.heads // 2
+        angles = torch.outer(torch.arange(sizes.length).float(), 1.0 / 500000.0 ** (torch.arange(half).float() / half))
+        self.register_buffer("turn", torch.stack([angles.cos(), angles.sin()])[:, :, None, :], persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The scores."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.turn[:, : tokens.shape[1]])
+        return self.scores(self.norm(x))  # type: ignore[no-any-return]
+
+
+def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Cross-entropy of the next tokens."""
+    scores = model(batch[:, :-1])
+    return F.cross_entropy(scores.flatten(0, 1).float(), batch[:, 1:].flatten(0, 1))
+
+
+def tokens(sizes: Sizes, samples: int) -> Tensor:
+    """A batch, whose values nobody looks at."""
+    return torch.zeros(samples, sizes.length + 1, dtype=torch.int64)

@@ -1,0 +1,219 @@
+"""What is run is not computed but written down: time, memory, collectives."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...strategies import simulated
+from .clocks import Clocks
+from .network import collective_seconds
+from .prices import Prices
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+ACTIVATIONS, GATHERED, BATCH = "activations", "gathered", "batch"
+CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, GATHERED, BATCH)
+
+# Operations of torch.ops.c10d and torch.ops._c10d_functional: what they are, and which argument or result is the whole.
+_KINDS = {
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "alltoall_base_": ("all_to_all", 1),
+    "all_gather_into_tensor": ("all_gather", -1),
+    "all_gather_into_tensor_out": ("all_gather", -1),
+    "all_gather_into_tensor_coalesced": ("all_gather", -1),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "all_reduce": ("all_reduce", 0),
+    "all_reduce_": ("all_reduce", 0),
+    "all_reduce_coalesced": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "all_to_all_single": ("all_to_all", 0),
+}
+
+
+@dataclass
+class Memory:
+    """The bytes that live, by what they are for.
+
+    Attributes:
+        live: now.
+        peak: when they were most.
+    """
+
+    live: Counter[str] = field(default_factory=Counter)
+    peak: dict[str, int] = field(default_factory=dict)
+    most: int = 0
+
+    def __post_init__(self) -> None:
+        self._held: dict[int, tuple[Any, int, str]] = {}
+        self._total = 0
+
+    def hold(self, tensor: Tensor, category: str) -> None:
+        """``tensor`` lives, unless its memory is known already."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._held:
+            size = storage.nbytes()
+            self._held[key] = (weakref.ref(storage, lambda _: self._drop(key)), size, category)
+            self._add(size, category)
+
+    def name(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Now it is known what the memory of ``tensors`` is for."""
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            if key in self._held:
+                reference, size, old = self._held[key]
+                self._held[key] = (reference, size, category)
+                self.live[old] -= size
+                self.live[category] += size
+
+    def resized(self, tensor: Tensor) -> None:
+        """The memory of ``tensor`` has another size: sharding does that to whole parameters."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._held:
+            reference, old, category = self._held[key]
+            self._held[key] = (reference, size, GATHERED)
+            self._add(-old, category)
+            self._add(size, GATHERED)
+        else:
+            self.hold(tensor, GATHERED)
+
+    def mark(self) -> None:
+        """Look for the peak from here on."""
+        self.most = 0
+        self._add(0, ACTIVATIONS)
+
+    def _add(self, size: int, category: str) -> None:
+        self.live[category] += size
+        self._total += size
+        if self._total > self.most:
+            self.most = self._total
+            self.peak = dict(self.live)
+
+    def _drop(self, key: int) -> None:
+        _, size, category = self._held.pop(key)
+        self.live[category] -= size
+        self._total -= size
+
+
+@dataclass
+class Traffic:
+    """What the processes exchange in one step, seen from one of them.
+
+    Attributes:
+        count: collectives by kind.
+        size: bytes by kind, of the whole that is gathered, scattered or reduced.
+        groups: bytes by kind and by the number of processes that take part.
+    """
+
+    count: Counter[str] = field(default_factory=Counter)
+    size: Counter[str] = field(default_factory=Counter)
+    groups: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    def add(self, kind: str, size: int, ranks: int) -> None:
+        """One more."""
+        self.count[kind] += 1
+        self.size[kind] += size
+        self.groups[kind, ranks] += size
+
+
+class Meter(TorchDispatchMode):
+    """Lets operations on tensors without values run on a device of clocks.
+
+    Args:
+        clocks: the device.
+        prices: what operations cost.
+        memory: where what they allocate is written down.
+    """
+
+    def __init__(self, clocks: Clocks, prices: Prices, memory: Memory) -> None:
+        super().__init__()
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        self.clocks = clocks
+        self.prices = prices
+        self.memory = memory
+        self.traffic = Traffic()
+        self.category = ACTIVATIONS
+        self._plain = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
+        self._ready: dict[int, float] = {}
+        self._members: dict[Any, tuple[int, ...]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `TorchDispatchMode`: one operation."""
+        if not self._plain.issuperset(types):
+            return NotImplemented  # a tensor of several; its parts come by themselves
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        space = func.namespace
+        if space == "c10d" or space == "_c10d_functional":
+            self._exchange(func._opname if hasattr(func, "_opname") else func._overloadpacket.__name__, args, out)
+        else:
+            seconds = self.prices.seconds(func, args, kwargs, out)
+            if seconds:
+                self.clocks.spend(seconds)
+        if isinstance(out, Tensor):
+            self.memory.hold(out, self.category)
+        elif isinstance(out, list | tuple):
+            for item in out:
+                if isinstance(item, Tensor):
+                    self.memory.hold(item, self.category)
+        return out
+
+    def _exchange(self, name: str, args: Any, out: Any) -> None:
+        if name == "wait_tensor":
+            current = self.clocks.current
+            current.now = max(current.now, self._ready.pop(args[0].untyped_storage()._cdata, 0.0))
+            return
+        if name not in _KINDS:
+            if name in ("barrier", "monitored_barrier_", "_wrap_tensor_autograd"):
+                return
+            raise ValueError(f"a plan does not know the collective {name!r} yet; please report it.")
+        kind, place = _KINDS[name]
+        whole = _flat(out if place < 0 else args[place])
+        size = sum(tensor.numel() * tensor.element_size() for tensor in whole)
+        ranks = self._ranks(args)
+        self.traffic.add(kind, size, len(ranks))
+        functional = isinstance(args[-1], str)
+        end = self.clocks.exchange(ranks, collective_seconds(kind, size, ranks, self.prices.gpu), wait=not functional)
+        if functional:
+            for tensor in _flat(out):
+                self._ready[tensor.untyped_storage()._cdata] = end
+        elif kind == "reduce_scatter":
+            self.memory.name(_flat(args[1]), GATHERED)
+            self.memory.name(_flat(args[0]), GRADIENTS)
+        elif kind == "all_gather":
+            self.memory.name(whole, GATHERED)
+
+    def _ranks(self, args: Any) -> tuple[int, ...]:
+        for arg in args:
+            if isinstance(arg, torch.ScriptObject):
+                return simulated.members(arg)
+        name = args[-1]
+        if name not in self._members:
+            self._members[name] = simulated.members(name)
+        return self._members[name]
+
+
+def _flat(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _flat(item)]
+    return []

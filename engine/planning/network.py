@@ -1,0 +1,54 @@
+"""How long a collective takes: a ring, by the latencies and bandwidths that NCCL itself chooses its algorithms with."""
+
+from __future__ import annotations
+
+import math
+
+from .gpus import GPU
+
+# Microseconds: of a call, of a hop within a machine, of a hop between machines. NCCL's tuning.cc, ring, its protocols
+# Simple and LL128 (the latter within one machine only, as NCCL leaves it out on InfiniBand).
+_SIMPLE, _LL128 = (8.4, 3.4, 14.0), (14.0, 1.9, 4.0)
+_LL128_SHARE = 120 / 128  # 8 of 128 bytes are flags
+# A ring between machines does not fill all ports at once. What torch's inductor measured on H100 machines with RoCE,
+# for 50 MB: the bandwidth of one port, more with the message's size (torch 2.13, _inductor/comm_analysis.py).
+_PORTS_AT, _PORTS_POWER = 50e6, 0.17
+_FEW_MACHINES = 0.77  # share of it between two machines, rising to all of it between eight
+
+STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1}
+"""How often each byte goes round."""
+
+
+def collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gpu: GPU) -> float:
+    """How long a collective of ``size`` bytes takes once all of ``ranks`` are ready.
+
+    Args:
+        kind: one of `STEPS`.
+        size: bytes of the whole: what each rank has after a gather, before a scatter, before and after a reduction.
+        ranks: who takes part; consecutive ranks share a machine.
+        gpu: what they are.
+    """
+    count = len(ranks)
+    if count == 1:
+        return 0.0
+    machines = len({rank // gpu.per_machine for rank in ranks})
+    around = STEPS[kind]
+    hops, crossing = around * (count - 1), around * (machines - 1) if machines > 1 else 0
+    factor = around * (count - 1) / count
+    if machines == 1:
+        forms = [(_SIMPLE, gpu.link), (_LL128, gpu.link * _LL128_SHARE)]
+    else:
+        forms = [(_SIMPLE, min(gpu.link, _between(size, machines, count, gpu)))]
+    return min(
+        1e-6 * (call + (hops - crossing) * near + crossing * far) + factor * size / rate
+        for (call, near, far), rate in forms
+    )
+
+
+def _between(size: int, machines: int, count: int, gpu: GPU) -> float:
+    """Bytes per second of a ring through several machines."""
+    rate = gpu.network * (_FEW_MACHINES + (1 - _FEW_MACHINES) * min(1.0, (machines - 1) / 7))
+    ports = min(gpu.per_machine, math.ceil(count / machines))
+    if machines > 2 and ports > 1:  # a ring with one rank per machine has one port
+        rate *= min(ports, (max(size, _PORTS_AT) / _PORTS_AT) ** _PORTS_POWER)
+    return rate

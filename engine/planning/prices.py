@@ -1,0 +1,165 @@
+"""What one operation costs: its arithmetic, its memory traffic, or its launch, whichever takes longest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import flop_counter
+
+from .gpus import GPU
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What separates a maker's sheet from a run. Fitted by ``benchmarks/plan.py`` on two published runs on 8 H100.
+
+    Args:
+        arithmetic: share of the peak that matrix products reach (fitted without compilation).
+        fused: share of the memory traffic that is left when a model is compiled (fitted with it).
+        launch: least time of an operation, in seconds.
+        straggler: what each doubling past ``straggler_from`` processes adds to a step, as a share. MosaicML's published
+            runs on 128, 256 and 512 H100 lost with each 2.2 to 2.7 % (70B), 3.4 to 4.4 % (7B), 3.6 to 6.4 % (1B).
+        straggler_from: processes up to which nothing is added.
+        spread: how far off a prediction may be; those that were checked were off by up to 2.6 %.
+        reserved: memory that torch's allocator holds, as a multiple of what lives at the peak. The published runs of 8B
+            held 1.07 to 1.2 times the peak that is predicted for them.
+    """
+
+    arithmetic: float = 0.528
+    fused: float = 0.505
+    launch: float = 3e-6
+    straggler: float = 0.03
+    straggler_from: int = 128
+    spread: float = 0.05
+    reserved: float = 1.25
+
+
+# No work. What only looks at a tensor is known by its schema.
+_FREE = {
+    aten.empty,
+    aten.empty_like,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.empty_strided,
+    aten.detach,
+    aten.set_,
+    aten.resize_,
+    aten.lift_fresh,
+    aten._unsafe_view,  # a view by its kernel, if not by its schema
+}
+# They touch a few rows of a table, not all of it; or a piece of a buffer.
+_SPARSE = {aten.embedding, aten.gather, aten.index_select, aten.nll_loss_forward}
+
+
+def _attention(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], products: int) -> int:
+    batch, heads, rows, width = query
+    return products * batch * heads * rows * key[-2] * (width + value[-1])
+
+
+def _for_cpu(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return _attention(query, key, value, 2)
+
+
+def _for_cpu_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> int:
+    return _attention(query, key, value, 5)  # the scores again, and two products for each of the two
+
+
+# The attention that torch has for the host. Its form is that of a GPU's, of which alone torch counts the arithmetic.
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _for_cpu_backward,
+}
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, list | tuple):
+        return sum(_size(item) for item in value)
+    return 0
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    if isinstance(value, list | tuple):
+        return type(value)(_shape(item) for item in value) if not isinstance(value, torch.Size) else value
+    return value
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+class Prices:
+    """What operations cost on a GPU.
+
+    Args:
+        gpu: which.
+        calibration: how far from its sheet.
+        compiled: whether pointwise operations are fused.
+
+    Attributes:
+        flops: all arithmetic of matrix products so far.
+    """
+
+    def __init__(self, gpu: GPU, calibration: Calibration, compiled: bool) -> None:
+        self.gpu = gpu
+        self.calibration = calibration
+        self.traffic = calibration.fused if compiled else 1.0
+        self.flops = 0
+        self._formulas: dict[Any, Callable[..., int] | None] = {}
+        self._free: dict[Any, bool] = {}
+
+    def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
+        """How long ``func`` takes."""
+        free = self._free.get(func)
+        if free is None:
+            free = self._free[func] = _is_free(func)
+        if free:
+            return 0.0
+        packet = func._overloadpacket
+        moved = self._moved(packet, args, kwargs, out) / self.gpu.bandwidth
+        flops = self._count(packet, args, kwargs, out)
+        if not flops:
+            return max(moved * self.traffic, self.calibration.launch)
+        self.flops += flops
+        first = next((dtype for arg in args if (dtype := _dtype(arg)) is not None), torch.float32)
+        peak = self.gpu.half if first.itemsize < 4 else self.gpu.single
+        return max(flops / (peak * self.calibration.arithmetic), moved, self.calibration.launch)
+
+    def _moved(self, packet: Any, args: Any, kwargs: Any, out: Any) -> int:
+        name = str(packet)
+        if name == "fsdp.all_gather_copy_in":
+            return 2 * _size(args[0])  # its result is all of the buffer that it writes a part of
+        if packet in _SPARSE:
+            return 2 * _size(out)
+        if packet is aten.embedding_dense_backward:
+            return _size(args[0]) * 3 + _size(out)
+        inputs = sum(_size(arg) for arg in args) + sum(_size(value) for value in kwargs.values())
+        return inputs + _size(out)
+
+    def _count(self, packet: Any, args: Any, kwargs: Any, out: Any) -> int:
+        if packet not in self._formulas:
+            known = _FORMULAS.get(packet)
+            self._formulas[packet] = known or flop_counter.flop_registry.get(packet)
+        formula = self._formulas[packet]
+        if formula is None:
+            return 0
+        if packet in _FORMULAS:
+            return formula(*_shape(args))
+        return int(formula(*args, **kwargs, out_val=out))
+
+
+def _is_free(func: Any) -> bool:
+    if func._overloadpacket in _FREE or func.namespace == "prim":  # the latter ask for a device or a layout
+        return True
+    returns = func._schema.returns
+    # A view: what it returns is what it was given, and it writes nothing.
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)

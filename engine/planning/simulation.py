@@ -1,0 +1,200 @@
+"""One optimizer step of one process of a run, on machines that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...strategies import simulated
+from ...strategies.construction import built_in_place
+from .clocks import Clocks
+from .meter import ACTIVATIONS, BATCH, GRADIENTS, OPTIMIZER, PARAMETERS, Memory, Meter, Traffic
+from .network import collective_seconds
+from .plan import Conditions, Plan
+from .prices import Prices
+
+
+def simulate(
+    build_model: Callable[[], nn.Module],
+    make_batch: Callable[[int], Any],
+    loss: Callable[[Any, Any], Tensor],
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    **conditions: Any,
+) -> Plan:
+    """Run one optimizer step of one process of many without values, and write down what it does.
+
+    The strategy lays the model out as it would in the run, and torch's own FSDP2 schedules gathers and reductions.
+    Takes seconds and some hundred MB, for any number of processes.
+
+    Args:
+        build_model: makes the model, without memory for its parameters.
+        make_batch: makes a batch of so many samples.
+        loss: of the model (or its method ``step``) and a batch; it may look at no tensor's value.
+        optimizer: makes one of parameters.
+        conditions: see `Conditions`; ``world_size`` and ``strategy`` at least.
+
+    Raises:
+        ValueError: if the processes cannot be laid out so, or something asks for a value.
+    """
+    on = Conditions(**conditions)
+    clocks, memory = Clocks(), Memory()
+    meter = Meter(clocks, Prices(on.gpu, on.calibration, on.compiled), memory)
+    with simulated.simulated_world(on.world_size, on.rank, clocks, memory.resized) as world:
+        with built_in_place(torch.device("meta"), on.precision.storage, True):
+            model = build_model()
+        numbers = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        step = _Step(simulated.lay_out(on.strategy, world, on.precision, model), on, meter, loss, optimizer)
+        step.run(make_batch)
+    return Plan(
+        **{field.name: getattr(on, field.name) for field in fields(on)},
+        grid=simulated.grid(on.strategy, on.world_size),
+        parameters=sum(number for number, _ in numbers),
+        trainable=sum(number for number, trained in numbers if trained),
+        shards=step.shards,
+        memory={name: size for name, size in memory.peak.items() if size},
+        states=step.states,
+        checkpoint=step.checkpoint,
+        traffic=meter.traffic,
+        flops=meter.prices.flops,
+        seconds=step.seconds,
+    )
+
+
+class _Step:
+    """The step of one process."""
+
+    def __init__(self, called: nn.Module, on: Conditions, meter: Meter, loss: Any, optimizer: Any) -> None:
+        self.called = called
+        self.model = on.strategy.unwrap(called)
+        self.on = on
+        self.meter = meter
+        self.loss = loss
+        self.make_optimizer = optimizer
+        self.shards: dict[str, tuple[int, ...]] = {}
+        self.states: dict[str, int] = {}
+        self.checkpoint = 0
+        self.seconds = 0.0
+
+    def run(self, make_batch: Any) -> None:
+        """All of it, without values."""
+        from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+        memory, meter = self.meter.memory, self.meter
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            self.called.to_empty(device="cpu")
+            parameters = dict(self.model.named_parameters())
+            own = simulated.own_parts(parameters.values())
+            self.shards = {name: tuple(part.shape) for name, part in zip(parameters, own, strict=True)}
+            for tensor in (*own, *self.model.buffers()):
+                memory.hold(tensor, PARAMETERS)
+            order = self._note_gradients()
+            batches = [make_batch(self.on.micro_batch) for _ in range(self.on.accumulate)]
+            try:
+                with meter:
+                    optimizer = self._prepared_optimizer()
+                    self._train(optimizer, batches, order)
+            except DataDependentOutputException as error:
+                raise ValueError(
+                    f"the step looks at a tensor's value ({error.func}), and in a plan there are none: leave out "
+                    ".item(), print and branches on values, or plan with a loss without them."
+                ) from error
+
+    def _note_gradients(self) -> list[tuple[Tensor, float]]:
+        """Where gradients lie whole: when each is ready, in a backward that is to be reduced."""
+        order: list[tuple[Tensor, float]] = []
+
+        def note(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self.meter.memory.name(simulated.own_parts([parameter.grad]), GRADIENTS)
+            order.append((parameter, self.meter.clocks.current.now))
+
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and not hasattr(parameter, "device_mesh"):
+                parameter.register_post_accumulate_grad_hook(note)
+        return order
+
+    def _prepared_optimizer(self) -> Optimizer:
+        """With the states that it has after a first step."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        optimizer: Optimizer = self.make_optimizer(trained)
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True  # what torch chooses on a GPU
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        self.meter.category = OPTIMIZER
+        optimizer.step()
+        optimizer.zero_grad()
+        states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        self.meter.memory.name(simulated.own_parts(states), OPTIMIZER)
+        self.states = {name: self.meter.memory.live[name] for name in (PARAMETERS, OPTIMIZER)}
+        kept = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        self.checkpoint = kept + sum(v.numel() * v.element_size() for v in states)
+        return optimizer
+
+    def _train(self, optimizer: Optimizer, batches: list[Any], order: list[tuple[Tensor, float]]) -> None:
+        meter, clocks = self.meter, self.meter.clocks
+        for batch in batches:
+            _hold(batch, meter.memory)
+        meter.traffic = Traffic()
+        meter.prices.flops = 0
+        meter.memory.mark()
+        meter.category = ACTIVATIONS
+        begun = clocks.compute.now
+        target = self.called if self.on.step is None else simulated.method(self.called, self.model, self.on.step)
+        for size in simulated.copied_buffers(self.on.strategy, self.model):
+            clocks.spend(self._sent("broadcast", size))
+        for number, batch in enumerate(batches):
+            last = number == len(batches) - 1
+            if hasattr(self.called, "set_requires_gradient_sync"):
+                self.on.strategy.set_gradient_sync(self.called, last or not self.on.strategy.delays_sync)
+            order.clear()
+            value = self.loss(target, batch)
+            (value / len(batches) if len(batches) > 1 else value).backward()
+            del value
+        self._reduce(order)
+        if self.on.clip is not None:
+            self.on.strategy.clip_grad_norm_(self.model.parameters(), self.on.clip)
+        meter.category = OPTIMIZER
+        optimizer.step()
+        optimizer.zero_grad()
+        self.seconds = clocks.compute.now - begun
+
+    def _reduce(self, order: list[tuple[Tensor, float]]) -> None:
+        """What replicas exchange while backward still runs."""
+        buckets = simulated.reductions(self.on.strategy, [p for p, _ in order], ballot=self.on.step is not None)
+        if buckets is None:
+            if self.on.step is not None and self.on.strategy.sharded and self.on.world_size > 1:
+                self._sent("all_reduce", simulated.BALLOT_BYTES)  # while the last backward runs
+            return
+        done = 0.0
+        for bucket in buckets:
+            members = [order[at] for at in bucket if at >= 0]
+            size = sum(p.numel() * p.element_size() for p, _ in members)
+            size += simulated.BALLOT_BYTES * (len(bucket) - len(members))
+            begun = max((when for _, when in members), default=order[0][1])
+            done = max(done, begun) + self._sent("all_reduce", size)
+        compute = self.meter.clocks.compute
+        compute.now = max(compute.now, done)
+
+    def _sent(self, kind: str, size: int) -> float:
+        """Write a collective of all processes down; returns its seconds."""
+        ranks = tuple(range(self.on.strategy.world.size))
+        self.meter.traffic.add(kind, size, len(ranks))
+        return collective_seconds(kind, size, ranks, self.meter.prices.gpu)
+
+
+def _hold(batch: Any, memory: Memory) -> None:
+    if isinstance(batch, Tensor):
+        memory.hold(batch, BATCH)
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            _hold(value, memory)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            _hold(value, memory)

@@ -1,0 +1,95 @@
+"""Time on the device's own clock: what a computation really took where the process only launches it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_PENDING = 4096  # marks waiting to be read; far more than a device can be behind
+
+
+class Span:
+    """From one mark on the device's queue to another.
+
+    Attributes:
+        name: the action.
+        outer: the one it lies within.
+        inner: milliseconds of those within it that are known.
+        repeats: whether it lies within another of its name.
+    """
+
+    __slots__ = ("inner", "name", "outer", "repeats", "start", "stop")
+
+    def __init__(self, name: str, start: Any, outer: Span | None) -> None:
+        self.name = name
+        self.start = start
+        self.stop: Any = None
+        self.outer = outer
+        self.inner = 0.0
+        while outer is not None and outer.name != name:
+            outer = outer.outer
+        self.repeats = outer is not None
+
+
+class DeviceClock:
+    """Marks the device's queue where actions begin and end, and reads the marks later, without waiting.
+
+    A mark is reached when all work before it is done. So the time between two of them is how much longer the device was
+    busy with the work launched in between, or idle because nothing was launched.
+
+    Args:
+        new_mark: makes one, with ``record()``, ``query()``, ``synchronize()`` and ``elapsed_time(other)`` in
+            milliseconds, as ``torch.cuda.Event(enable_timing=True)`` has them.
+        take: called with a span's name, its seconds (0 within another of its name, which has them), and those of them
+            that were in no span within it, in the order in which spans ended.
+    """
+
+    def __init__(self, new_mark: Callable[[], Any], take: Callable[[str, float, float], None]) -> None:
+        self._new_mark = new_mark
+        self._take = take
+        self._free: list[Any] = []
+        self._pending: deque[Span] = deque()
+
+    def start(self, name: str, outer: Span | None) -> Span:
+        """Mark the beginning of an action."""
+        return Span(name, self._mark(), outer)
+
+    def stop(self, span: Span) -> None:
+        """Mark its end."""
+        span.stop = self._mark()
+        self._pending.append(span)
+        if len(self._pending) >= _PENDING:
+            self.read(wait=False)
+
+    def read(self, wait: bool) -> None:
+        """Read the marks that the device has reached.
+
+        Args:
+            wait: until it has reached all of them.
+        """
+        pending = self._pending
+        if wait and pending:
+            pending[-1].stop.synchronize()
+        while pending and (wait or pending[0].stop.query()):
+            span = pending.popleft()
+            took = span.start.elapsed_time(span.stop)
+            own = max(0.0, took - span.inner) / 1000
+            self._take(span.name, 0.0 if span.repeats else took / 1000, own)
+            if span.outer is not None:
+                span.outer.inner += took
+            self._free += (span.start, span.stop)
+
+    def _mark(self) -> Any:
+        mark = self._free.pop() if self._free else self._new_mark()
+        mark.record()
+        return mark
+
+
+def device_clock(device: torch.device | None, take: Callable[[str, float, float], None]) -> DeviceClock | None:
+    """The clock of a device, where it has one of its own that can be read."""
+    if device is None or device.type != "cuda":
+        return None
+    return DeviceClock(lambda: torch.cuda.Event(enable_timing=True), take)

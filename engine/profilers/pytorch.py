@@ -1,0 +1,227 @@
+"""Which operations the time goes into, on the processor and on the device: torch's profiler."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.profiler import EventList, record_function
+from torch.profiler import ProfilerAction, schedule
+
+from ...strategies import choose, warn
+from .profiler import Profiler
+
+
+class PyTorchProfiler(Profiler):
+    """Records the operations of some steps with ``torch.profiler``, and writes a trace of each process.
+
+    A trace, ``fit-0.pt.trace.json``, opens in https://ui.perfetto.dev and in TensorBoard; every action of the Trainer
+    is a range in it.
+
+    Args:
+        dirpath, filename: see `Profiler`; traces lie in the same directory.
+        group_by_input_shapes: a row of the table for each shape of an operation's inputs. Records the shapes.
+        emit_nvtx: make ranges for Nsight Systems, rather than record here: ``nsys profile python train.py``.
+        export_to_chrome: write traces.
+        row_limit: rows of the table; -1 for all.
+        sort_by_key: the table's order, one of `AVAILABLE_SORT_KEYS`; by default the device's time, or the processor's.
+        record_module_names: a range for each call of a part of the model (not within what is compiled).
+        table_kwargs: more arguments of torch's ``EventList.table``.
+        profiler_kwargs: arguments of ``torch.profiler.profile``: ``schedule`` (by default steps 3 to 5 are recorded;
+            None for all steps, in memory), ``activities``, ``on_trace_ready`` (in place of writing traces),
+            ``record_shapes``, ``profile_memory``, ``with_stack``, ``with_flops``, ``with_modules``.
+
+    Raises:
+        ValueError: for a key or an argument that does not exist, with the nearest one.
+        TypeError: for a schedule that is none.
+    """
+
+    AVAILABLE_SORT_KEYS = frozenset(
+        (
+            *(f"{unit}_time{total}" for unit in ("cpu", "cuda", "device") for total in ("", "_total")),
+            *(f"{own}{unit}_memory_usage" for own in ("", "self_") for unit in ("cpu", "cuda", "device")),
+            *(f"self_{unit}_time_total" for unit in ("cpu", "cuda", "device")),
+            "count",
+        )
+    )
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        group_by_input_shapes: bool = False,
+        emit_nvtx: bool = False,
+        export_to_chrome: bool = True,
+        row_limit: int = 20,
+        sort_by_key: str | None = None,
+        record_module_names: bool = True,
+        table_kwargs: dict[str, Any] | None = None,
+        **profiler_kwargs: Any,
+    ) -> None:
+        super().__init__(dirpath, filename)
+        if sort_by_key is not None:
+            choose("sort_by_key", sort_by_key, sorted(self.AVAILABLE_SORT_KEYS))
+        _check_names("table_kwargs", table_kwargs or {}, EventList.table, ("self", "sort_by", "row_limit"))
+        _check_names("PyTorchProfiler", profiler_kwargs, torch.profiler.profile.__init__, ("self",))
+        self.plan = profiler_kwargs.pop("schedule", schedule(wait=1, warmup=1, active=3, repeat=1))
+        if self.plan is not None and not (callable(self.plan) and isinstance(self.plan(0), ProfilerAction)):
+            raise TypeError(f"schedule={self.plan!r} must be what torch.profiler.schedule(...) returns, or None.")
+        self.on_trace_ready: Callable[..., Any] | None = profiler_kwargs.pop("on_trace_ready", None)
+        if group_by_input_shapes:
+            profiler_kwargs["record_shapes"] = True
+        self.group_by_input_shapes = group_by_input_shapes
+        self.emit_nvtx = emit_nvtx
+        self.export_to_chrome = export_to_chrome
+        self.row_limit = row_limit
+        self.sort_by_key = sort_by_key
+        self.record_module_names = record_module_names
+        self.table_kwargs = dict(table_kwargs or {})
+        self.profiler_kwargs = profiler_kwargs
+        self.profiler: Any = None
+        self.traces: list[Path] = []
+        self._table = ""
+        self._steps = 0
+        self._running: list[tuple[str, Any]] = []
+        self._names: ModuleNames | None = None
+
+    # -- a stage -------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_directory(self) -> bool:
+        """See `Profiler.needs_directory`."""
+        traces = self.export_to_chrome and not self.emit_nvtx and self.on_trace_ready is None
+        return traces or self.filename is not None
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """See `Profiler.setup`. Recording begins.
+
+        Raises:
+            ValueError: for ``emit_nvtx`` without a CUDA device.
+        """
+        super().setup(stage, local_rank, log_dir)
+        self.traces, self._table, self._steps, self._running = [], "", 0, []
+        if self.emit_nvtx:
+            if not torch.cuda.is_available():
+                raise ValueError("PyTorchProfiler(emit_nvtx=True) makes ranges for CUDA devices, and there is none.")
+            self.profiler = torch.autograd.profiler.emit_nvtx(**_common(self.profiler_kwargs))
+        else:
+            self.profiler = torch.profiler.profile(
+                schedule=self.plan, on_trace_ready=self._ready, **self.profiler_kwargs
+            )
+        self.profiler.__enter__()
+        if self.record_module_names and self.model is not None:
+            self._names = ModuleNames(self.model)
+
+    def start(self, action_name: str) -> None:
+        """See `Profiler.start`."""
+        record = record_function(f"[treadle]{action_name}")
+        record.__enter__()
+        self._running.append((action_name, record))
+
+    def stop(self, action_name: str) -> None:
+        """See `Profiler.stop`."""
+        for place in range(len(self._running) - 1, -1, -1):
+            if self._running[place][0] == action_name:
+                self._running.pop(place)[1].__exit__(None, None, None)
+                return
+        raise ValueError(f"{action_name!r} can't stop: it was never started.")
+
+    def step(self) -> None:
+        """See `Profiler.step`: the schedule goes on."""
+        self._steps += 1
+        if not self.emit_nvtx and self.profiler is not None:
+            self.profiler.step()
+
+    def describe(self) -> None:
+        """See `Profiler.describe`. Recording ends."""
+        self._end()
+        super().describe()
+
+    def summary(self) -> str:
+        """See `Profiler.summary`: a table of the operations that were recorded last."""
+        self._end()
+        return self._table
+
+    def teardown(self, stage: str | None) -> None:
+        """See `Profiler.teardown`."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._names is not None:
+            self._names.remove()
+            self._names = None
+        profiler, self.profiler = self.profiler, None
+        if profiler is None:
+            return
+        while self._running:  # what an error has left open
+            self._running.pop()[1].__exit__(None, None, None)
+        profiler.__exit__(None, None, None)
+        if not self.emit_nvtx and not self._table:
+            warn(
+                f"PyTorchProfiler has recorded nothing: {self._stage or 'the run'} was over after {self._steps} steps, "
+                "before its schedule began to record. PyTorchProfiler(schedule=None) records all of them."
+            )
+
+    def _ready(self, profiler: Any) -> None:
+        """A cycle of the schedule is recorded."""
+        rows = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
+        on_device = any(activity.name != "CPU" for activity in profiler.activities)
+        key = self.sort_by_key or ("device_time_total" if on_device else "cpu_time_total")
+        head = f"Operations of {self._stage or 'the block'}, up to step {self._steps}"
+        self._table = f"{head}\n{rows.table(sort_by=key, row_limit=self.row_limit, **self.table_kwargs)}"
+        if self.on_trace_ready is not None:
+            self.on_trace_ready(profiler)
+        elif self.export_to_chrome:
+            cycle = str(len(self.traces)) if self.traces else ""
+            path = self.path_for(".pt.trace.json", cycle)
+            profiler.export_chrome_trace(str(path))
+            self.traces.append(path)
+
+
+class ModuleNames:
+    """Makes each call of a part of ``model`` a range of its name, until `remove`.
+
+    Parts that are compiled are left out, with all that is in them: a range would break their graph.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._open: list[Any] = []
+        self._handles: list[Any] = []
+        compiled: set[nn.Module] = set()
+        for name, part in model.named_modules():
+            if part in compiled or part._compiled_call_impl is not None or "_orig_mod" in part._modules:
+                compiled.update(part.modules())
+            elif name:
+                text = f"[treadle][module]{type(part).__module__}.{type(part).__name__}: {name}"
+                self._handles.append(part.register_forward_pre_hook(partial(self._enter, text)))
+                self._handles.append(part.register_forward_hook(self._exit, always_call=True))
+
+    def _enter(self, text: str, *_: Any) -> None:
+        record = record_function(text)
+        record.__enter__()
+        self._open.append(record)
+
+    def _exit(self, *_: Any) -> None:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _check_names(owner: str, given: dict[str, Any], function: Any, taken: tuple[str, ...]) -> None:
+    known = [name for name in inspect.signature(function).parameters if name not in taken]
+    for name in given:
+        choose(f"{owner}: argument", name, known)
+
+
+def _common(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that ``emit_nvtx`` has too."""
+    return {name: value for name, value in options.items() if name == "record_shapes"}

@@ -1,0 +1,159 @@
+"""How long each action takes, and what the run waits for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from .clock import Span, device_clock
+from .profiler import Profiler
+from .verdict import verdict
+
+
+class Action:
+    """What was measured of one action.
+
+    Attributes:
+        calls: how often it ran.
+        total: seconds in it; of a run within another of its own, as in a recursion, the outer one's.
+        own: those of them in no action within it.
+        longest: seconds of its longest run.
+        first: ``own`` of its first run, which has more to do than the others: start workers, compile, get memory.
+        device_total, device_own, device_first: the same on the device's clock.
+    """
+
+    __slots__ = ("calls", "device_first", "device_own", "device_total", "first", "longest", "own", "total")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.total = self.own = self.longest = self.first = 0.0
+        self.device_total = self.device_own = 0.0
+        self.device_first: float | None = None
+
+
+class SimpleProfiler(Profiler):
+    """Measures how often each action runs and how long it takes, and says what the run waits for.
+
+    An action's share is of its own time: without that of the actions within it, so the shares add up to the whole. On
+    CUDA devices, where a process runs ahead of what it launches, the device's own clock is read too (from marks in its
+    queue, nothing waits), and the shares are of that. On other accelerators they are what the process spends.
+
+    Args:
+        dirpath, filename: see `Profiler`.
+        extended: show the number of calls, the longest one and the share as well.
+
+    Attributes:
+        actions: what was measured, by action.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
+        super().__init__(dirpath, filename)
+        self.extended = extended
+        self._forget()
+
+    def _forget(self) -> None:
+        self.actions: dict[str, Action] = {}
+        self._running: list[tuple[str, float, Span | None]] = []
+        self._inner: list[float] = []  # seconds in actions within the running ones
+        self._clock = device_clock(self.device, self._take)
+        self._started = time.perf_counter()
+
+    @property
+    def needs_directory(self) -> bool:
+        """See `Profiler.needs_directory`."""
+        return self.filename is not None
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """See `Profiler.setup`. Each stage is measured by itself."""
+        super().setup(stage, local_rank, log_dir)
+        self._forget()
+
+    def start(self, action_name: str) -> None:
+        """See `Profiler.start`."""
+        span = None
+        if self._clock is not None:
+            span = self._clock.start(action_name, self._running[-1][2] if self._running else None)
+        self._inner.append(0.0)
+        self._running.append((action_name, time.perf_counter(), span))
+
+    def stop(self, action_name: str) -> None:
+        """See `Profiler.stop`.
+
+        Raises:
+            ValueError: if it does not run.
+        """
+        now = time.perf_counter()
+        running = self._running
+        place = len(running) - 1
+        while place >= 0 and running[place][0] != action_name:
+            place -= 1
+        if place < 0:
+            raise ValueError(f"{action_name!r} can't stop: it was never started.")
+        _, begun, span = running.pop(place)
+        took = now - begun
+        own = took - self._inner.pop(place)
+        if place:
+            self._inner[place - 1] += took
+        action = self.actions.get(action_name)
+        if action is None:
+            action = self.actions[action_name] = Action()
+            action.first = own
+        action.calls += 1
+        if all(name != action_name for name, _, _ in running):
+            action.total += took
+        action.own += own
+        if took > action.longest:
+            action.longest = took
+        if span is not None:
+            self._clock.stop(span)  # type: ignore[union-attr]
+
+    def _take(self, name: str, total: float, own: float) -> None:
+        action = self.actions[name]
+        action.device_total += total
+        action.device_own += own
+        if action.device_first is None:
+            action.device_first = own
+
+    def summary(self) -> str:
+        """See `Profiler.summary`."""
+        elapsed = time.perf_counter() - self._started
+        if self._clock is not None:
+            self._clock.read(wait=True)
+        if not self.actions:
+            return ""
+        title = f"Profile of {self._stage}" if self._stage else "Profile"
+        on_device = self._clock is not None
+        lines = [f"{title}: {_seconds(elapsed)}", *table(self.actions, elapsed, self.extended, on_device)]
+        if self.device is not None and self.device.type != "cpu" and not on_device:
+            lines.append(f"The process runs ahead of {self.device.type}: these are times of launching, and of waiting.")
+        if words := verdict(self.actions, self.advice, on_device):
+            lines.append(words)
+        return "\n".join(lines)
+
+
+def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_device: bool) -> list[str]:
+    """The lines of a table, the largest share first; the last one is what lies in no action."""
+    own = {name: a.device_own if on_device else a.own for name, a in actions.items()}
+    rest = max(0.0, elapsed - sum(own.values()))
+    share = {name: f"{100 * seconds / elapsed:.1f} %" for name, seconds in own.items()}
+    heads = ["action", "calls", "mean", *(("device mean",) if on_device else ()), "longest", "total", "own share"]
+    rows = []
+    for name in sorted(own, key=lambda name: -own[name]):
+        a = actions[name]
+        mean = [_seconds(a.total / a.calls), *((_seconds(a.device_total / a.calls),) if on_device else ())]
+        rows.append([name, str(a.calls), *mean, _seconds(a.longest), _seconds(a.total), share[name]])
+    blanks = [""] * (len(heads) - 3)
+    rows.append(["(elsewhere)", *blanks, _seconds(rest), f"{100 * rest / elapsed:.1f} %"])
+    if not extended:
+        kept = [place for place, head in enumerate(heads) if head in ("action", "mean", "device mean", "total")]
+        heads, rows = [heads[i] for i in kept], [[row[i] for i in kept] for row in rows]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in [heads, *rows]]
+
+
+def _seconds(value: float) -> str:
+    """A duration in the unit that fits."""
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"

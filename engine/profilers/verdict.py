@@ -1,0 +1,77 @@
+"""What a run waits for, in one sentence, from what its actions took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .simple import Action
+
+ENOUGH = 0.2
+"""From this share of the time on, something else than the computation is what a run waits for."""
+
+COMPUTING = ("forward", "backward", "optimizer", "zero_grad", "clip", "agree", "test_step", "predict_step")
+_KINDS = {
+    "data": ("waits for data", "read and transform it in more, or other, processes"),
+    "transfer": ("moves batches to the device", "DataLoader(pin_memory=True) lets the copy run beside the computation"),
+    "logging": ("reduces and writes what is logged", "a larger log_every_n_steps, or fewer values, makes it rarer"),
+    "validation": ("validates", "a larger val_check_interval, or limit_val_batches, makes it shorter"),
+    "checkpoint": ("saves checkpoints", "saving less often, or ModelCheckpoint(async_save=True), makes it shorter"),
+}
+
+
+def kind_of(name: str, alone: bool = False) -> str:
+    """What an action's time goes into: computing, one of the usual kinds, or that action itself.
+
+    Args:
+        name: the action.
+        alone: whether nothing is trained, so that a validation is what is computed.
+    """
+    if name in COMPUTING or (alone and name == "validation_step"):
+        return "computing"
+    if not alone and (name.startswith("validation") or ".on_validation_" in name or name.endswith("of validation")):
+        return "validation"
+    return next((kind for kind in _KINDS if name.startswith(kind)), name)
+
+
+def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device: bool) -> str:
+    """Say what most of the time goes into, beside the computation, and what would help.
+
+    The first run of every action is left out, where there are others: it has more to do. So is what lies before and
+    after the loop.
+
+    Args:
+        actions: what was measured.
+        advice: in place of the usual advice, by action.
+        on_device: whether the device's clock decides.
+
+    Returns:
+        A sentence; empty where nothing of a loop was measured.
+    """
+    spent: dict[str, float] = {}
+    alone = "forward" not in actions
+    for name, action in actions.items():
+        kind = kind_of(name, alone)
+        own, first = (action.device_own, action.device_first or 0.0) if on_device else (action.own, action.first)
+        spent[kind] = spent.get(kind, 0.0) + own - (first if action.calls > 1 else 0.0)
+    total = sum(spent.values())
+    if "computing" not in spent or total <= 0:
+        return ""
+    who = "the device" if on_device else "this run"
+    others = {kind: seconds for kind, seconds in spent.items() if kind not in ("computing", "training")}
+    worst = max(others, key=lambda kind: others[kind], default="")
+    if worst and others[worst] / total >= ENOUGH:
+        if worst not in _KINDS:
+            return f"Verdict: {who} spends {_percent(others[worst] / total)} of the time in {worst}."
+        does, usual = _KINDS[worst]
+        return f"Verdict: {who} {does} {_percent(others[worst] / total)} of the time: {advice.get(worst, usual)}."
+    text = f"Verdict: {who} computes {_percent(spent['computing'] / total)} of the time"
+    if worst:
+        does = _KINDS[worst][0] if worst in _KINDS else f"is in {worst}"
+        text += f"; next, it {does} {_percent(others[worst] / total)} of it"
+    return text + "."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,0 +1,75 @@
+"""Accumulation that changes from epoch to epoch."""
+
+import pytest
+import torch
+from callback_runs import Tiny, fit
+from processes import run
+from treadle.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
+
+SCHEDULE = {1: 2, 3: 4}
+
+
+class Notes(Callback):
+    def __init__(self):
+        self.epochs = []
+        self.estimated = None
+
+    def on_fit_start(self, trainer, task):
+        self.estimated = trainer.estimated_stepping_batches
+
+    def on_before_optimizer_step(self, trainer, *_):
+        self.epochs.append(trainer.current_epoch)
+
+
+def test_steps_of_each_epoch_and_in_all(tmp_path):
+    notes = Notes()
+    made = fit(tmp_path, GradientAccumulationScheduler(SCHEDULE), notes, max_epochs=4)
+    assert [notes.epochs.count(epoch) for epoch in range(4)] == [5, 3, 3, 2]
+    assert notes.estimated == made.global_step == 13
+    assert made.estimated_stepping_batches == 13
+    assert made.accumulate_grad_batches == 1
+
+
+def test_weights_as_by_hand(tmp_path):
+    task = Tiny()
+    fit(tmp_path, GradientAccumulationScheduler({1: 5}), task=task)
+    by_hand = Tiny()
+    optimizer = by_hand.configure_optimizers()
+    inputs = torch.randn(10, 2, generator=torch.Generator().manual_seed(4))
+    for part in (*inputs.split(2), inputs):
+        optimizer.zero_grad()
+        by_hand.net(part).pow(2).mean().backward()
+        optimizer.step()
+    assert torch.allclose(task.net.weight, by_hand.net.weight, atol=1e-6)
+
+
+def test_a_run_that_goes_on_is_the_one_that_never_stopped(tmp_path, recwarn):
+    whole, saver = Tiny(), ModelCheckpoint(tmp_path / "c", save_top_k=-1, every_n_train_steps=1)
+    fit(tmp_path, GradientAccumulationScheduler(SCHEDULE), saver, task=whole, max_epochs=4)
+    for path in sorted((tmp_path / "c").iterdir()):
+        task = Tiny()
+        made = fit(tmp_path, GradientAccumulationScheduler(SCHEDULE), task=task, max_epochs=4, ckpt_path=path)
+        assert made.global_step == 13
+        assert torch.equal(task.net.weight, whole.net.weight)
+    assert not [w for w in recwarn if "global batch" in str(w.message)]
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="leave out one"):
+        fit(tmp_path, GradientAccumulationScheduler({0: 2}), accumulate_grad_batches=2)
+    for wrong, error in (({}, ValueError), ([2], TypeError), ({-1: 2}, ValueError), ({0: 0}, ValueError)):
+        with pytest.raises(error, match="scheduling"):
+            GradientAccumulationScheduler(wrong)
+
+
+def on_two(root):
+    task, notes = Tiny(), Notes()
+    fit(root, GradientAccumulationScheduler(SCHEDULE), notes, task=task, max_epochs=4, strategy="ddp", samples=20)
+    return task.net.weight.detach().clone(), [notes.epochs.count(epoch) for epoch in range(4)], notes.estimated
+
+
+def test_two_processes(tmp_path):
+    (first, steps, estimated), (second, *_) = run(on_two, 2, str(tmp_path))
+    assert torch.equal(first, second)
+    assert steps == [5, 3, 3, 2]
+    assert estimated == 13

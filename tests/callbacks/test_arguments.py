@@ -1,0 +1,109 @@
+"""Arguments of the wrong kind: an error in the line that is wrong, which names the value and the rule."""
+
+import re
+from datetime import timedelta
+
+import pytest
+from treadle.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    Timer,
+    TQDMProgressBar,
+)
+
+NAN = float("nan")
+SAVER = [
+    ({"save_top_k": "1"}, ValueError, "whole number of at least -1, which keeps all"),
+    ({"save_top_k": 2.5, "monitor": "x"}, ValueError, "whole number"),
+    ({"save_top_k": True}, ValueError, "whole number"),
+    ({"save_top_k": -2}, ValueError, "at least -1"),
+    ({"every_n_train_steps": True}, ValueError, "whole number of at least 0, which means never"),
+    ({"every_n_train_steps": "5"}, ValueError, "whole number"),
+    ({"every_n_epochs": True}, ValueError, "whole number"),
+    ({"monitor": 3}, TypeError, "name of a logged value"),
+    ({"monitor": ""}, ValueError, "name of a logged value"),
+    ({"filename": 3}, TypeError, "template such as '{epoch}-{val_loss:.2f}'"),
+    ({"filename": ""}, ValueError, "must end in a name"),
+    ({"filename": "sub/"}, ValueError, "must end in a name"),
+    ({"filename": ".hidden"}, ValueError, "may begin with a dot"),
+    ({"filename": "{epoch"}, ValueError, "brace"),
+    ({"filename": "{epoch}-{}"}, ValueError, "brace"),
+    ({"filename": "epoch}"}, ValueError, "write {epoch} or {val_loss:.2f}"),
+    ({"dirpath": 3}, TypeError, "directory's path"),
+    ({"save_last": "x"}, ValueError, "True, False or 'link'"),
+    ({"save_last": 1}, ValueError, "True, False or 'link'"),
+    ({"mode": 3}, ValueError, "min, max"),
+    ({"train_time_interval": 5}, ValueError, "datetime.timedelta"),
+    *(
+        ({name: "no"}, TypeError, "True or False")
+        for name in (
+            "verbose",
+            "save_on_exception",
+            "save_weights_only",
+            "auto_insert_metric_name",
+            "save_on_train_epoch_end",
+            "enable_version_counter",
+            "async_save",
+        )
+    ),
+]
+STOPPER = [
+    ({"monitor": None}, TypeError, "name of a logged value"),
+    ({"monitor": ""}, ValueError, "name of a logged value"),
+    ({"patience": True}, ValueError, "whole number of at least 0"),
+    ({"patience": "3"}, ValueError, "whole number of at least 0"),
+    ({"min_delta": "a"}, TypeError, "a number"),
+    ({"min_delta": NAN}, ValueError, "a number"),
+    ({"stopping_threshold": "x"}, TypeError, "a number"),
+    ({"divergence_threshold": NAN}, ValueError, "a number"),
+    *(
+        ({name: 1}, TypeError, "True or False")
+        for name in ("verbose", "strict", "check_finite", "check_on_train_epoch_end", "log_rank_zero_only")
+    ),
+]
+OTHERS = [
+    (Timer, {"duration": 5}, ValueError, "DD:HH:MM:SS"),
+    (Timer, {"duration": {"hours": "2"}}, ValueError, "DD:HH:MM:SS"),
+    (Timer, {"duration": timedelta(seconds=-1)}, ValueError, "more than no time"),
+    (Timer, {"duration": "00:00:00:00"}, ValueError, "more than no time"),
+    (Timer, {"interval": 1}, ValueError, "step, epoch"),
+    (Timer, {"verbose": "no"}, TypeError, "True or False"),
+    (LearningRateMonitor, {"logging_interval": 1}, ValueError, "step, epoch"),
+    (LearningRateMonitor, {"log_momentum": "no"}, TypeError, "True or False"),
+    (LearningRateMonitor, {"log_weight_decay": 1}, TypeError, "True or False"),
+    (TQDMProgressBar, {"refresh_rate": -1}, ValueError, "whole number of at least 0, which draws nothing"),
+    (TQDMProgressBar, {"refresh_rate": True}, ValueError, "whole number"),
+    (TQDMProgressBar, {"refresh_rate": 0.5}, ValueError, "whole number"),
+    (TQDMProgressBar, {"process_position": "1"}, ValueError, "whole number"),
+    (TQDMProgressBar, {"leave": 1}, TypeError, "True or False"),
+    (TQDMProgressBar, {"line_every": "10"}, TypeError, "a number"),
+    (TQDMProgressBar, {"line_every": -1.0}, ValueError, "at least 0"),
+    (ModelSummary, {"max_depth": True}, ValueError, "whole number of at least -1, which shows all"),
+    (ModelSummary, {"max_depth": "all"}, ValueError, "whole number"),
+]
+CASES = [
+    *((ModelCheckpoint, *case) for case in SAVER),
+    *((EarlyStopping, {"monitor": "x"} | arguments, *rest) for arguments, *rest in STOPPER),
+    *OTHERS,
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "error", "words"), CASES, ids=[f"{kind.__name__}-{given}" for kind, given, *_ in CASES]
+)
+def test_an_argument_of_the_wrong_kind(kind, arguments, error, words):
+    name, value = list(arguments.items())[-1 if kind is EarlyStopping else 0]
+    with pytest.raises(error, match=re.escape(f"{name}={value!r}")) as raised:
+        kind(**arguments)
+    assert words in str(raised.value)
+
+
+def test_what_is_right_is_taken():
+    ModelCheckpoint("a", "{epoch}/{val/acc:.1f}", "x", save_top_k=3, save_last=False, save_on_train_epoch_end=None)
+    ModelCheckpoint(filename="val_{step:05d}", save_last="link")
+    EarlyStopping("x", min_delta=1, stopping_threshold=1, divergence_threshold=float("inf"), patience=0)
+    TQDMProgressBar(refresh_rate=0, line_every=0)
+    ModelSummary(-1)
+    Timer({"hours": 1})

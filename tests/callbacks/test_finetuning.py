@@ -1,0 +1,158 @@
+"""Parts of a model that are trained later."""
+
+import copy
+
+import pytest
+import torch
+from callback_runs import loader, trainer
+from processes import run
+from torch import nn
+from treadle.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
+
+import treadle
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, filtered=True):
+        super().__init__()
+        torch.manual_seed(3)
+        self.backbone = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh())
+        self.head = nn.Linear(4, 1)
+        self.filtered = filtered
+        self.trained, self.rates, self.modes = [], [], []
+
+    def training_step(self, batch, batch_idx):
+        self.modes.append(self.backbone[1].training)
+        return (self.head(self.backbone(batch[0])) - 1).pow(2).mean()
+
+    def on_before_zero_grad(self, optimizer):
+        self.trained.append(self.backbone[0].weight.grad is not None)
+        self.rates.append([group["lr"] for group in optimizer.param_groups])
+
+    def configure_optimizers(self):
+        parameters = [p for p in self.parameters() if p.requires_grad or not self.filtered]
+        return torch.optim.Adam(parameters, lr=0.1)
+
+
+class Stages(BaseFinetuning):
+    """The head; from epoch 1 on the first layer, and from epoch 2 on its normalization."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.backbone, train_bn=False)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone[0], optimizer, lr=0.03)
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(pl_module.backbone[1], optimizer, initial_denom_lr=2)
+
+
+def fit(root, *callbacks, ckpt_path=None, task=None, **flags):
+    task = task or Task()
+    made = trainer(root, *callbacks, **{"max_epochs": 4} | flags)
+    made.fit(task, loader(6, 3), ckpt_path=ckpt_path)
+    return made, task
+
+
+def test_stages_as_by_hand(tmp_path):
+    _, task = fit(tmp_path, Stages())
+    model = Task()
+    model.backbone.requires_grad_(False)
+    model.backbone[1].eval()
+    optimizer = torch.optim.Adam(model.head.parameters(), lr=0.1)
+    for epoch in range(4):
+        if epoch == 1:
+            model.backbone[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model.backbone[0].parameters()), "lr": 0.03})
+        if epoch == 2:
+            model.backbone[1].requires_grad_(True).train()
+            optimizer.add_param_group({"params": list(model.backbone[1].parameters()), "lr": 0.05})
+        for (x,) in loader(6, 3):
+            optimizer.zero_grad()
+            (model.head(model.backbone(x)) - 1).pow(2).mean().backward()
+            optimizer.step()
+    assert all(torch.equal(task.state_dict()[name], value) for name, value in model.state_dict().items())
+    assert task.modes == [False] * 4 + [True] * 4
+
+
+def test_a_backbone_joins_and_its_rate_grows(tmp_path):
+    tuning = BackboneFinetuning(2, lambda_func=lambda epoch: 4.0, backbone_initial_ratio_lr=0.1)
+    _, task = fit(tmp_path, tuning, max_epochs=5)
+    assert task.trained == [False] * 4 + [True] * 6
+    assert [rates[1:] for rates in task.rates[::2]] == [[], [], [pytest.approx(0.01)], [pytest.approx(0.04)], [0.1]]
+    assert all(task.modes)  # train_bn
+
+
+@pytest.mark.parametrize("make", [Stages, lambda: BackboneFinetuning(1, train_bn=False)], ids=["base", "backbone"])
+def test_a_run_that_goes_on_is_the_one_that_never_stopped(tmp_path, make):
+    saver = ModelCheckpoint(tmp_path / "c", save_top_k=-1, every_n_train_steps=1)
+    made, whole = fit(tmp_path, make(), saver)
+    expected = copy.deepcopy(made.optimizers[0].state_dict())
+    for path in sorted((tmp_path / "c").iterdir()):
+        again, task = fit(tmp_path, make(), ckpt_path=path)
+        assert all(torch.equal(task.state_dict()[name], value) for name, value in whole.state_dict().items()), path
+        assert again.optimizers[0].state_dict()["param_groups"] == expected["param_groups"]
+        assert [p.requires_grad for p in task.parameters()] == [p.requires_grad for p in whole.parameters()]
+
+
+def test_what_is_refused(tmp_path):
+    class Other(treadle.TaskModule):
+        training_step = configure_optimizers = lambda *_: None
+
+    with pytest.raises(ValueError, match="a module named backbone"):
+        trainer(tmp_path, BackboneFinetuning()).fit(Other(), loader())
+    with pytest.raises(ValueError, match="the frozen backbone"):
+        fit(tmp_path, BackboneFinetuning(), task=Task(filtered=False))
+    with pytest.raises(ValueError, match="sharded"):
+        fit(tmp_path, Stages(), strategy="fsdp")
+    with pytest.raises(NotImplementedError, match="freeze_before_training"):
+        fit(tmp_path, BaseFinetuning())
+
+
+@pytest.mark.parametrize("in_sequence", [False, True])
+def test_a_scheduler_that_has_no_rate_for_the_backbone_is_named(tmp_path, in_sequence):
+    class Scheduled(Task):
+        def configure_optimizers(self):
+            optimizer, kinds = super().configure_optimizers(), torch.optim.lr_scheduler
+            scheduler = kinds.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+            if in_sequence:
+                scheduler = kinds.SequentialLR(optimizer, [scheduler, kinds.ConstantLR(optimizer)], [9])
+            return [optimizer], [scheduler]
+
+    probe = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(probe, lambda epoch: 1.0)
+    probe.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    probe.step()
+    try:
+        scheduler.step()
+    except ValueError:  # this torch can't; older ones leave the other groups as they are
+        with pytest.raises(
+            ValueError, match=r"LR was made for 1 of the 2 groups .* BackboneFinetuning .*ExponentialLR"
+        ):
+            fit(tmp_path, BackboneFinetuning(1), task=Scheduled())
+    else:
+        fit(tmp_path, BackboneFinetuning(1), task=Scheduled())
+
+
+def test_nested_modules_are_found_once():
+    shared = nn.Linear(1, 1)
+    nested = [nn.ModuleDict({"a": shared, "b": nn.Sequential(nn.Linear(1, 1), nn.ReLU())}), [shared]]
+    flat = BaseFinetuning.flatten_modules(nested)
+    assert [type(part).__name__ for part in flat] == ["Linear", "Linear", "ReLU"]
+    assert len(list(BaseFinetuning.filter_params(nested))) == 4
+
+
+def in_a_world(root, ckpt_path):
+    saver = ModelCheckpoint(root + "/c", every_n_train_steps=1, save_top_k=-1)
+    treadle.seed_everything(1)
+    _, task = fit(root, Stages(), *([] if ckpt_path else [saver]), strategy="ddp", ckpt_path=ckpt_path)
+    return {n: v.clone() for n, v in task.state_dict().items()}, task.trained
+
+
+def test_two_processes_reduce_what_joins_later(tmp_path):
+    (first, trained), (second, _) = run(in_a_world, 2, str(tmp_path), None)
+    assert all(torch.equal(first[name], second[name]) for name in first if "running" not in name)
+    assert trained == [False] * 1 + [True] * 3
+    for path in sorted((tmp_path / "c").iterdir())[1:3]:
+        again = run(in_a_world, 2, str(tmp_path), str(path))[0][0]
+        assert all(torch.equal(first[name], again[name]) for name in first)

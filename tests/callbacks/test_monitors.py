@@ -1,0 +1,392 @@
+"""What measures a run: `ThroughputMonitor`, `DeviceStatsMonitor`, and `LearningRateMonitor`'s names."""
+
+import itertools
+import time
+
+import pytest
+import torch
+from callback_runs import Tiny, fit, loader, trainer
+from processes import run
+from test_others import Rows
+from torch import nn
+from torch.utils.data import DataLoader
+from treadle.callbacks import (
+    DeviceStatsMonitor,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    Throughput,
+    ThroughputMonitor,
+    measure_flops,
+)
+from treadle.callbacks.peak_flops import peak_flops
+
+# -- Throughput ----------------------------------------------------------------------------------------------------
+
+
+def test_rates_by_hand():
+    meter = Throughput(available_flops=1000.0, world_size=2, window_size=3, separator="-")
+    with pytest.raises(ValueError, match=r"first update\(\)"):
+        meter.compute()
+    meter.update(time=1.0, batches=1, samples=4, lengths=40, flops=100)
+    meter.update(time=2.0, batches=3, samples=10, lengths=90, flops=200)
+    assert meter.compute() == {"time": 2.0, "batches": 3, "samples": 10, "lengths": 90}
+    meter.update(time=4.0, batches=5, samples=20, lengths=200, flops=400)
+    meter.update(time=6.0, batches=7, samples=30, lengths=290, flops=800)  # the first one falls out
+    assert meter.compute() == {
+        "time": 6.0,
+        "batches": 7,
+        "samples": 30,
+        "lengths": 290,
+        "device-batches_per_sec": 1.0,
+        "batches_per_sec": 2.0,
+        "device-samples_per_sec": 5.0,
+        "samples_per_sec": 10.0,
+        "device-items_per_sec": 50.0,
+        "items_per_sec": 100.0,
+        "device-flops_per_sec": 300.0,
+        "flops_per_sec": 600.0,
+        "device-mfu": 0.3,
+    }
+    with pytest.raises(ValueError, match=r"time=6.0 must be more than 6.0"):
+        meter.update(time=6.0, batches=8, samples=31, lengths=300)
+    with pytest.raises(ValueError, match="give always the same"):
+        meter.update(time=7.0, batches=8, samples=31)
+    meter.reset()
+    meter.update(time=0.0, batches=0, samples=0)
+    for wrong in ({"window_size": 1}, {"world_size": 0}, {"available_flops": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Throughput(**wrong)
+
+
+def test_operations_by_hand():
+    with torch.device("meta"):
+        model, x = nn.Linear(8, 16), torch.randn(4, 8, requires_grad=True)
+    forward = 2 * 4 * 8 * 16
+    assert measure_flops(model, lambda: model(x)) == forward
+    assert measure_flops(model, lambda: model(x), torch.Tensor.sum) == 3 * forward
+    here = nn.Linear(8, 16)
+    here.weight.grad = before = torch.ones(16, 8)
+    measure_flops(here, lambda: here(torch.randn(4, 8)), torch.sum)
+    assert here.weight.grad is before
+    assert torch.equal(before, torch.ones(16, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4e12),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756e12),
+        ("NVIDIA H200", torch.float32, 66.9e12),
+        ("NVIDIA A100-SXM4-40GB", "tf32", 156e12),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "tf32", None),
+        ("Tesla V100-PCIE-16GB", torch.float16, 112e12),
+        ("Tesla V100-SXM2-16GB", torch.float16, 125e12),
+        ("Tesla T4", torch.bfloat16, None),
+        ("NVIDIA L40S", torch.float16, 362e12),
+        ("NVIDIA L4", torch.float16, 121e12),
+        ("NVIDIA GeForce RTX 3090 Ti", torch.float16, 80e12),
+        ("NVIDIA GeForce RTX 3070 Ti", torch.float16, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.float16, None),
+        ("AMD Instinct MI300X", torch.bfloat16, 1307.4e12),
+        ("Some other device", torch.float32, None),
+    ],
+)
+def test_what_a_device_could_do(name, dtype, peak):
+    assert peak_flops(name, dtype) == (peak and pytest.approx(peak))
+
+
+# -- ThroughputMonitor ---------------------------------------------------------------------------------------------
+
+
+class Works(Tiny):
+    """Its validation takes as long as 20 steps."""
+
+    flops_per_batch = 500.0
+
+    def __init__(self, pause=0.01):
+        super().__init__([1.0], pause)
+
+    def validation_step(self, batch, batch_idx):
+        time.sleep(0.1)
+
+
+def rows_of(rows, name):
+    return [(step, row) for step, row in rows.rows if name in row]
+
+
+def test_a_run_is_measured(tmp_path):
+    rows = Rows()
+    monitor = ThroughputMonitor(length_fn=lambda batch: batch[0].numel(), window_size=4, available_flops=1e6)
+    fit(tmp_path, monitor, task=Works(), logger=rows, log_every_n_steps=2, samples=9)  # the last batch has one sample
+    found = rows_of(rows, "train/time")
+    assert [step for step, _ in found] == [2, 4, 6, 8, 10]
+    assert [row["train/batches"] for _, row in found] == [2, 4, 6, 8, 10]
+    assert [row["train/samples"] for _, row in found] == [4, 8, 11, 15, 18]
+    assert [row["train/lengths"] for _, row in found] == [8, 16, 22, 30, 36]
+    assert "train/device/samples_per_sec" not in found[0][1]
+    for (_, first), (_, last) in zip([({}, {"train/time": 0.0, "train/samples": 0}), *found], found[1:], strict=False):
+        seconds = last["train/time"] - first["train/time"]
+        assert last["train/device/samples_per_sec"] == pytest.approx(
+            (last["train/samples"] - first["train/samples"]) / seconds, rel=0.01
+        )
+        assert last["train/device/batches_per_sec"] == pytest.approx(4 / seconds, rel=0.01)
+        assert last["train/device/flops_per_sec"] == pytest.approx(4 * 500 / seconds, rel=0.01)
+        assert last["train/device/mfu"] == pytest.approx(4 * 500 / seconds / 1e6, rel=0.01)
+        assert "train/samples_per_sec" not in last
+    assert 0.1 < found[-1][1]["train/time"] < 0.35  # 10 steps of 0.01, and not the 0.4 of two validations
+    for step, row in rows_of(rows, "validate/time"):
+        assert step in (5, 10)
+        assert (row["validate/batches"], row["validate/samples"], row["validate/lengths"]) == (2, 4, 8)
+        assert row["validate/device/samples_per_sec"] == pytest.approx(4 / row["validate/time"])
+        assert 0.2 <= row["validate/time"] < 0.5
+
+
+def test_without_a_function_and_without_a_logger(tmp_path):
+    made = fit(tmp_path, ThroughputMonitor(window_size=2), log_every_n_steps=5, accumulate_grad_batches=2, max_epochs=4)
+    assert made.progress.step == 12
+    assert made.logged_metrics["train/samples"] == 34  # at step 10, the first one of the fourth epoch
+    assert made.logged_metrics["train/batches"] == 17
+    assert "train/device/flops_per_sec" not in made.logged_metrics
+
+
+def test_test_and_predict_are_measured(tmp_path):
+    class Predicts(Tiny):
+        def predict_step(self, batch, batch_idx):
+            return batch[0]
+
+    rows = Rows()
+    made = trainer(tmp_path, ThroughputMonitor(), logger=rows)
+    made.test(Predicts(), loader(7), verbose=False)
+    made.predict(Predicts(), loader(5))
+    assert rows_of(rows, "test/time")[0][1]["test/samples"] == 7
+    assert rows_of(rows, "predict/time")[0][1]["predict/device/samples_per_sec"] > 0
+
+
+def test_it_goes_on_counting_where_a_run_goes_on(tmp_path):
+    saver = ModelCheckpoint(tmp_path / "c", every_n_train_steps=4, save_top_k=-1)
+    make = lambda: ThroughputMonitor(lambda batch: len(batch[0]), lambda batch: batch[0].numel(), window_size=2)  # noqa: E731
+    first, second = Rows(), Rows()
+    fit(tmp_path, make(), saver, logger=first, log_every_n_steps=2, max_steps=6)
+    fit(tmp_path, make(), logger=second, log_every_n_steps=2, ckpt_path=tmp_path / "c" / "epoch=0-step=4.ckpt")
+    before, after = rows_of(first, "train/time"), rows_of(second, "train/time")
+    counts = [(step, row["train/samples"], row["train/lengths"]) for step, row in after]
+    assert counts == [(6, 12, 24), (8, 16, 32), (10, 20, 40)]
+    assert after[0][1]["train/time"] > before[1][1]["train/time"]
+
+
+def test_a_function_that_fails_does_not_end_the_run(tmp_path):
+    with pytest.warns(UserWarning, match="can't count a batch.*TypeError"):
+        made = fit(tmp_path, ThroughputMonitor(lambda batch: batch["tokens"]), log_every_n_steps=2)
+    assert made.global_step == 10
+
+
+def test_arguments(tmp_path):
+    with pytest.raises(TypeError, match="batch_size_fn=3"):
+        ThroughputMonitor(3)
+    with pytest.raises(ValueError, match="log_every_n_steps"):
+        fit(tmp_path, ThroughputMonitor(), log_every_n_steps=0)
+    with pytest.raises(ValueError, match="flops_per_batch"):
+        fit(tmp_path, ThroughputMonitor(available_flops=1e12))
+
+
+def uneven(root, fails):
+    """Rank 1's samples have more items than rank 0's."""
+    rows = Rows()
+
+    def items(batch):
+        if fails and made.global_rank == 1:
+            raise KeyError("tokens")
+        return float(batch.sum())
+
+    made = trainer(
+        root,
+        ThroughputMonitor(length_fn=items, window_size=2),
+        logger=rows,
+        log_every_n_steps=2,
+        max_epochs=1,
+        strategy="ddp",
+        devices=2,
+    )
+    data = torch.arange(1.0, 15.0).reshape(7, 2)  # the last global batch has three samples
+    made.fit(Flat(), DataLoader(data, 1))
+    return made.global_step, rows.rows
+
+
+class Flat(Tiny):
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).mean()
+
+
+def test_two_processes_are_counted_together(tmp_path):
+    first, second = run(uneven, 2, str(tmp_path), False)
+    assert first[0] == second[0] == 4
+    assert not any("train/time" in row for _, row in second[1])
+    found = [row for _, row in first[1] if "train/time" in row]
+    assert [row["train/samples"] for row in found] == [2, 3.5]
+    assert [row["train/lengths"] for row in found] == [sum(range(1, 9)) / 2, sum(range(1, 15)) / 2]
+    assert [row["train/batches"] for row in found] == [2, 4]
+    last = found[-1]
+    assert last["train/samples_per_sec"] == pytest.approx(2 * last["train/device/samples_per_sec"])
+
+
+def test_one_process_that_can_not_count_turns_it_off_on_all(tmp_path):
+    first, second = run(uneven, 2, str(tmp_path), True)
+    assert first[0] == second[0] == 4
+    assert not any("train/time" in row for _, row in first[1])
+
+
+# -- DeviceStatsMonitor --------------------------------------------------------------------------------------------
+
+
+def test_the_cpu(tmp_path):
+    rows = Rows()
+    fit(tmp_path, DeviceStatsMonitor(), values=[1.0], logger=rows, log_every_n_steps=2, accumulate_grad_batches=2)
+    assert [step for step, _ in rows_of(rows, "DeviceStatsMonitor.on_train_batch_start/cpu_percent")] == [2, 4, 6]
+    found = rows_of(rows, "DeviceStatsMonitor.on_train_batch_end/cpu_vm_percent")
+    assert [step for step, _ in found] == [2, 4, 6]
+    assert 0 < found[0][1]["DeviceStatsMonitor.on_train_batch_end/cpu_vm_percent"] <= 100
+    assert "DeviceStatsMonitor.on_train_batch_end/cpu_swap_percent" in found[0][1]
+    assert len(rows_of(rows, "DeviceStatsMonitor.on_validation_batch_end/cpu_percent")) == 2
+    rows = Rows()
+    fit(tmp_path, DeviceStatsMonitor(cpu_stats=False), logger=rows, log_every_n_steps=1)
+    assert not any("DeviceStats" in name for _, row in rows.rows for name in row)
+
+
+def test_what_it_needs(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="nothing to write to"):
+        fit(tmp_path, DeviceStatsMonitor())
+    with pytest.raises(TypeError, match="cpu_stats='yes'"):
+        DeviceStatsMonitor("yes")
+    monkeypatch.setattr("treadle.callbacks.optional.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"psutil.*treadle\[psutil\]"):
+        DeviceStatsMonitor(cpu_stats=True)
+    with pytest.raises(ModuleNotFoundError, match="psutil"):
+        fit(tmp_path, DeviceStatsMonitor(), logger=Rows())
+
+
+def test_a_failing_sensor_does_not_end_the_run(tmp_path, monkeypatch):
+    def broken():
+        raise OSError("no /proc")
+
+    monkeypatch.setattr("psutil.virtual_memory", broken)
+    with pytest.warns(UserWarning, match="DeviceStatsMonitor failed and is off from now on: OSError"):
+        assert fit(tmp_path, DeviceStatsMonitor(), logger=Rows()).global_step == 10
+
+
+# -- LearningRateMonitor's names: those of Lightning 2.6.6, seen by running it ----------------------------------------
+
+
+class Several(Tiny):
+    """Two networks, two optimizers, stepped by hand."""
+
+    def __init__(self, build):
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(2, 1)
+        self.build = build
+
+    def configure_optimizers(self):
+        return self.build(self.net.parameters(), self.other.parameters())
+
+    def training_step(self, batch, batch_idx):
+        for number, (optimizer, part) in enumerate(zip(self.optimizers(), (self.net, self.other), strict=True)):
+            if number and batch_idx % 2 == 0:
+                continue  # the second one only every other batch
+            loss = part(batch[0]).pow(2).mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] /= 2
+
+
+def adams(first, second):
+    return [torch.optim.Adam(first, lr=1.0), torch.optim.Adam(second, lr=8.0)]
+
+
+def one_scheduled(first, second):
+    made = adams(first, second)
+    return made, [torch.optim.lr_scheduler.StepLR(made[1], 100)]
+
+
+def one_named(first, second):
+    made = adams(first, second)
+    return made, [{"scheduler": torch.optim.lr_scheduler.StepLR(made[0], 100), "name": "mine"}]
+
+
+def groups(first, second):
+    (weight, bias), both = first, list(second)
+    return [
+        torch.optim.SGD([{"params": [weight]}, {"params": [bias], "name": "bias"}], lr=1.0),
+        torch.optim.SGD([{"params": both, "name": "all"}], lr=8.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [
+        (adams, {"lr-Adam": 1.0, "lr-Adam-1": 8.0}),
+        (one_scheduled, {"lr-Adam": 8.0, "lr-Adam-1": 1.0}),
+        (one_named, {"mine": 1.0, "lr-Adam": 8.0}),
+        (groups, {"lr-SGD/pg1": 1.0, "lr-SGD/bias": 1.0, "lr-SGD-1/all": 8.0}),
+    ],
+)
+def test_names_of_several_optimizers(tmp_path, build, names):
+    rows = Rows()
+    fit(tmp_path, LearningRateMonitor("step"), task=Several(build), logger=rows, log_every_n_steps=1, max_epochs=1)
+    found = [
+        (step, {k: v for k, v in row.items() if k != "epoch"}) for step, row in rows.rows if "train_loss" not in row
+    ]
+    assert found[0] == (1, names)
+    assert [step for step, _ in found] == [1, 2, 3, 4, 5]
+    scale = [1, 2, 4, 8, 16]  # what each of the first one's steps was taken with; of the second's 1, 1, 2, 2, 4
+    first, second = [next(name for name, value in names.items() if value == start) for start in (1.0, 8.0)]
+    assert [row[first] for _, row in found] == [1 / by for by in scale]
+    assert [row[second] for _, row in found] == [8.0, 8.0, 4.0, 4.0, 2.0]
+
+
+def test_groups_with_one_name_are_an_error(tmp_path):
+    def twice(first, second):
+        return [torch.optim.SGD([{"params": list(p), "name": "a"} for p in (first, second)], lr=1.0)]
+
+    with pytest.raises(ValueError, match="several parameter groups with the name 'a'"):
+        fit(tmp_path, LearningRateMonitor(), task=Several(twice), logger=Rows())
+
+
+def test_no_momentum_is_said(tmp_path):
+    class Plain(Tiny):
+        def configure_optimizers(self):
+            return torch.optim.Adagrad(self.parameters(), lr=0.5, weight_decay=0.25)
+
+    monitor = LearningRateMonitor("epoch", log_momentum=True, log_weight_decay=True)
+    with pytest.warns(UserWarning, match="Adagrad has no momentum"):
+        fit(tmp_path, monitor, task=Plain(), logger=Rows(), max_epochs=1)
+    assert monitor.last_momentum_values == {"lr-Adagrad-momentum": 0.0}
+    assert monitor.last_weight_decay_values == {"lr-Adagrad-weight_decay": 0.25}
+
+
+def test_groups_that_are_added_later(tmp_path):
+    class Grows(Tiny):
+        def configure_optimizers(self):
+            return torch.optim.SGD([self.net.weight], lr=1.0)
+
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                self.trainer.optimizers[0].add_param_group({"params": [self.net.bias], "lr": 0.5})
+
+    monitor = LearningRateMonitor("step")
+    fit(tmp_path, monitor, task=Grows(), logger=Rows(), log_every_n_steps=5)
+    assert monitor.lrs == {"lr-SGD/pg1": [1.0, 1.0], "lr-SGD/pg2": [0.5]}
+
+
+def test_they_cost_a_step_next_to_nothing(tmp_path):
+    monitors = [ThroughputMonitor(), DeviceStatsMonitor(), LearningRateMonitor()]
+    made = fit(tmp_path, *monitors, logger=Rows(), log_every_n_steps=1000)
+    hooks = (made.hooks.on_train_batch_start, made.hooks.on_train_batch_end, made.hooks.on_step_end)
+    arguments = ((None, 0), ({}, None, 0), ())
+    began = time.perf_counter()
+    for _ in range(5000):
+        for hook, given in itertools.chain.from_iterable(
+            [(hook, given) for hook in every] for every, given in zip(hooks, arguments, strict=True)
+        ):
+            hook(*given)
+    assert (time.perf_counter() - began) / 5000 < 20e-6  # 2 µs on a free core

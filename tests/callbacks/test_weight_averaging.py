@@ -1,0 +1,266 @@
+"""Averaged weights, against loops by hand; resumed, sharded, swapped, saved."""
+
+import pytest
+import torch
+from callback_runs import loader, trainer
+from processes import run
+from torch import nn
+from treadle.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+    averaged_weights,
+)
+
+import treadle
+
+
+class Task(treadle.TaskModule):
+    """Notes its weights after each step and in each validation."""
+
+    def __init__(self, fails=None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        self.fails = fails
+        self.trained, self.validated, self.tested = [], [], []
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).pow(2).mean()
+
+    def on_before_zero_grad(self, optimizer):
+        self.trained.append(flat(self))
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(flat(self))
+        self.log("val_loss", self.net(batch[0]).mean())
+        if self.fails is not None and self.global_step == self.fails:
+            raise RuntimeError("planned")
+
+    def test_step(self, batch, batch_idx):
+        self.tested.append(flat(self))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+def flat(task):
+    return torch.cat([whole(p).flatten() for p in task.parameters()]).clone()
+
+
+def whole(tensor):
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def by_hand(weights, decay):
+    average = weights[0]
+    for value in weights[1:]:
+        average = decay * average + (1 - decay) * value
+    return average
+
+
+def fit(root, *callbacks, task=None, samples=12, ckpt_path=None, **flags):
+    task = task or Task()
+    made = trainer(root, *callbacks, **flags)
+    made.fit(task, loader(samples, 3), loader(2), ckpt_path=ckpt_path)
+    return made, task
+
+
+def test_an_exponential_average_as_by_hand(tmp_path):
+    _, task = fit(tmp_path, EMAWeightAveraging(decay=0.8))
+    assert torch.allclose(task.validated[0], by_hand(task.trained[:4], 0.8), atol=1e-6)
+    assert torch.allclose(flat(task), by_hand(task.trained, 0.8), atol=1e-6)
+    plain = Task()
+    fit(tmp_path, task=plain)
+    assert torch.equal(torch.stack(plain.trained), torch.stack(task.trained))  # training itself is unchanged
+
+
+def test_the_mean_and_functions_of_ones_own(tmp_path):
+    tasks = [
+        fit(tmp_path, WeightAveraging(**arguments))[1]
+        for arguments in (
+            {},
+            {"avg_fn": lambda averaged, current, count: averaged + (current - averaged) / (count + 1)},
+            {"multi_avg_fn": lambda many, current, count: torch._foreach_lerp_(many, current, 1 / (int(count) + 1))},
+        )
+    ]
+    mean = torch.stack(tasks[0].trained).mean(0)
+    assert all(torch.allclose(flat(task), mean, atol=1e-6) for task in tasks)
+    reference = torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1))  # torch's own, for one more witness
+    reference.module.weight.data.zero_()
+    for value in (1.0, 4.0, 10.0):
+        source = nn.Linear(1, 1)
+        source.weight.data.fill_(value)
+        reference.update_parameters(source)
+    assert reference.module.weight.item() == pytest.approx(5.0)
+
+
+def test_when_to_average(tmp_path):
+    task = fit(tmp_path, EMAWeightAveraging(decay=0.5, update_every_n_steps=2, update_starting_at_step=3))[1]
+    assert torch.allclose(flat(task), by_hand([task.trained[n] for n in (4, 6)], 0.5), atol=1e-6)
+    task = fit(tmp_path, EMAWeightAveraging(decay=0.5, update_starting_at_epoch=1))[1]
+    assert torch.equal(task.validated[0], task.trained[3])  # no average yet: the weights themselves
+    assert torch.allclose(flat(task), by_hand(task.trained[4:], 0.5), atol=1e-6)
+    task = fit(tmp_path, EMAWeightAveraging(decay=0.5, update_every_n_steps=0))[1]
+    assert torch.allclose(flat(task), by_hand([task.trained[3], task.trained[7]], 0.5), atol=1e-6)
+    task = fit(tmp_path, EMAWeightAveraging(update_starting_at_step=100))[1]
+    assert torch.equal(flat(task), task.trained[-1])
+
+
+@pytest.mark.parametrize("buffers", [True, False], ids=["buffers", "parameters"])
+def test_buffers(tmp_path, buffers):
+    class Notes(Callback):
+        def on_train_batch_end(self, trainer, task, *_):
+            norm = task.net[1]
+            seen.append((norm.running_mean.clone(), norm.num_batches_tracked.clone()))
+
+    seen = []
+    task = fit(tmp_path, EMAWeightAveraging(decay=0.8, use_buffers=buffers), Notes())[1]
+    expected = by_hand([mean for mean, _ in seen], 0.8) if buffers else seen[-1][0]
+    assert torch.allclose(task.net[1].running_mean, expected)
+    assert task.net[1].num_batches_tracked == seen[-1][1]  # a count isn't averaged
+
+
+def test_averages_of_half_precision_move(tmp_path):
+    averaging = EMAWeightAveraging(decay=0.999)
+    task = fit(tmp_path, averaging, precision="bf16-true", max_epochs=6)[1]
+    expected = by_hand([value.float() for value in task.trained], 0.999)
+    assert torch.equal(flat(task), expected.bfloat16())
+    assert not torch.equal(flat(task), task.trained[0])  # what an average in bfloat16 would still be
+
+
+def test_a_checkpoint_has_the_weights_and_the_averages(tmp_path):
+    made, task = fit(tmp_path, EMAWeightAveraging(decay=0.8), ModelCheckpoint(tmp_path / "c"))
+    path = made.checkpoint_callback.best_model_path
+    assert torch.equal(flat(Task.load_from_checkpoint(path)), task.trained[-1])
+    other = Task()
+    other.load_state_dict(averaged_weights(path))
+    assert torch.equal(flat(other), flat(task))
+    assert torch.equal(other.net[1].running_var, task.net[1].running_var)
+    light = tmp_path / "light"
+    made.save_checkpoint(light, weights_only=True)
+    assert torch.equal(averaged_weights(light)["net.0.weight"], task.net[0].weight)
+    fresh = Task()
+    again = trainer(tmp_path, EMAWeightAveraging())
+    again.test(fresh, loader(2), ckpt_path=path, verbose=False)
+    assert torch.equal(fresh.tested[0], flat(task))
+    assert torch.equal(flat(fresh), task.trained[-1])
+    trainer(tmp_path).test(fresh, loader(2), ckpt_path=path, verbose=False)
+    assert torch.equal(fresh.tested[-1], task.trained[-1])
+    fit(tmp_path, ModelCheckpoint(tmp_path / "d"), max_epochs=1)
+    with pytest.raises(ValueError, match="no averaged weights"):
+        averaged_weights(next((tmp_path / "d").iterdir()))
+
+
+@pytest.mark.parametrize("step", [3, 4, 6])
+def test_a_run_that_goes_on_is_the_one_that_never_stopped(tmp_path, step):
+    saver = ModelCheckpoint(tmp_path / "c", every_n_train_steps=step, save_top_k=-1)
+    _, whole_run = fit(tmp_path, EMAWeightAveraging(decay=0.8), saver, max_epochs=3)
+    path = next(p for p in (tmp_path / "c").iterdir() if p.name.endswith(f"step={step}.ckpt"))
+    _, task = fit(tmp_path, EMAWeightAveraging(decay=0.8), ckpt_path=path, max_epochs=3)
+    assert torch.equal(flat(task), flat(whole_run))
+    assert torch.equal(task.net[1].running_mean, whole_run.net[1].running_mean)
+    assert torch.equal(task.validated[-1], whole_run.validated[-1])
+
+
+def test_it_is_taken_out_when_validation_fails_and_what_is_saved_goes_on(tmp_path):
+    whole_run = fit(tmp_path, EMAWeightAveraging(decay=0.8))[1]
+    task, saver = Task(fails=4), OnExceptionCheckpoint(tmp_path / "c")
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(tmp_path, EMAWeightAveraging(decay=0.8), saver, task=task)
+    assert torch.equal(flat(task), task.trained[-1])
+    resumed = fit(tmp_path, EMAWeightAveraging(decay=0.8), ckpt_path=saver.ckpt_path)[1]
+    assert torch.equal(resumed.validated[0], whole_run.validated[0])
+    assert torch.equal(flat(resumed), flat(whole_run))
+
+
+def test_tied_weights_are_averaged_under_each_of_their_names(tmp_path):
+    class Tied(Task):
+        def __init__(self):
+            super().__init__()
+            self.again = nn.Linear(2, 3)
+            self.again.weight = self.net[0].weight
+            self.norm = self.net[1]  # a whole part, with buffers
+
+    made, task = fit(tmp_path, EMAWeightAveraging(decay=0.8), ModelCheckpoint(tmp_path / "c"), task=Tied())
+    path = made.checkpoint_callback.best_model_path
+    other = Tied()
+    other.load_state_dict(averaged_weights(path))
+    assert torch.allclose(flat(other), by_hand(task.trained, 0.8), atol=1e-6)
+    assert torch.equal(other.norm.running_mean, task.norm.running_mean)
+    resumed = fit(tmp_path, EMAWeightAveraging(decay=0.8), task=Tied(), ckpt_path=path, max_epochs=3)[1]
+    whole_run = fit(tmp_path, EMAWeightAveraging(decay=0.8), task=Tied(), max_epochs=3)[1]
+    assert torch.equal(flat(resumed), flat(whole_run))
+
+
+def test_what_is_refused(tmp_path):
+    class SavesInValidation(Callback):
+        def on_validation_epoch_end(self, trainer, task):
+            trainer.save_checkpoint(tmp_path / "x")
+
+    with pytest.raises(ValueError, match="list the averaging callback before the one that saves"):
+        fit(tmp_path, EMAWeightAveraging(), SavesInValidation())
+    with pytest.raises(ValueError, match="two callbacks that average"):
+        fit(tmp_path, EMAWeightAveraging(), StochasticWeightAveraging(0.1))
+    with pytest.raises(TypeError, match=r"no argument 'avg_fun'.*avg_fn"):
+        WeightAveraging(avg_fun=None)
+    with pytest.raises(TypeError, match="'avg_fn'"):
+        EMAWeightAveraging(avg_fn=print)
+    with pytest.raises(ValueError, match="at most 1"):
+        EMAWeightAveraging(decay=1.5)
+
+
+# -- several processes ---------------------------------------------------------------------------------------------
+
+
+def in_a_world(root, strategy, ckpt_path):
+    saver = ModelCheckpoint(root + "/c", every_n_train_steps=3, save_top_k=-1, enable_version_counter=False)
+    callbacks = [EMAWeightAveraging(decay=0.8), *([] if ckpt_path else [saver])]
+    treadle.seed_everything(1)
+    task = Task()
+    made = trainer(root, *callbacks, strategy=strategy, devices="auto")
+    made.fit(task, loader(12, 3), loader(2), ckpt_path=ckpt_path)
+    lengths = {sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in task.parameters())}
+    return flat(task), torch.stack(task.trained), task.validated[-1], lengths
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_average_what_each_holds(tmp_path, strategy):
+    first, second = run(in_a_world, 2, str(tmp_path), strategy, None)
+    assert torch.equal(first[0], second[0])
+    assert torch.allclose(first[0], by_hand(list(first[1]), 0.8), atol=1e-6)
+    assert torch.allclose(first[2], first[0], atol=1e-6)
+    path = next(p for p in (tmp_path / "c").iterdir() if p.name.endswith("step=3.ckpt"))
+    again = run(in_a_world, 2, str(tmp_path), strategy, str(path))[0]
+    assert torch.equal(again[0], first[0])
+    alone = averaged_weights(path)
+    assert torch.allclose(
+        torch.cat([alone[name].flatten() for name, _ in Task().named_parameters()]),
+        by_hand(list(first[1][:3]), 0.8),
+        atol=1e-6,
+    )
+    # Alone, without sharding: the same averages to begin with, then its own steps.
+    own = Task()
+    averaging = EMAWeightAveraging(decay=0.8)
+    made = trainer(tmp_path, averaging)
+    made.fit(own, loader(12, 6), loader(2), ckpt_path=path)
+    steps = list(first[1][:3]) + own.trained
+    assert torch.allclose(flat(own), by_hand(steps, 0.8), atol=1e-6)
+
+
+def test_an_error_just_before_it_was_told_of_a_step(tmp_path):
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 3:
+                raise RuntimeError("planned")
+
+    whole_run = fit(tmp_path, EMAWeightAveraging(decay=0.8))[1]
+    saver = OnExceptionCheckpoint(tmp_path / "c")
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(tmp_path, Fails(), EMAWeightAveraging(decay=0.8), saver)
+    resumed = fit(tmp_path, EMAWeightAveraging(decay=0.8), ckpt_path=saver.ckpt_path)[1]
+    assert torch.equal(flat(resumed), flat(whole_run))

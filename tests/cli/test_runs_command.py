@@ -1,0 +1,513 @@
+"""`treadle runs`: the list, a look at one run, curves as they are drawn, and folders that nobody should trust."""
+
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from processes import clean_environment
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks.run_record import RunRecord
+from treadle.trainer import run_listing
+from treadle.trainer.run_folder import RunFolder
+from treadle.trainer.runs_command import main
+from treadle.trainer.terminal_plot import plot
+
+import treadle
+from treadle.__main__ import main as treadle_main
+
+STEPS = list(range(0, 101))
+
+
+def made(directory, name="default", state="finished", held=False, charts=None, **facts):
+    folder = RunFolder.create(directory, name)
+    folder.record({"state": state, **facts}, charts)
+    if not held:
+        folder.release()
+    return folder
+
+
+def out(capsys, *arguments, status=0):
+    assert main([str(one) for one in arguments]) == status
+    said = capsys.readouterr()
+    return said.err if status else said.out
+
+
+def listed(text):
+    return [line.split()[0] for line in text.splitlines()[1:]]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "40")
+
+
+# -- the list --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """One run in each state, held or not."""
+    now = time.time()
+    best = {"metric": "val_loss", "value": 0.25, "mode": "min"}
+    made(tmp_path, "old", began=now - 3 * 86400, steps=1200, epochs=3, best=best)
+    made(tmp_path, "new", "failed: ValueError", began=now - 7200, steps=5, error="ValueError: no")
+    made(tmp_path, "new", "interrupted", began=now - 3600)
+    made(tmp_path, "new", "running", began=now - 60)
+    kept = made(tmp_path, "new", "running", held=True, began=now - 30, best={"metric": "acc", "value": "nan"})
+    yield tmp_path
+    kept.release()
+
+
+def test_the_list_shows_how_they_stand_the_newest_last(runs, capsys):
+    lines = out(capsys, runs).splitlines()
+    assert lines[0].split() == ["run", "state", "began", "took", "steps", "epochs", "best"]
+    assert listed("\n".join(lines)) == ["old/1", "new/1", "new/2", "new/3", "new/4"]
+    words = [line.split("  ") for line in lines[1:]]
+    assert [[word.strip() for word in line if word.strip()][1] for line in words] == [
+        "finished",
+        "failed: ValueError",
+        "interrupted",
+        "killed",
+        "running",
+    ]
+    assert "3 days ago" in lines[1]
+    assert lines[1].endswith("1,200       3  val_loss 0.25")
+    assert "2 h ago" in lines[2]
+    assert lines[5].endswith("acc nan")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--state", "failed"], ["new/1"]),
+        (["--state", "killed"], ["new/3"]),
+        (["--state", "running"], ["new/4"]),
+        (["--name", "old"], ["old/1"]),
+        (["--name", "new", "--state", "interrupted"], ["new/2"]),
+    ],
+    ids=["failed", "killed", "running", "name", "both"],
+)
+def test_some_of_them(options, expected, runs, capsys):
+    assert listed(out(capsys, runs, *options)) == expected
+    found = json.loads(out(capsys, runs, *options, "--json"))
+    assert [f"{run['name']}/{run['number']}" for run in found] == expected
+
+
+def test_a_name_s_own_folder_is_listed_too(runs, capsys):
+    assert listed(out(capsys, runs / "new")) == ["new/1", "new/2", "new/3", "new/4"]
+
+
+def test_as_json(runs, capsys):
+    first, *_ = json.loads(out(capsys, runs, "--json"))
+    assert (first["path"], first["state"], first["steps"]) == (str(runs / "old" / "1"), "finished", 1200)
+    assert first["best"] == {"metric": "val_loss", "value": 0.25, "mode": "min"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--state", "faild"], "--state 'faild' is not one of running, .* Did you mean 'failed'?"),
+        (["--name", "nwe"], "--name 'nwe' is not one of old, new. Did you mean 'new'?"),
+        (["--sate", "failed"], "unrecognized arguments: --sate"),
+        (["show", "9"], "there is no run 9 in runs"),
+        (["show", "1"], "1 is the number of old/1, new/1: give the name too"),
+        (["show", "old/7"], "there is no run 'old/7'"),
+        (["show", "4", "--metric", "vall"], "--metric 'vall' is not one of"),
+    ],
+    ids=["state", "name", "option", "number", "two", "path", "metric"],
+)
+def test_what_is_not_there_is_said_with_the_nearest(options, words, runs, capsys, monkeypatch):
+    monkeypatch.chdir(runs.parent)
+    runs.rename(runs.parent / "runs")
+    try:
+        said = out(capsys, *options, status=2)
+    finally:
+        (runs.parent / "runs").rename(runs)
+    assert words.split(" .* ")[0] in said
+    assert words.split(" .* ")[-1] in said
+
+
+def test_no_folder_and_no_runs(tmp_path, capsys):
+    assert "none can't be read: No such file" in out(capsys, tmp_path / "none", status=2)
+    assert out(capsys, tmp_path) == f"no runs in {tmp_path}\n"
+    assert out(capsys, tmp_path, "--json") == "[]\n"
+    assert "there are no runs" in out(capsys, "show", "--dir", tmp_path, status=2)
+
+
+def test_what_is_no_run_is_left_out(runs, capsys):
+    (runs / "notes.txt").write_text("")
+    (runs / "new" / "99").mkdir()  # claimed a moment ago, or somebody else's
+    (runs / "new" / "100").write_text("")
+    (runs / ".hidden" / "1").mkdir(parents=True)
+    (runs / "deep" / "er" / "1").mkdir(parents=True)
+    (runs / "loop").symlink_to(runs)
+    assert listed(out(capsys, runs)) == ["old/1", "new/1", "new/2", "new/3", "new/4"]
+
+
+def test_a_hundred_runs_are_listed_at_once_and_without_torch(tmp_path):
+    for _ in range(100):
+        (tmp_path / "default").mkdir(exist_ok=True)
+        path = tmp_path / "default" / str(len(os.listdir(tmp_path / "default")) + 1)
+        path.mkdir()
+        metrics = {f"metric {n}": n / 7 for n in range(20)}
+        (path / "run.json").write_text(json.dumps({"state": "running", "began": 1e9, "metrics": metrics}))
+        (path / "lock").write_text("")
+    code = (
+        "import sys; from treadle.__main__ import main; status = main(['runs', sys.argv[1]]); "
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; sys.exit(status)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    spent = []
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(command, capture_output=True, text=True, env=clean_environment())
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0, done.stderr
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert done.stdout.count("killed") == 100
+    assert min(spent) < 0.3
+
+
+def test_it_is_a_command_of_treadle(runs, capsys):
+    assert treadle_main(["runs", str(runs)]) == 0
+    assert "old/1" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        treadle_main(["runs", "--help"])
+    assert "treadle runs show 3" in capsys.readouterr().out
+
+
+# -- one of them -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one(tmp_path):
+    curves = {"train_loss": (STEPS, [2.0 - s / 100 for s in STEPS]), "val_loss": (STEPS[::10], [1.5] * 11)}
+    facts = {"steps": 100, "epochs": 2, "samples": 400, "task": "MyTask", "processes": 2, "note": "stopped early by X"}
+    best = {"metric": "val_loss", "value": 1.5, "mode": "min", "checkpoint": "checkpoints/a.ckpt"}
+    folder = made(tmp_path / "runs", "a", charts={"loss": curves, "lr": {"lr": ([0, 100], [0.5, 0.5])}},
+                  metrics={"val_loss": 1.5, "epoch": 2}, best=best, **facts)  # fmt: skip
+    folder.write_config("trainer:\n  max_epochs: 2\n")
+    return tmp_path / "runs"
+
+
+def test_a_look_at_one(one, capsys):
+    text = out(capsys, "show", one / "a" / "1")
+    lines = text.splitlines()
+    assert lines[0] == "a/1  finished (stopped early by X)"
+    assert lines[1] == str(one / "a" / "1")
+    assert lines[2].startswith("began ")
+    assert lines[3].startswith("100 steps, 2 epochs, 400 samples, MyTask, 2 processes, on ")
+    assert lines[4] == "best val_loss 1.5, checkpoints/a.ckpt"
+    for title in ("Configuration", "Environment", "Last values", "loss", "lr"):
+        assert title in lines
+    assert "    max_epochs: 2" in lines
+    assert "  val_loss  1.5" in lines
+    assert any(line.split()[:1] == ["torch"] for line in lines)
+    assert max(map(len, lines[lines.index("loss") :])) <= 100
+
+
+@pytest.mark.parametrize("how", [["show"], ["show", "1"], ["show", "a/1"], ["show", "--name", "a"]], ids=" ".join)
+def test_ways_to_name_it(how, one, capsys):
+    assert out(capsys, *how, "--dir", one).startswith("a/1  finished")
+
+
+def test_the_newest_is_shown(runs, capsys):
+    assert out(capsys, "show", "--dir", runs).startswith("new/4  running")
+    failed = out(capsys, "show", "new/1", "--dir", runs)
+    assert "ValueError: no" in failed
+
+
+def test_some_curves(one, capsys):
+    text = out(capsys, "show", "--dir", one, "--metric", "lr", "--metric", "val_loss", "--ascii")
+    assert "val_loss  1.5" in text
+    assert "train_loss" not in text
+    assert text.isascii()
+
+
+def test_one_as_json(one, capsys):
+    found = json.loads(out(capsys, "show", "--dir", one, "--json"))
+    assert found["config"] == "trainer:\n  max_epochs: 2\n"
+    assert found["charts"]["lr"]["lr"] == {"steps": [0, 100], "values": [0.5, 0.5], "missing": 0}
+    assert (found["number"], found["problems"]) == (1, [])
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, at):
+        super().__init__()
+        self.net, self.at = torch.nn.Linear(2, 1), at
+
+    def training_step(self, batch, batch_idx):
+        self.at(self.trainer.global_step)
+        loss = self.net(batch[0]).pow(2).mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def test_a_look_while_it_runs(tmp_path, capsys):
+    seen = []
+    settings = {"accelerator": "cpu", "max_epochs": 1, "log_every_n_steps": 1, "enable_progress_bar": False}
+    with RunFolder.create(tmp_path) as folder:
+        flags = folder.flags({**settings, "enable_model_summary": False})
+        recorder = next(one for one in flags["callbacks"] if isinstance(one, RunRecord))
+
+        def look(step):
+            if step == 6:
+                recorder._due = 0.0  # as if that were long ago
+            if step == 7:
+                seen.append(out(capsys, "show", "--dir", tmp_path))
+
+        treadle.Trainer(**flags).fit(Task(look), DataLoader(TensorDataset(torch.ones(8, 2))))
+    assert seen[0].startswith("default/1  running")
+    assert "7 steps, 0 epochs" in seen[0]
+    assert "train_loss" in seen[0].split("\nloss")[1]
+    assert any("⠀" < letter <= "⣿" for letter in seen[0])
+
+
+# -- curves ----------------------------------------------------------------------------------------------------------
+
+DOTS = {0x01: (0, 0), 0x02: (0, 1), 0x04: (0, 2), 0x40: (0, 3), 0x08: (1, 0), 0x10: (1, 1), 0x20: (1, 2), 0x80: (1, 3)}
+
+
+def dots(text, height):
+    """The dots of a braille chart, by column from the left and row from above; its size in dots."""
+    rows = text.splitlines()[1 : height + 1]
+    found, width = set(), 0
+    for row, line in enumerate(rows):
+        inner = line.replace("┤", "│").partition("│")[2]
+        for column, letter in enumerate(inner):
+            if "⠀" <= letter <= "⣿":
+                for bit, (x, y) in DOTS.items():
+                    if ord(letter) - 0x2800 & bit:
+                        found.add((2 * column + x, 4 * row + y))
+        width = max(width, len(inner))
+    return found, 2 * width, 4 * height
+
+
+@pytest.mark.parametrize("width", [30, 80, 119])
+def test_a_straight_line_is_drawn_where_it_is(width):
+    found, wide, high = dots(plot("t", {"a": (STEPS, [s / 100 for s in STEPS])}, width, 12), 12)
+    assert {x for x, _ in found} == set(range(wide))
+    for x, y in found:
+        value = -0.05 + 1.1 * (high - 1 - y) / (high - 1)  # 5 % of room at both ends
+        assert abs(value - x / (wide - 1)) < 1.5 * (1 / high + 1 / wide)
+
+
+def test_a_logarithmic_one_too():
+    text = plot("t", {"a": (STEPS, [10 ** (-s / 25) for s in STEPS])}, 80, 12)
+    assert text.startswith("t (logarithmic)")
+    found, wide, high = dots(text, 12)
+    for x, y in found:
+        assert abs(y / high - x / wide) < 0.08
+    assert "0.01" in text
+
+
+def test_no_peak_gets_lost():
+    values = [0.0] * 50_000
+    values[31_234] = 1.0
+    found, wide, high = dots(plot("t", {"a": (range(50_000), values)}, 60, 8), 8)
+    top = {x for x, y in found if y < high / 4}
+    assert top
+    assert all(abs(x / wide - 31_234 / 50_000) < 0.03 for x in top)
+
+
+@pytest.mark.parametrize("ascii", [False, True])
+@pytest.mark.parametrize("width", [24, 40, 77, 200])
+def test_no_line_is_wider_than_asked_for(width, ascii):
+    chance = random.Random(width)
+    lines = {f"m{n}": (STEPS, [chance.uniform(-1e7, 1e7) for _ in STEPS]) for n in range(6)}
+    text = plot("t", lines, width, 10, ascii=ascii)
+    assert max(map(len, text.splitlines()[:12])) <= width
+    assert text.isascii() or not ascii
+
+
+def test_several_lines_can_be_told_apart():
+    lines = {"up": (STEPS, STEPS), "down": (STEPS, STEPS[::-1])}
+    text = plot("t", lines, 60, 10, ascii=True)
+    rows = text.splitlines()
+    assert rows[1].endswith("a") or rows[2].endswith("a")
+    assert rows[9].endswith("b") or rows[10].endswith("b")
+    assert "a * up  100" in text
+    assert "b + down  0" in text
+    assert "*" in rows[9] + rows[10]
+    assert "+" in rows[1] + rows[2]
+    assert "\x1b" not in text
+    coloured = plot("t", lines, 60, 10, colour=True)
+    assert "\x1b[34m" in coloured
+    assert "\x1b[33m" in coloured
+
+
+@pytest.mark.parametrize(
+    ("points", "words"),
+    [
+        (([], []), "t: nothing"),
+        (([1], [2.0]), "step 1"),
+        (([1, 2], [float("nan"), float("inf")]), "t: 2 values, none of them finite"),
+        (([1, 2, 3], [1.0, float("nan"), 1.0]), "1 values were not finite"),
+        (([0, 1], [0.0, 0.0]), "0"),
+        (([0, 1], [1e300, -1e300]), "steps"),
+        (([0, 10**15], [1e-300, 1e300]), "logarithmic"),
+    ],
+    ids=["none", "one", "no-finite", "gap", "flat", "huge", "long"],
+)
+def test_odd_curves(points, words):
+    text = plot("t", {"a": points}, 60, 8)
+    assert words in text
+    assert len(text.splitlines()) < 14
+
+
+# -- what nobody should trust ----------------------------------------------------------------------------------------
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2J"
+BROKEN = {
+    "empty": b"",
+    "half": b'{"state": "fini',
+    "list": b"[]",
+    "null": b"null",
+    "number": b"1",
+    "nan": b'{"steps": NaN}',
+    "deep": b"[" * 100_000 + b"]" * 100_000,
+    "deep-object": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+    "not-utf8": b'{"state": "\xff\xfe"}',
+    "digits": b'{"steps": ' + b"9" * 5000 + b"}",
+    "large": b'{"a": "' + b"x" * 2**24 + b'"}',
+    "pickle": b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94\x93\x94\x8c\x04true\x94\x85\x94R\x94.",
+}
+ODD = {
+    "kinds": {"state": 3, "began": "yesterday", "steps": [], "best": "low", "metrics": [1], "error": {}, "seconds": {}},
+    "far": {"state": "finished", "began": 1e14, "updated": -1e14, "seconds": 1e14, "steps": 1e14, "epochs": -5},
+    "big": {"state": "finished", "began": 10**400, "steps": 10**400, "seconds": 1e308},
+    "escapes": {
+        "state": ESCAPE,
+        "best": {"metric": ESCAPE, "value": 1, "checkpoint": ESCAPE},
+        "metrics": {ESCAPE: 2, "a\nb": 1},
+        "error": ESCAPE,
+        "note": ESCAPE,
+        "task": "‮evil",
+    },
+    "deep-best": {
+        "state": "finished",
+        "best": {"metric": {"a": 1}, "value": True},
+        "metrics": {"a": {"b": 1}, "c": "x"},
+    },
+}
+
+
+def harmless(text):
+    assert all(letter.isprintable() or letter == "\n" for letter in text), repr(text)
+
+
+def shown(path, capsys):
+    """The list and the look at a folder, both without a word that a terminal would obey."""
+    both = out(capsys, path.parents[1]), out(capsys, "show", path)
+    for text in both:
+        harmless(text)
+    json.loads(out(capsys, path.parents[1], "--json"))
+    json.loads(out(capsys, "show", path, "--json"))
+    return both
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_a_record_that_can_not_be_read(content, tmp_path, capsys):
+    folder = made(tmp_path)
+    (folder.path / "run.json").write_bytes(content)
+    table, look = shown(folder.path, capsys)
+    assert "default/1  unreadable" in table
+    assert "can't be shown: run.json: " in look
+    assert "Environment" in look  # what can be is
+
+
+@pytest.mark.parametrize("content", ODD.values(), ids=ODD)
+def test_a_record_of_odd_values(content, tmp_path, capsys):
+    folder = made(tmp_path)
+    (folder.path / "run.json").write_text(json.dumps(content))
+    table, _ = shown(folder.path, capsys)
+    assert "default/1" in table
+    run_listing.read(folder.path)
+
+
+@pytest.mark.parametrize("name", ["run.json", "curves.json", "environment.json", "config.yaml", "lock"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "loop", "missing", "no-text"])
+def test_files_that_are_none(kind, name, tmp_path, capsys):
+    folder = made(tmp_path, charts={"loss": {"a": ([1, 2], [1.0, 2.0])}})
+    path = folder.path / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "no-text":
+        path.write_bytes(b"\xff\xfe\x00")
+    _, look = shown(folder.path, capsys)
+    if name != "lock" and (kind != "missing" or name == "run.json"):
+        assert f"can't be shown: {name}" in look
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"charts": []},
+        {"charts": {"a": 1}},
+        {"charts": {"a": {"b": {"steps": 1, "values": 2}}}},
+        {"charts": {"a": {"b": {"steps": [1, 2], "values": [1]}}}},
+        {"charts": {"a": {"b": {"steps": [1, "x", None], "values": [1e308, [], 2]}}}},
+        {"charts": {"a": {"b": {"steps": [10**400, 2], "values": [-1e308, 10**400], "missing": "many"}}}},
+        {"charts": {ESCAPE: {ESCAPE: {"steps": [3, 1, 2], "values": [1, 2, 3]}}}},
+        {"charts": {"a": {}}},
+    ],
+    ids=range(9),
+)
+def test_curves_that_are_none(content, tmp_path, capsys):
+    folder = made(tmp_path)
+    (folder.path / "curves.json").write_text(json.dumps(content))
+    shown(folder.path, capsys)
+
+
+@pytest.mark.parametrize(
+    "left", [["lock"], ["lock", ".run.json.tmp"], ["run.json"], []], ids=["lock", "part", "record", "none"]
+)
+def test_a_folder_of_which_a_killed_job_wrote_a_part(left, tmp_path, capsys):
+    folder = made(tmp_path)
+    for name in os.listdir(folder.path):
+        if name not in left:
+            (folder.path / name).unlink()
+    for name in left:
+        (folder.path / name).touch()
+    text = out(capsys, tmp_path)
+    assert ("default/1" in text) == bool(left)
+    assert ("unreadable" in text) == ("lock" in left)
+    if left:
+        shown(folder.path, capsys)
+        with RunFolder.open(folder.path):
+            pass
+        assert "default/1  finished" in out(capsys, tmp_path)
+
+
+def test_a_terminal_with_few_letters(one, tmp_path):
+    made(one, "höhe", began=time.time(), charts={"größe": {"ü": ([1, 2], [1.0, 2.0])}})
+    command = [sys.executable, "-m", "treadle", "runs", "show", "--dir", str(one)]
+    env = clean_environment({"PYTHONIOENCODING": "ascii", "COLUMNS": "60"})
+    done = subprocess.run(command, capture_output=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert b"h?he/1" in done.stdout
+    assert b"*" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough(runs):
+    command = f"{sys.executable} -m treadle runs show --dir {runs} --json | true"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, env=clean_environment()
+    )
+    assert (done.returncode, done.stderr) == (0, "")

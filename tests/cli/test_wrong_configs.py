@@ -1,0 +1,332 @@
+"""What is wrong with a configuration is said with file, line and key, what was given, what may be, the nearest name.
+
+Each case: the file, the overrides, and words that the message must hold. Nothing is built.
+"""
+
+import re
+
+import pytest
+from treadle.trainer.build import check
+from treadle.trainer.command_line import options_of
+from treadle.trainer.config import load
+from treadle.trainer.config_values import ConfigError
+
+MODEL = "model: {class: cli_samples.Line}\n"
+MANY = "model: {class: cli_samples.Many, hidden: 3}\n"
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 12))
+ECHOES = "vars:\n  a0: [x, x]\n" + "".join(
+    f"  a{n}: ['${{vars.a{n - 1}}}', '${{vars.a{n - 1}}}']\n" for n in range(1, 40)
+)
+DOUBLES = "vars:\n  a0: xx\n" + "".join(f"  a{n}: '${{vars.a{n - 1}}}${{vars.a{n - 1}}}'\n" for n in range(1, 40))
+
+# name: (file, overrides, words of the message)
+CASES = {
+    # -- files
+    "empty": ("", [], ["run.yaml: the file is empty", "trainer:"]),
+    "remarks only": ("# nothing\n", [], ["run.yaml: the file is empty"]),
+    "a list": ("- 1\n- 2\n", [], ["run.yaml:1", "holds a list", "sections"]),
+    "a word": ("hello\n", [], ["run.yaml:1", "holds a single value"]),
+    "a tab": ("trainer:\n\tmax_epochs: 1\n", [], ["run.yaml:2", "a tab", "spaces"]),
+    "two documents": (MODEL + "---\n" + MODEL, [], ["run.yaml:2", "second document"]),
+    "unclosed": ("trainer: {max_epochs: 1\nmodel: 1", [], ["run.yaml:2"]),
+    "a colon too many": ("model: a: b\n", [], ["run.yaml:1", "quotes"]),
+    "bad indentation": ("trainer:\n    max_epochs: 1\n  devices: 1\n", [], ["run.yaml:3", "indentation"]),
+    "control characters": ("model: \x07\n", [], ["run.yaml", "#x0007"]),
+    "too deep": ("model: " + "[" * 20_000, [], ["run.yaml", "nested too deeply"]),
+    "too long": ("a: b\n" * 300_000, [], ["run.yaml", "262,144 bytes"]),
+    "a number too long": ("seed: " + "9" * 10_000, [], ["run.yaml:1", "can't be read as a number"]),
+    "key twice": (MODEL + "seed: 0\nseed: 1\n", [], ["run.yaml:3", "'seed'", "twice", "run.yaml:2"]),
+    "inner key twice": ("trainer: {max_epochs: 1, max_epochs: 2}\n", [], ["run.yaml:1", "'max_epochs'", "twice"]),
+    "key that is no word": ("{trainer: {[1]: 2}}", [], ["run.yaml:1", "a key must be"]),
+    "a tag that runs code": (
+        "seed: !!python/object/apply:os.system ['true']",
+        [],
+        ["run.yaml:1", "python/object", "refused"],
+    ),
+    "a tag that builds": ("seed: 0\nmodel: !Task {lr: 1}", [], ["run.yaml:2", "'!Task'", "refused"]),
+    "a tag of bytes": ("seed: !!binary aGk=", [], ["run.yaml:1", "'!!binary'", "refused"]),
+    "a tag that lies": ("seed: !!int three", [], ["run.yaml:1", "'three'", "'!!int'"]),
+    "laughs": (LAUGHS, [], ["run.yaml:", "more than 100,000 values"]),
+    "merges": (MERGES, [], ["run.yaml:", "more than 100,000 values"]),
+    "alias of nothing": ("seed: *zero\n", [], ["run.yaml:1", "undefined alias", "anchor"]),
+    "merge of a list": ("vars: &v [1]\nmodel:\n  <<: *v\n", [], ["run.yaml:3", "'<<'", "mapping"]),
+    "both forms": ("model:\n  class: A\n  class_path: B\n", [], ["run.yaml:3", "'class'", "'class_path'"]),
+    "twice in both forms": (
+        "model:\n  class_path: A\n  lr: 1\n  init_args: {lr: 2}\n",
+        [],
+        ["run.yaml:4", "'lr'", "beside"],
+    ),
+    # -- references
+    "reference to nothing": (MODEL + "seed: ${vars.sed}\nvars: {seed: 1}\n", [], ["run.yaml:2", "'sed'", "'seed'?"]),
+    "reference to no section": (MODEL + "seed: ${var.x}\nvars: {x: 1}\n", [], ["run.yaml:2", "'var'", "'vars'?"]),
+    "a circle": (MODEL + "vars: {a: '${vars.b}', b: '${vars.a}'}\n", [], ["run.yaml:2", "vars.a -> vars.b -> vars.a"]),
+    "itself": (MODEL + "seed: ${seed}\n", [], ["run.yaml:2", "seed -> seed"]),
+    "what it is in": (MODEL + "vars: {a: {b: '${vars}'}}\n", [], ["run.yaml:2", "circle"]),
+    "no variable": (MODEL + "seed: ${oc.env:TREADLE_NO_SUCH}\n", [], ["run.yaml:2", "'TREADLE_NO_SUCH'", "default"]),
+    "unclosed reference": (MODEL + "seed: ${vars.a\n", [], ["run.yaml:2", "seed='${vars.a'", "${section.key}"]),
+    "unknown resolver": (MODEL + "seed: ${env:HOME}\n", [], ["run.yaml:2", "env"]),
+    "reference in a key": (MODEL + "seed: ${vars.${vars.a}}\nvars: {a: b}\n", [], ["run.yaml:2", "inside the key"]),
+    "echoes": (MODEL + ECHOES, [], ["run.yaml:", "no end"]),
+    "doubles": (MODEL + DOUBLES, [], ["run.yaml:", "no end"]),
+    "still missing": (MODEL + "seed: ???\n", [], ["run.yaml:2", "seed", "'???'"]),
+    # -- overrides
+    "no value": (MODEL, ["seed"], ["command line: seed", "key.path=value"]),
+    "nothing behind": (MODEL, ["ckpt_path="], ["ckpt_path=null", "~ckpt_path"]),
+    "no key": (MODEL, ["=3"], ["is no key"]),
+    "below a number": (MODEL + "seed: 0\n", ["seed.x=1"], ["'seed.x'", "which is 0", "run.yaml:2"]),
+    "below text": (MODEL, ["trainer.strategy=ddp", "trainer.strategy.x=1"], ["'trainer.strategy'", "'ddp'"]),
+    "list index": (
+        MODEL + "trainer: {callbacks: [Timer]}\n",
+        ["trainer.callbacks.1.x=1"],
+        ["holds 1", "run.yaml:2", "+="],
+    ),
+    "list by a word": (
+        MODEL + "trainer: {callbacks: [Timer]}\n",
+        ["trainer.callbacks.last.x=1"],
+        ["'last'", "a number"],
+    ),
+    "adding to no list": (MODEL, ["model.lr+=1", "model.lr+=2", "seed=1", "seed+=2"], ["'seed+='", "list"]),
+    "taking out nothing": (MODEL, ["~model.lrr"], ["'model.lrr'", "take out"]),
+    "taking out near": (MODEL + "seed: 1\n", ["~sed"], ["'sed'", "'seed'?"]),
+    "unclosed value": (MODEL, ["data.x=[1, 2"], ["data.x=[1, 2", "flow sequence"]),
+    "idle variable": (
+        MODEL + "vars: {width: 1}\nseed: ${vars.width}\n",
+        ["vars.widht=2"],
+        ["nothing refers", "'vars.width'?"],
+    ),
+    # -- sections and flags
+    "unknown section": (MODEL + "trainr: {}\n", [], ["run.yaml:2", "'trainr'", "'trainer'?", "lr_scheduler"]),
+    "unknown section given": (MODEL, ["mdel.lr=1"], ["command line: mdel", "'model'?"]),
+    "lightning's seed": (MODEL + "seed_everything: 1\n", [], ["run.yaml:2", "'seed'?"]),
+    "section of another kind": (MODEL + "trainer: 3\n", [], ["run.yaml:2", "trainer=3", "mapping"]),
+    "unknown flag": (MODEL + "trainer:\n  max_epoch: 3\n", [], ["run.yaml:3: trainer.max_epoch", "'max_epochs'?"]),
+    "flag of old": (MODEL + "trainer: {gpus: 2}\n", [], ["run.yaml:2: trainer.gpus", "devices"]),
+    "flag of another type": (
+        MODEL + "trainer:\n  max_epochs: three\n",
+        [],
+        ["run.yaml:3", "max_epochs='three'", "int or null"],
+    ),
+    "flag in quotes": (MODEL + "trainer: {num_nodes: '2'}\n", [], ["num_nodes='2'", "int", "quotes"]),
+    "yes": (MODEL + "trainer: {barebones: yes}\n", [], ["barebones='yes' must be true or false"]),
+    "unknown strategy": (MODEL, ["trainer.strategy=dpp"], ["command line: trainer.strategy='dpp'", "'ddp'?"]),
+    "unknown accelerator": (MODEL, ["trainer.accelerator=gpus"], ["'gpus'", "'gpu'?"]),
+    "bad seed": (MODEL + "seed: -1\n", [], ["run.yaml:2: seed=-1", "2**32"]),
+    "seed in words": (MODEL + "seed: zero\n", [], ["run.yaml:2: seed='zero'", "int or null"]),
+    "run's name": (MODEL + "run: {nam: x}\n", [], ["run.yaml:2: run.nam", "'name'?"]),
+    "no model": ("trainer: {max_epochs: 1}\n", [], ["no model", "class: my_module.MyTask"]),
+    # -- classes
+    "class misspelled": (
+        "model: {class: cli_samples.Lin}\n",
+        [],
+        ["run.yaml:1: model", "cli_samples", "'Lin'", "'Line'?"],
+    ),
+    "module misspelled": ("model: {class: cli_sampels.Line}\n", [], ["run.yaml:1: model", "no module 'cli_sampels'"]),
+    "no path": ("model: {class: Lineee}\n", [], ["run.yaml:1: model", "'Lineee'", "my_package.module"]),
+    "no name at all": ("model: {class: 3}\n", [], ["run.yaml:1: model.class", "3"]),
+    "strange path": ("model: {class: 'a b.c'}\n", [], ["run.yaml:1", "'a b.c'", "import path"]),
+    "no class": ("model: {class: cli_samples.TEXT}\n", [], ["run.yaml:1", "'cli_samples.TEXT'", "str", "not a class"]),
+    "another class": ("model: {class: cli_samples.Points}\n", [], ["run.yaml:1", "TaskModule", "Points"]),
+    "unnamed class": ("model: {lr: 1.0}\n", [], ["run.yaml:1: model names no class"]),
+    "model is a number": ("model: 3\n", [], ["run.yaml:1: model=3", "TaskModule"]),
+    "callback misspelled": (
+        MODEL + "trainer:\n  callbacks:\n  - EarlyStoping\n",
+        [],
+        ["run.yaml:4: trainer.callbacks.0", "'EarlyStopping'?"],
+    ),
+    "logger misspelled": (
+        MODEL + "trainer: {logger: {class: CvsLogger}}\n",
+        [],
+        ["run.yaml:2: trainer.logger", "'CSVLogger'?"],
+    ),
+    "optimizer misspelled": (MODEL + "optimizer: AdmW\n", [], ["run.yaml:2: optimizer", "'AdamW'?"]),
+    "scheduler misspelled": (
+        MODEL + "optimizer: AdamW\nlr_scheduler: StepRL\n",
+        [],
+        ["run.yaml:3: lr_scheduler", "'StepLR'?"],
+    ),
+    "callback that is none": (
+        MODEL + "trainer: {callbacks: [cli_samples.Points]}\n",
+        [],
+        ["trainer.callbacks.0", "Callback"],
+    ),
+    "one callback of another kind": (MODEL + "trainer: {callbacks: [3]}\n", [], ["trainer.callbacks.0=3", "Callback"]),
+    "lightning's callback": (
+        MODEL + "trainer: {callbacks: [{class_path: lightningg.pytorch.callbacks.EarlyStopping}]}\n",
+        [],
+        ["run.yaml:2: trainer.callbacks.0", "no module 'lightningg'", "'EarlyStopping' alone"],
+    ),
+    "another's optimizer": (MODEL + "optimizer: cli_samples.Adam\n", [], ["Optimizer", "'Adam' alone"]),
+    # -- arguments
+    "unknown argument": (
+        "model:\n  class: cli_samples.Line\n  lrr: 1\n",
+        [],
+        ["run.yaml:3: model.lrr", "Line has no argument 'lrr'", "'lr'?", "lr, backbone"],
+    ),
+    "unknown argument given": (MODEL, ["model.learning=1"], ["command line: model.learning", "It has lr, backbone"]),
+    "unknown through kwargs": (MANY, ["model.hiden=1"], ["model.hiden", "'hidden'?"]),
+    "argument in lightning's form": (
+        "model:\n  class_path: cli_samples.Line\n  init_args:\n    lrr: 1\n",
+        [],
+        ["run.yaml:4: model.lrr", "'lr'?"],
+    ),
+    "missing argument": ("model: {class: cli_samples.Many}\n", [], ["run.yaml:1: model", "Many needs 'hidden' (int)"]),
+    "missing in a callback": (
+        MODEL + "trainer: {callbacks: [{class: EarlyStopping}]}\n",
+        [],
+        ["run.yaml:2: trainer.callbacks.0", "needs 'monitor'"],
+    ),
+    "unknown in a callback": (
+        MODEL + "trainer:\n  callbacks:\n  - {class: EarlyStopping, monitor: a,\n     patiense: 1}\n",
+        [],
+        ["run.yaml:5: trainer.callbacks.0.patiense", "'patience'?"],
+    ),
+    "nested class's argument": (
+        "model:\n  class: cli_samples.Line\n  backbone:\n    class: torch.nn.Linear\n    in_feature: 4\n"
+        "    out_features: 2\n",
+        [],
+        ["run.yaml:5: model.backbone.in_feature", "'in_features'?", "needs 'in_features' (int)"],
+    ),
+    "nested class of another kind": (
+        "model: {class: cli_samples.Line, backbone: {class: cli_samples.Points}}\n",
+        [],
+        ["model.backbone", "Module"],
+    ),
+    "optimizer's own argument": (
+        MODEL + "optimizer: {class: AdamW, params: []}\n",
+        [],
+        ["run.yaml:2: optimizer.params", "take it out"],
+    ),
+    "optimizer's argument": (
+        MODEL + "optimizer: {class: AdamW, momentum: 0.9}\n",
+        [],
+        ["run.yaml:2: optimizer.momentum", "AdamW has no argument"],
+    ),
+    "optimizer's required": (
+        MODEL + "optimizer: AdamW\nlr_scheduler: StepLR\n",
+        [],
+        ["run.yaml:3: lr_scheduler", "'step_size' (int)"],
+    ),
+    "scheduler alone": (
+        MODEL + "lr_scheduler: {class: StepLR, step_size: 1}\n",
+        [],
+        ["run.yaml:2: lr_scheduler", "'optimizer'"],
+    ),
+    "scheduler's interval": (
+        MODEL + "optimizer: SGD\nlr_scheduler: {class: StepLR, step_size: 1, interval: steps}\n",
+        [],
+        ["lr_scheduler.interval='steps'", "'step'"],
+    ),
+    "plateau without metric": (
+        MODEL + "optimizer: SGD\nlr_scheduler: ReduceLROnPlateau\n",
+        [],
+        ["run.yaml:3: lr_scheduler", "monitor"],
+    ),
+    # -- types
+    "float": (MODEL, ["model.lr=fast"], ["command line: model.lr='fast' must be float"]),
+    "float in quotes": (
+        "model: {class: cli_samples.Line, lr: '1e-3'}\n",
+        [],
+        ["model.lr='1e-3' must be float", "quotes"],
+    ),
+    "int": (MANY, ["model.hidden=3.0"], ["model.hidden=3.0 must be int", "write 3"]),
+    "bool is no int": (MANY, ["model.hidden=true"], ["model.hidden=true must be int"]),
+    "bool": (MANY, ["model.flag=1"], ["model.flag=1 must be true or false"]),
+    "null": (MANY, ["model.hidden=null"], ["model.hidden=null must be int"]),
+    "text": (MANY, ["model.name=[a]"], ["model.name=['a'] must be text"]),
+    "literal": (MANY, ["model.mode=maximum"], ["model.mode='maximum' must be 'min' or 'max'"]),
+    "list": (MANY, ["model.widths=3"], ["model.widths=3 must be a list of int or null"]),
+    "item of a list": (MANY, ["model.widths=[1, two]"], ["model.widths.1='two' must be int"]),
+    "mapping": (MANY, ["model.sizes.a=x"], ["model.sizes.a='x' must be int"]),
+    "key of a mapping": (
+        MODEL,
+        ["trainer.callbacks=[{class: GradientAccumulationScheduler, scheduling: {a: 1}}]"],
+        ["scheduling.a", "'a' must be int"],
+    ),
+    "pair": (MANY, ["model.pair=[1, 2.0, 3]"], ["model.pair", "a list of 2: int, float"]),
+    "path": (MANY, ["model.where=3"], ["model.where=3 must be a path or null"]),
+    "dataclass": (MANY, ["model.head.widht=3"], ["model.head.widht", "Head has no argument 'widht'", "'width'?"]),
+    "dataclass's type": (MANY, ["model.head.width=wide"], ["model.head.width='wide' must be int"]),
+    "enum": (MANY, ["model.color=GREEN"], ["model.color='GREEN' must be 'RED' or 'BLUE'"]),
+    "function": (MANY, ["model.activation=torch.rellu"], ["model.activation", "'rellu'", "'relu'?"]),
+    "class of a kind": (MANY, ["model.layer=cli_samples.Points"], ["model.layer", "extends Module"]),
+    "number format": (MANY, ["model.kind=float33"], ["model.kind='float33' must be dtype"]),
+}
+
+
+def attempt(folder, text, overrides):
+    (folder / "run.yaml").write_text(text)
+    return check(load(["run.yaml"], overrides))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_is_said(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text, overrides, words = CASES[name]
+    with pytest.raises(ConfigError) as raised:
+        attempt(tmp_path, text, overrides)
+    message = str(raised.value)
+    assert [word for word in words if word not in message] == [], message
+    assert len(message) < 1200
+
+
+def test_there_are_many():
+    assert len(CASES) > 100
+
+
+def test_all_problems_are_said_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "trainer: {max_epoch: 1, devices: 2.5}\nmodel: {class: cli_samples.Many, mode: mid}\noptimizer: Adan\n"
+    with pytest.raises(ConfigError) as raised:
+        attempt(tmp_path, text, ["seed=x"])
+    found = str(raised.value).splitlines()
+    assert [re.match(r"[^:]*(:\d+)?: [\w.]+", line)[0] for line in found] == [
+        "run.yaml:1: trainer.max_epoch",
+        "run.yaml:1: trainer.devices",
+        "run.yaml:2: model.mode",
+        "run.yaml:2: model",
+        "run.yaml:3: optimizer",
+        "command line: seed",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "words"),
+    [
+        (
+            "run.yml",
+            lambda folder: (folder / "run.yaml").write_text(MODEL),
+            ["run.yml: there is no such file", "run.yaml"],
+        ),
+        ("configs/a.yaml", lambda folder: None, ["no such file", "no folder 'configs'"]),
+        ("folder.yaml", lambda folder: (folder / "folder.yaml").mkdir(), ["folder.yaml", "It is a folder"]),
+        ("bytes.yaml", lambda folder: (folder / "bytes.yaml").write_bytes(b"a: \xff"), ["bytes.yaml", "UTF-8"]),
+        ("pipe.yaml", lambda folder: __import__("os").mkfifo(folder / "pipe.yaml"), ["pipe.yaml", "no such file"]),
+    ],
+    ids=["misspelled", "folder-missing", "folder", "bytes", "pipe"],
+)
+def test_files_that_are_none(name, make, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        load([name])
+    assert [word for word in words if word not in str(raised.value)] == [], str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--confg", "x"], ["--confg", "--config"]),
+        (["--config"], ["--config needs a file"]),
+        (["--from-run"], ["--from-run needs"]),
+        (["run.yaml"], ["run.yaml", "--config"]),
+        (["epochs"], ["epochs", "key.path=value"]),
+        (["--trainr.max_epochs=3"], ["--trainr.max_epochs", "--trainer"]),
+        (["--model.lr"], ["--model.lr needs a value"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_command_lines_that_are_none(arguments, words):
+    with pytest.raises(ConfigError) as raised:
+        options_of(arguments)
+    assert [word for word in words if word not in str(raised.value)] == [], str(raised.value)

@@ -1,0 +1,137 @@
+"""The pages that a run leaves, opened in a real browser without a window. ``make test-browser`` runs these."""
+
+import contextlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.loggers import TensorBoardLogger
+
+import treadle
+
+pytestmark = pytest.mark.browser
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+# Move the pointer over the first chart, and note what the page then says, and every error it had.
+POINTS = """
+<script>
+window.addEventListener("load", () => {
+  const svg = document.querySelector("figure > svg"), box = svg.getBoundingClientRect();
+  const note = document.createElement("div");
+  note.id = "seen";
+  const at = share => svg.dispatchEvent(
+    new MouseEvent("mousemove", {clientX: box.left + share * box.width, clientY: 9}));
+  const caption = () => document.querySelector("figcaption").textContent;
+  const newest = () => document.querySelector(".keys b").textContent;
+  const seen = [caption(), newest()];
+  at(0); seen.push(caption(), newest());
+  at(1); seen.push(caption(), newest());
+  svg.dispatchEvent(new MouseEvent("mouseleave")); seen.push(caption(), newest());
+  seen.push([...document.querySelectorAll("polyline")].filter(line => line.getBBox().width > 100).length);
+  seen.push(document.documentElement.scrollWidth <= innerWidth);
+  note.textContent = seen.join("|");
+  document.body.append(note);
+});
+</script>
+"""
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).pow(2).mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.net(batch[0]).pow(2).mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    loader = DataLoader(TensorDataset(torch.linspace(-1, 1, 160).reshape(40, 4)), batch_size=4)
+    trainer = treadle.Trainer(
+        accelerator="cpu", max_epochs=5, log_every_n_steps=1, logger=TensorBoardLogger(str(folder)), profiler="simple"
+    )
+    trainer.fit(Task(), loader, loader)
+    return trainer
+
+
+def opened(url, folder, *flags, seconds=5):
+    """What a page is once its scripts have run, and what they wrote to the console."""
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-extensions"]
+    command += ["--enable-logging=stderr", f"--user-data-dir={folder}", f"--virtual-time-budget={seconds * 1000}"]
+    done = subprocess.run([*command, *flags, "--dump-dom", url], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def test_there_is_a_browser():
+    assert BROWSER is not None, "apt-get install --no-install-recommends chromium"
+
+
+@pytest.mark.parametrize("size", ["1250,900", "500,900"])
+def test_the_report(ran, tmp_path, size):
+    with open(f"{ran.log_dir}/report.html", encoding="utf-8") as file:
+        page = file.read()
+    copy = tmp_path / "report.html"
+    copy.write_text(page.replace("</body>", POINTS + "</body>"), encoding="utf-8")
+    dom, console = opened(f"file://{copy}", tmp_path / "profile", f"--window-size={size}")
+    assert console == []
+    seen = re.search(r'<div id="seen">(.*?)</div>', dom)[1].split("|")
+    curve = ran.history["train_loss"]
+    first, last = (f"{curve.values[place]:.4g}" for place in (0, -1))
+    title = "loss (logarithmic)" if "loss (logarithmic)" in page else "loss"
+    assert seen[:1] == [title]
+    assert [float(seen[1]), seen[2], float(seen[3])] == [float(last), f"{title}, step 1", float(first)]
+    assert [seen[4], float(seen[5])] == [f"{title}, step 50", float(last)]
+    assert [seen[6], float(seen[7])] == [title, float(last)]
+    assert int(seen[8]) == 4  # two losses, the rate, the throughput
+    assert seen[9] == "true"  # nothing sticks out of the window
+
+
+@contextlib.contextmanager
+def tensorboard(folder):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", "127.0.0.1"]
+    server = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        address = f"http://127.0.0.1:{port}/"
+        deadline = time.time() + 60
+        while True:
+            try:
+                urllib.request.urlopen(address, timeout=5).read()
+                break
+            except OSError:
+                assert server.poll() is None
+                assert time.time() < deadline
+                time.sleep(0.2)
+        yield address
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def test_tensorboards_page(ran, tmp_path):
+    with tensorboard(ran.log_dir) as address:
+        dom, _ = opened(f"{address}#timeseries", tmp_path / "profile", "--window-size=1400,1200", seconds=20)
+    text = re.sub(r"<[^>]+>", " ", dom)
+    for name in ("train_loss", "val_loss"):
+        assert name in text

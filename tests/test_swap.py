@@ -1,0 +1,196 @@
+"""Scripts as people publish them for Lightning, with nothing but their imports changed: the same numbers.
+
+`tests/swap` has the scripts, `swapped.py` what is changed in them, `recorded.json` what Lightning produced
+(`benchmarks/swap.py --record`, which also runs both beside each other). Everything that a script finds is compared, but
+for what the tests name one by one: there Lightning is otherwise, and a row of docs/differences.md says why.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import swapped
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import treadle
+
+TOLERANCE = 1e-5  # relative: half of the scripts compute in float32, and another torch may round otherwise
+RECORDED = json.loads(swapped.RECORDED.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """The scripts seed everything, and ask for deterministic algorithms."""
+    kept = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_rng_state(kept[0]), np.random.set_state(kept[1]), random.setstate(kept[2])
+
+
+def both(name, folder):
+    """What a run finds here, and what Lightning found."""
+    recorded = RECORDED["runs"][name]
+    assert recorded["arguments"] == list(swapped.RUNS[name])
+    return swapped.execute(name, "treadle", folder), recorded["results"]
+
+
+def assert_same(ours, theirs):
+    assert list(swapped.differences(ours, theirs, TOLERANCE)) == []
+
+
+def test_only_import_lines_are_changed():
+    for path in sorted(swapped.FOLDER.glob("*.py")):
+        before = path.read_text(encoding="utf-8")
+        after = swapped.swapped(before)
+        pairs = [(a, b) for a, b in zip(before.splitlines(), after.splitlines(), strict=True) if a != b]
+        assert len(pairs) >= 3
+        assert all(a.startswith(("import lightning", "from lightning")) for a, _ in pairs)
+        assert "lightning" not in "".join(b for _, b in pairs)
+        assert before.count("\nimport lightning") + before.count("\nfrom lightning") == len(pairs)
+
+
+def test_classifier(tmp_path):
+    ours, theirs = both("classifier", tmp_path)
+    assert len(theirs["losses"]) == 112 < 12 * 16  # it stopped early, as here
+    our_curves, their_curves = ours.pop("curves"), theirs.pop("curves")
+    assert_same(ours, theirs)
+
+    # Two rows of "Steps and schedules": a step's number; and the plateau scheduler's moment, which is after the hook
+    # on_train_epoch_end there and after validation here, so that hook sees another rate.
+    assert our_curves.keys() == their_curves.keys()
+    shifted = {"train_loss_step", "train_loss_epoch", "train_acc", "grad_norm", "epoch_lr", "hp/channels"}
+    for name, curve in our_curves.items():
+        validated = name.startswith("val_")  # one more at the end, by trainer.validate
+        steps = [step for step, _ in curve][: -1 if validated else None]
+        wanted = [step + (name in shifted or validated) for step, _ in their_curves[name]][: -1 if validated else None]
+        assert steps == wanted, name
+        if name != "epoch_lr":
+            assert_same([value for _, value in curve], [value for _, value in their_curves[name]])
+    rates, their_rates = ([value for _, value in curves["epoch_lr"]] for curves in (our_curves, their_curves))
+    assert_same(rates[:-1], their_rates[1:])
+
+
+def test_gan(tmp_path):
+    ours, theirs = both("gan", tmp_path)
+    # "Several optimizers": 48 batches, in each of which the discriminator stepped, and in every second the generator.
+    assert (ours.pop("global_step"), theirs.pop("global_step")) == (48, 48 + 24)
+    assert len(theirs["losses"]) == 48
+    assert_same(ours, theirs)
+
+
+def test_autoencoder(tmp_path):
+    ours, theirs = both("autoencoder", tmp_path)
+    assert len(theirs["losses"]) == 40
+    assert_same(ours, theirs)
+
+
+def test_transformer(tmp_path):
+    ours, theirs = both("transformer", tmp_path)
+    assert len(theirs["losses"]) == 80
+    # "The loss in on_train_batch_end": what training_step returned, not a fourth of it.
+    outputs = ours.pop("outputs")
+    assert_same(outputs, [4 * loss for loss in theirs.pop("outputs")])
+    assert_same(outputs, ours["losses"])
+    assert_same(ours, theirs)
+
+
+def test_partial_groups(tmp_path):
+    """ "Last group of an epoch": ten batches by four leave two, whose gradient Lightning divides by four."""
+    ours, theirs = both("transformer, partial groups", tmp_path)
+    assert_same(ours["losses"][:10], theirs["losses"][:10])
+    (mine, norms) = (result["metrics"]["norms"] for result in (ours, theirs))
+    assert_same(mine[:2], norms[:2])
+    assert mine[2] == pytest.approx(2 * norms[2], rel=TOLERANCE)
+    assert ours["losses"][10] != pytest.approx(theirs["losses"][10], rel=1e-4)
+    assert_same(ours["metrics"]["rates"], theirs["metrics"]["rates"])
+    assert ours["facts"]["global_steps"] == theirs["facts"]["global_steps"]
+
+
+def test_several_epochs(tmp_path):
+    """ "A loader with a generator of its own": the second epoch's order, see the next test."""
+    ours, theirs = both("transformer, several epochs", tmp_path)
+    assert_same(ours["losses"][:8], theirs["losses"][:8])
+    assert_same(ours["metrics"]["validations"][0], theirs["metrics"]["validations"][0])
+    assert ours["losses"][8] != pytest.approx(theirs["losses"][8], rel=1e-4)
+
+
+class Noisy(treadle.TaskModule):
+    """Notes the order of its samples, and draws random numbers as dropout does."""
+
+    def __init__(self, draws):
+        super().__init__()
+        self.net, self.draws, self.seen, self.drawn = nn.Linear(1, 1), draws, [], []
+
+    def training_step(self, batch, batch_idx):
+        self.seen += batch[0].flatten().tolist()
+        if self.draws:
+            self.drawn.append(torch.rand(()).item())
+        return self.net(batch[0]).mean()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def order(own, draws, by_hand=False):
+    torch.manual_seed(1)
+    task = Noisy(draws)
+    samples = TensorDataset(torch.arange(8.0)[:, None])
+    make = (lambda: torch.Generator().manual_seed(3)) if own else lambda: None
+    train, val = DataLoader(samples, 2, shuffle=True, generator=make()), DataLoader(samples, 2, generator=make())
+    if by_hand:
+        for _ in range(3):
+            for batch in train:
+                task.training_step(batch, 0)
+            list(val)
+    else:
+        off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        treadle.Trainer(accelerator="cpu", max_epochs=3, **off).fit(task, train, val)
+    return task
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch's generator", "one of its own"])
+def test_the_order_is_the_plain_loops_whatever_the_model_draws(own):
+    silent = order(own, draws=False, by_hand=True)
+    assert order(own, draws=False).seen == order(own, draws=True).seen == silent.seen
+    assert order(own, draws=True).drawn == order(True, draws=True, by_hand=True).drawn
+
+
+def distributed(folder):
+    return swapped.execute("distributed", "treadle", Path(folder))
+
+
+def test_two_processes(tmp_path):
+    """With a sampler of one's own: else Lightning shuffles, and pads, whatever the loader says."""
+    theirs = RECORDED["runs"]["distributed"]["results"]
+    assert len(theirs["losses"]) == 24
+    for ours in run(distributed, 2, str(tmp_path)):
+        assert_same(ours, theirs)
+
+
+def test_evaluation(tmp_path):
+    ours, theirs = both("evaluation", tmp_path)
+    assert len(theirs["losses"]) == 40
+
+    # "The last, short batches of several loaders": here a value weighs the samples in all parts of its batch, 32 or 26,
+    # there those of the first part, 16.
+    noisy, their_noisy = (result["metrics"]["epoch"].pop("train/noisy") for result in (ours, theirs))
+    assert noisy != pytest.approx(their_noisy, rel=1e-5)
+    assert noisy == pytest.approx(their_noisy, rel=1e-2)
+    # "The state of callbacks after test": there a ModelCheckpoint names a file that is gone.
+    assert (ours.pop("path_after_test_exists"), theirs.pop("path_after_test_exists")) == (True, False)
+    # "What test returns of several loaders": names that say themselves which loader they are of.
+    for stage in ("test", "validate"):
+        for mine, found in zip(ours["metrics"][stage], theirs["metrics"][stage], strict=True):
+            for name in mine.keys() - found.keys():
+                assert "dataloader_idx" not in name
+                del mine[name]
+    assert_same(ours, theirs)

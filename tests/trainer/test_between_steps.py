@@ -1,0 +1,331 @@
+"""What lies between two steps, and between two runs of one Trainer: when validation is due, what ends, what is left."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from treadle.callbacks import EarlyStopping, ModelCheckpoint
+
+import treadle
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(2, 1)
+        self.validated = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0] if isinstance(batch, list) else batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        if not self.trainer.sanity_checking and batch_idx == 0:
+            self.validated.append(self.trainer.progress.batches)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader(batches, size=2):
+    values = torch.linspace(-1, 1, batches * size * 2).reshape(batches * size, 2)
+    return DataLoader(TensorDataset(values), batch_size=size)
+
+
+class Stream(IterableDataset):
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        yield from torch.linspace(-1, 1, self.batches * 4).reshape(self.batches * 2, 2)
+
+
+class ShortStream(Stream):
+    """Says that it is shorter than it is."""
+
+    def __len__(self):
+        return 4
+
+
+def stream(batches, kind=Stream):
+    return DataLoader(kind(batches), batch_size=2)
+
+
+def trainer(**flags):
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    if any(isinstance(c, ModelCheckpoint) for c in flags.get("callbacks", ())):
+        del quiet["enable_checkpointing"]
+    return treadle.Trainer(**{"max_epochs": 1, "accelerator": "cpu"} | quiet | flags)
+
+
+# -- when validation is due ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batches", "accumulate", "interval", "expected"),
+    [
+        (100, 4, 0.5, [52, 100]),
+        (20, 3, 0.25, [6, 12, 15, 20]),
+        (24, 3, 4, [6, 9, 12, 18, 21, 24]),
+        (10, 1, 4, [4, 8]),
+        (10, 2, 3, [4, 6, 10]),
+        (4, 4, 1, [4]),
+    ],
+)
+def test_each_multiple_of_the_interval_is_validated_at_the_end_of_its_step(batches, accumulate, interval, expected):
+    task = Task()
+    trainer(val_check_interval=interval, accumulate_grad_batches=accumulate).fit(task, loader(batches), loader(1))
+    assert task.validated == expected
+    task = Task()
+    trainer(val_check_interval=interval, accumulate_grad_batches=accumulate, max_epochs=2).fit(
+        task, loader(batches), loader(1)
+    )
+    assert task.validated == [*expected, *(batches + place for place in expected)]
+
+
+def test_across_epochs_the_multiples_are_the_runs():
+    task = Task()
+    flags = {"val_check_interval": 4, "check_val_every_n_epoch": None, "accumulate_grad_batches": 3, "max_epochs": 3}
+    trainer(**flags).fit(task, loader(5), loader(1))
+    assert task.validated == [5, 8, 13]
+
+
+def test_validation_by_the_clock_across_epochs():
+    task = Task()
+    one = trainer(val_check_interval="00:00:00:01", check_val_every_n_epoch=None, max_epochs=2)
+    one.fit(task, loader(2), loader(1))
+    assert task.validated == []
+
+
+def test_max_steps_at_the_end_of_a_stream():
+    task, one = Task(), trainer(max_epochs=-1, max_steps=6)
+    one.fit(task, stream(6), loader(1))
+    assert (one.global_step, one.current_epoch, task.validated) == (6, 0, [])
+    one.max_steps = 7
+    one.fit(task, stream(6), loader(1))
+    assert (one.global_step, one.current_epoch) == (7, 0)
+
+
+def test_a_stream_that_is_longer_than_it_says_is_cut_and_that_is_said():
+    task, one = Task(), trainer(max_epochs=2)
+    with pytest.warns(UserWarning, match=r"more than the 2 batches that its length says"):
+        one.fit(task, stream(6, ShortStream), loader(1))
+    assert (one.global_step, one.current_epoch, task.validated) == (4, 2, [2, 4])
+
+
+# -- what a checkpoint made in between goes on with ------------------------------------------------------------------
+
+
+class Saves(treadle.Callback):
+    """Saves once, in a hook's first call at a step; and notes what came after it."""
+
+    def __init__(self, hook, step, path):
+        self.path = path
+        setattr(self, hook, lambda trainer, *_: self.save(trainer, step))
+
+    def save(self, trainer, step):
+        if self.path is not None and trainer.global_step == step and not trainer.sanity_checking:
+            path, self.path = self.path, None
+            trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_end", "on_train_epoch_end"])
+def test_saved_at_the_end_of_an_epoch_without_a_length(tmp_path, hook):
+    whole, task = trainer(max_epochs=3, callbacks=[Saves(hook, 12, tmp_path / "x")]), Task()
+    whole.fit(task, stream(6), loader(1))
+    again, other = trainer(max_epochs=3), Task()
+    again.fit(other, stream(6), loader(1), ckpt_path=tmp_path / "x")
+    counts = ("step", "epoch", "batch", "batches", "samples", "validated")
+    assert [getattr(again.progress, name) for name in counts] == [getattr(whole.progress, name) for name in counts]
+    assert torch.equal(other.net.weight, task.net.weight)
+    assert other.validated == task.validated[-len(other.validated) :]
+    assert len(other.validated) == (2 if hook == "on_validation_start" else 1)
+
+
+class SameName(Task):
+    """Logs one name in training and in validation, and its schedule looks at it."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", 100.0 + self.net(batch[0]).square().mean())
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "loss"}}
+
+
+@pytest.mark.parametrize("hook", ["on_validation_end", "on_step_end", "on_train_epoch_end"])
+def test_what_validation_measured_is_known_after_a_resume(tmp_path, hook):
+    def run(path=None, **more):
+        stopping = EarlyStopping("loss", patience=9, check_on_train_epoch_end=True)
+        one, task = trainer(max_epochs=4, callbacks=[stopping, *more.values()]), SameName()
+        one.fit(task, loader(3), loader(1), ckpt_path=path)
+        return one.optimizers[0].param_groups[0]["lr"], stopping.best_score, task.net.weight
+
+    rate, best, weight = run(saves=Saves(hook, 6, tmp_path / "x"))
+    rate_again, best_again, weight_again = run(tmp_path / "x")
+    assert rate < 0.1
+    assert best >= 100
+    assert (rate_again, best_again) == (rate, best)
+    assert torch.equal(weight_again, weight)
+
+
+def test_the_row_of_the_step_that_was_saved_before_its_end(tmp_path):
+    flags = {"log_every_n_steps": 2, "max_epochs": 1}
+    whole = trainer(**flags, callbacks=[Saves("on_train_batch_end", 4, tmp_path / "x")])
+    whole.fit(Task(), loader(6))
+    again = trainer(**flags)
+    again.fit(Task(), loader(6), ckpt_path=tmp_path / "x")
+    assert again.history["loss"].points() == whole.history["loss"].points()
+    assert again.history["loss"].steps == [2, 4, 6]
+
+
+def test_the_history_of_a_run_that_was_saved_when_it_failed(tmp_path):
+    saves = ModelCheckpoint(tmp_path, save_on_exception=True)
+
+    class Fails(Task):
+        def training_step(self, batch, batch_idx):
+            if self.global_step == 5:
+                raise ValueError("now")
+            return super().training_step(batch, batch_idx)
+
+    one = trainer(callbacks=[saves], log_every_n_steps=1)
+    with pytest.raises(ValueError, match="now"):
+        one.fit(Fails(), loader(8))
+    again = trainer(callbacks=[ModelCheckpoint(tmp_path)], log_every_n_steps=1)
+    again.fit(Task(), loader(8), ckpt_path="last")
+    assert again.history["loss"].steps == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+# -- a group that was left -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_loss_that_was_not_finite_in_a_group_that_was_left_is_forgotten(policy):
+    class Leaves(Task):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if self.current_epoch == 0 and batch_idx == 1 else loss
+
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if self.current_epoch == 0 and batch_idx == 2 else None
+
+    one = trainer(max_epochs=3, accumulate_grad_batches=3, on_nonfinite=policy)
+    one.fit(Leaves(), loader(3))
+    assert (one.global_step, one.progress.skipped) == (2, 0)
+
+
+# -- several runs of one Trainer or task -----------------------------------------------------------------------------
+
+
+class Manual(Task):
+    """Steps its optimizer itself, and keeps it for the next run."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.kept = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.before_steps = 0
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.net(batch[0]).square().mean())
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.before_steps += 1
+
+    def configure_optimizers(self):
+        return self.kept
+
+
+def test_hooks_of_an_earlier_run_are_gone():
+    task = Manual()
+    for _ in range(3):
+        task.before_steps = 0
+        trainer().fit(task, loader(4))
+        assert task.before_steps == 4
+    assert not task.kept._optimizer_step_pre_hooks
+
+
+def test_a_second_fit_with_nothing_left_says_so():
+    one = trainer()
+    one.fit(Task(), loader(3))
+    with pytest.warns(UserWarning, match=r"nothing is left to train: 3 optimizer steps and 1 epochs are done"):
+        one.fit(Task(), loader(3))
+    assert one.global_step == 3
+
+
+def test_each_fit_has_the_whole_of_max_time(tmp_path):
+    class Slow(Task):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.02)
+            return super().training_step(batch, batch_idx)
+
+    one = trainer(max_time={"seconds": 1}, max_epochs=-1)
+    one.fit(Slow(), loader(4))
+    first = one.global_step
+    one.fit(Slow(), loader(4))
+    assert one.global_step >= 1.5 * first
+    one.save_checkpoint(tmp_path / "x", weights_only=True)
+
+
+def test_a_stage_within_a_stage_is_refused():
+    class Nested(Task):
+        def on_train_epoch_end(self):
+            with pytest.raises(ValueError, match=r"trainer.validate was called within trainer.fit"):
+                self.trainer.validate(self, loader(1))
+
+    one = trainer(max_epochs=2)
+    one.fit(Nested(), loader(3), loader(1))
+    assert one.global_step == 6
+    assert len(one.optimizers) == 1
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_while_an_optimizer_is_toggled(error):
+    class Toggles(Manual):
+        fails = True
+
+        def __init__(self):
+            super().__init__()
+            self.other = nn.Linear(2, 1)
+
+        def training_step(self, batch, batch_idx):
+            first, _ = self.optimizers()
+            self.toggle_optimizer(first)
+            if self.fails:
+                raise error("in between")
+            self.untoggle_optimizer(first)
+
+        def configure_optimizers(self):
+            return self.kept, torch.optim.SGD(self.other.parameters(), lr=0.1)
+
+    task, one = Toggles(), trainer()
+    with pytest.raises(error):
+        one.fit(task, loader(2))
+    assert all(parameter.requires_grad for parameter in task.parameters())
+    task.fails = False
+    one.fit(task, loader(2))
+
+
+def test_a_loss_that_is_not_finite_is_named_by_its_batch():
+    class Breaks(Manual):
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.net(batch[0]).square().mean() * (float("nan") if batch_idx == 2 else 1.0))
+
+    with pytest.raises(ValueError, match="micro-batch 2"):
+        trainer().fit(Breaks(), loader(4))
+
+
+def test_no_tests_where_the_limit_is_zero():
+    class Tests(Task):
+        def test_step(self, batch, batch_idx):
+            raise AssertionError
+
+    assert trainer(limit_test_batches=0).test(Tests(), loader(2)) == []
+    assert trainer(limit_predict_batches=0).predict(Tests(), loader(2)) == []

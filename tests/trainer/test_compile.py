@@ -1,0 +1,269 @@
+"""`Trainer(compile=...)`: the parts that a step calls are compiled; names, numbers and logging stay what they are.
+
+The compiler is a function that counts the graphs it is given and runs them as they are.
+"""
+
+import copy
+import pickle
+import shutil
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.data import DataLoader, TensorDataset
+
+import treadle as tl
+
+
+class Counting:
+    """A backend for ``torch.compile``: the names of the operations in each graph."""
+
+    def __init__(self):
+        torch._dynamo.reset()
+        counters.clear()
+        self.graphs = []
+
+    def __call__(self, graph, inputs):
+        self.graphs.append([str(node.target) for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    @property
+    def breaks(self):
+        return sum(counters["graph_break"].values())
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x))
+
+
+class Net(tl.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.blocks = nn.ModuleList(Block() for _ in range(10))
+        self.heads = nn.ModuleDict({"out": nn.Linear(4, 1)})
+        self.loss = nn.MSELoss()
+        self.seen = []
+
+    def compute(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.heads["out"](x)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(self.compute(batch[0]), batch[1])
+        self.log("loss", loss)
+        self.seen.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(self.compute(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def loader(batch_size=4):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(16, 4, generator=generator)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size)
+
+
+def trainer_in(root, **flags):
+    defaults = {"max_epochs": 2, "logger": False, "accelerator": "cpu"}
+    off = {f"enable_{name}": False for name in ("progress_bar", "checkpointing", "model_summary")}
+    return tl.Trainer(default_root_dir=root, **off, **{**defaults, **flags})
+
+
+def new(kind=Net):
+    torch.manual_seed(0)
+    return kind()
+
+
+def plain_losses(root, kind=Net, **flags):
+    task = new(kind)
+    trainer_in(root, **flags).fit(task, loader())
+    return task.seen
+
+
+def test_the_parts_are_compiled_and_nothing_else_changes(tmp_path):
+    counting, task = Counting(), new()
+    names = list(task.state_dict())
+    trainer = trainer_in(tmp_path, compile={"backend": counting, "fullgraph": True})
+    trainer.fit(task, loader(), loader())
+    # Stem and head once each for training and validation. Of ten blocks that are alike all share theirs.
+    assert len(counting.graphs) == 6
+    assert all(graph for graph in counting.graphs)
+    assert counting.breaks == 0
+    assert list(task.state_dict()) == names
+    assert task.loss._compiled_call_impl is None
+    assert task.blocks[3]._compiled_call_impl is not None
+    assert task.seen == plain_losses(tmp_path)
+    assert trainer.callback_metrics["val"] > 0
+
+
+def test_a_second_stage_compiles_nothing_anew_and_another_trainer_undoes_it(tmp_path):
+    counting, task = Counting(), new()
+    trainer = trainer_in(tmp_path, compile={"backend": counting})
+    trainer.fit(task, loader(), loader())
+    count = len(counting.graphs)
+    trainer.fit(task, loader(), loader())
+    assert len(counting.graphs) == count
+    trainer_in(tmp_path).fit(task, loader(), loader())
+    assert all(part._compiled_call_impl is None for part in task.modules())
+
+
+def test_copies_and_pickles_are_plain(tmp_path):
+    task = new()
+    trainer_in(tmp_path, compile={"backend": Counting()}).fit(task, loader())
+    task._trainer = None
+    for other in (copy.deepcopy(task.blocks), pickle.loads(pickle.dumps(task.blocks))):
+        assert other[0]._compiled_call_impl is None
+        with torch.no_grad():
+            other[0].inner.weight.zero_()
+            other[0].inner.bias.zero_()
+        assert torch.equal(other[0](torch.ones(1, 4)), torch.ones(1, 4))
+
+
+@pytest.mark.parametrize(("first", "then"), [(False, True), (True, False)], ids=["into compiled", "out of compiled"])
+def test_resume_from_one_into_the_other(first, then, tmp_path):
+    flags = {True: {"compile": {"backend": Counting()}}, False: {}}
+    whole = plain_losses(tmp_path)
+    task = new()
+    trainer = trainer_in(tmp_path, max_steps=3, **flags[first])
+    trainer.fit(task, loader())
+    trainer.save_checkpoint(tmp_path / "saved")
+    again = new()
+    trainer_in(tmp_path, **flags[then]).fit(again, loader(), ckpt_path=tmp_path / "saved")
+    assert task.seen + again.seen == whole
+
+
+class Steps(Net):
+    """Logs in a step that is itself compiled."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(self.compute(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss * 1.0
+
+
+@pytest.mark.parametrize("way", ["decorated", "assigned"])
+def test_a_compiled_step_logs_between_two_graphs(way, tmp_path):
+    counting = Counting()
+    if way == "decorated":
+        kind = type("Decorated", (Steps,), {"training_step": torch.compile(Steps.training_step, backend=counting)})
+        task = new(kind)
+    else:
+        task = new(Steps)
+        task.training_step = torch.compile(task.training_step, backend=counting)
+    trainer = trainer_in(tmp_path)
+    trainer.fit(task, loader())
+    plain = new(Steps)
+    other = trainer_in(tmp_path)
+    other.fit(plain, loader())
+    assert len(counting.graphs) == 2  # before and after the log
+    assert len(counters["graph_break"]) == 1
+    assert trainer.callback_metrics == other.callback_metrics
+    assert set(trainer.callback_metrics) == {"loss", "loss_step", "loss_epoch"}
+
+
+def test_a_task_that_torch_has_compiled_is_unwrapped_and_its_parts_compiled_so(tmp_path):
+    counting, task = Counting(), new()
+    trainer = trainer_in(tmp_path)
+    trainer.fit(torch.compile(task, backend=counting), loader())
+    assert len(counting.graphs) == 3
+    assert trainer.task is task
+    assert task.seen == plain_losses(tmp_path)
+    assert all("_orig_mod" not in name for name in task.state_dict())
+    assert trainer.validate(torch.compile(task, backend=counting), loader())[0]["val"] > 0
+    with pytest.raises(ValueError, match="both say how to compile"):
+        trainer_in(tmp_path, compile=True).fit(torch.compile(task), loader())
+
+
+def test_what_the_user_compiled_stays_the_users(tmp_path):
+    counting, task = Counting(), new()
+    task.stem.compile(backend=counting)
+    task.heads["out"] = torch.compile(task.heads["out"], backend=counting)
+    own = task.stem._compiled_call_impl
+    trainer_in(tmp_path, compile={"backend": Counting()}).fit(task, loader())
+    trainer_in(tmp_path).fit(task, loader())
+    assert task.stem._compiled_call_impl is own
+
+
+def test_what_is_compiled_in_vain_is_said(tmp_path):
+    class Encodes(Net):
+        def compute(self, x):
+            for layer in self.stem:  # not `self.stem(x)`
+                x = layer(x)
+            return self.heads["out"](x)
+
+    task = new(Encodes)
+    del task.blocks
+    with pytest.warns(UserWarning, match="compiled in vain.*: stem"):
+        trainer_in(tmp_path, compile={"backend": Counting()}).fit(task, loader())
+
+    class Bare(tl.TaskModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 1))
+
+        def training_step(self, batch, batch_idx):
+            return (batch[0] @ self.weight).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.warns(UserWarning, match="Bare has no module with parameters"):
+        trainer_in(tmp_path, compile={"backend": Counting()}).fit(Bare(), loader())
+
+
+def test_wrong_arguments(tmp_path):
+    with pytest.raises(ValueError, match="'inductor'"):
+        tl.Trainer(compile={"backend": "inducter"}, accelerator="cpu")
+    with pytest.raises(TypeError, match=r"modes.*'mode'"):
+        tl.Trainer(compile={"modes": "max-autotune"}, accelerator="cpu")
+
+
+def on_two_processes(root, strategy):
+    counting, task = Counting(), new()
+    flags = {"devices": 2, "strategy": strategy, "max_epochs": 1}
+    trainer = trainer_in(root, compile={"backend": counting}, **flags)
+    trainer.fit(task, loader(2), loader(2))
+    trainer.save_checkpoint(f"{root}/saved")
+    plain = new()
+    trainer_in(root, **flags).fit(plain, loader(2), loader(2))
+    again = new()  # from a compiled, perhaps sharded, run
+    trainer_in(root, **{**flags, "max_epochs": 2}).fit(again, loader(2), ckpt_path=f"{root}/saved")
+    return len(counting.graphs), counting.breaks, task.seen, plain.seen, list(task.state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_on_two_processes(strategy, tmp_path):
+    for graphs, breaks, compiled, plain, names in run(on_two_processes, 2, str(tmp_path), strategy):
+        assert 6 <= graphs <= 8
+        assert breaks == 0
+        assert compiled == plain
+        assert names == list(Net().state_dict())
+
+
+@pytest.mark.slow  # 25 s
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="inductor needs a C++ compiler")
+def test_the_real_compiler(tmp_path):
+    task = new()
+    del task.blocks[1:]
+    trainer_in(tmp_path, compile=True).fit(task, loader(), loader())
+
+    class Short(Net):
+        def __init__(self):
+            super().__init__()
+            del self.blocks[1:]
+
+    torch.testing.assert_close(task.seen, plain_losses(tmp_path, Short), rtol=1e-4, atol=1e-6)

@@ -1,0 +1,303 @@
+"""`overfit_batches`, `reload_dataloaders_every_n_epochs`, and what a data module can do."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, Sampler, SubsetRandomSampler, TensorDataset
+
+import treadle
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Linear(1, 1)
+        self.seen, self.evaluated = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch[0].flatten().tolist())
+        return (self.net(batch[0]) / 100 - 1).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.evaluated.append(batch[0].flatten().tolist())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def trainer(**flags):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return treadle.Trainer(**{"accelerator": "cpu", "enable_model_summary": False, "max_epochs": 2, **quiet, **flags})
+
+
+def data(count, first=0):
+    return TensorDataset(torch.arange(float(first), first + count)[:, None])
+
+
+# -- overfit_batches -------------------------------------------------------------------------------------------------
+
+
+class Lazy(Sampler):
+    def __iter__(self):
+        for _ in range(6):
+            yield int(torch.randint(6, ()))
+
+    def __len__(self):
+        return 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("shuffle", [[0, 1], [2, 3]]), ("subset", [[5, 2], [4, 0]]), ("lazy", None), ("in order", [[0, 1], [2, 3]])],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_overfitting_reads_one_order(kind, expected):
+    settings = {
+        "shuffle": {"shuffle": True},
+        "subset": {"sampler": SubsetRandomSampler([5, 2, 4, 0])},
+        "lazy": {"sampler": Lazy()},
+        "in order": {},
+    }[kind]
+    loader, task = DataLoader(data(6), 2, **settings), Task()
+    own = trainer(overfit_batches=2, num_sanity_val_steps=0, max_epochs=3)
+    if kind == "in order":
+        own.fit(task, loader, DataLoader(data(6), 2))
+    else:
+        with pytest.warns(UserWarning, match="the train loader would shuffle") as caught:
+            own.fit(task, loader, DataLoader(data(6), 2, shuffle=True))
+        assert len([w for w in caught if "would shuffle" in str(w.message)]) == 2  # training's, validation's
+    assert task.seen == task.seen[:2] * 3
+    assert expected is None or task.seen[:2] == expected
+    assert task.evaluated == [[0, 1], [2, 3]] * 3
+    assert own.train_dataloader is loader
+
+
+def test_overfitting_goes_on_in_its_order(tmp_path):
+    class Save(treadle.Callback):
+        def on_step_end(self, trainer, task):
+            trainer.save_checkpoint(tmp_path / str(trainer.global_step))
+
+    def fit(path=None, callbacks=()):
+        torch.manual_seed(2)
+        task = Task()
+        loader = DataLoader(data(6), 2, sampler=Lazy())
+        trainer(overfit_batches=2, max_epochs=3, callbacks=list(callbacks)).fit(task, loader, ckpt_path=path)
+        return task.seen
+
+    whole = fit(callbacks=[Save()])
+    for step in range(1, 6):
+        torch.rand(step)
+        assert fit(tmp_path / str(step)) == whole[step:]
+
+
+# -- reload_dataloaders_every_n_epochs -------------------------------------------------------------------------------
+
+
+class Growing(treadle.DataModule):
+    """Its data follow from the epoch, and from a count of its own that is saved."""
+
+    def __init__(self):
+        self.asked, self.collected = [], 0
+
+    def train_dataloader(self):
+        epoch = self.trainer.current_epoch
+        self.asked.append((epoch, self.collected))
+        generator = torch.Generator().manual_seed(epoch)
+        return DataLoader(data(6, 100 * epoch + 10 * self.collected), 2, shuffle=True, generator=generator)
+
+    def val_dataloader(self):
+        return DataLoader(data(2, 1000 * self.trainer.current_epoch), 2)
+
+    def state_dict(self):
+        return {"collected": self.collected}
+
+    def load_state_dict(self, state_dict):
+        self.collected = state_dict["collected"]
+
+
+class Collects(treadle.Callback):
+    def __init__(self, folder=None):
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer, task):
+        trainer.datamodule.collected += 1
+        if self.folder:
+            trainer.save_checkpoint(self.folder / f"epoch-{trainer.current_epoch}")
+
+    def on_step_end(self, trainer, task):
+        if self.folder:
+            trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}")
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_loaders_are_asked_for_anew_and_a_run_goes_on_with_the_ones_it_had(every, tmp_path):
+    def fit(path=None, folder=None):
+        torch.manual_seed(4)
+        task, module = Task(), Growing()
+        flags = {"reload_dataloaders_every_n_epochs": every, "max_epochs": 4, "callbacks": [Collects(folder)]}
+        trainer(num_sanity_val_steps=0, **flags).fit(task, datamodule=module, ckpt_path=path)
+        return task, module
+
+    whole, module = fit(folder=tmp_path)
+    assert module.asked == [(epoch, epoch) for epoch in range(0, 4, every)]
+    assert [min(row) // 100 for row in whole.seen[::3]] == [epoch - epoch % every for epoch in range(4)]
+    assert [row[0] for row in whole.evaluated] == [1000 * (epoch - epoch % every) for epoch in range(4)]
+    for step in range(1, 12):
+        if every == 2 and step % 6 in (4, 5):
+            continue  # in an epoch whose loaders were made from a count that has changed since
+        task, module = fit(tmp_path / f"step-{step}")
+        assert task.seen == whole.seen[step:], step
+        assert module.asked[0][0] == (step - 1) // 3 // every * every
+    for epoch in range(3):
+        task, module = fit(tmp_path / f"epoch-{epoch}")
+        if every == 1 or epoch == 1:
+            assert task.seen == whole.seen[3 * epoch + 3 :]
+            assert module.asked == [(e, e) for e in range(epoch + 1, 4, every)]  # once for each
+
+
+def test_a_buffer_that_is_filled_meanwhile():
+    class Buffer(IterableDataset):
+        def __init__(self, items):
+            self.items = items
+
+        def __iter__(self):
+            return iter([(torch.tensor([float(n)]),) for n in self.items])
+
+    class Plays(Task):
+        def train_dataloader(self):
+            return DataLoader(Buffer([self.current_epoch] * (self.current_epoch + 1)), 1)
+
+    task = Plays()
+    trainer(reload_dataloaders_every_n_epochs=1, max_epochs=3).fit(task)
+    assert task.seen == [[0], [1], [1], [2], [2], [2]]
+
+
+def test_workers_of_old_loaders_end_and_passed_loaders_stay():
+    class Made(Task):
+        def __init__(self):
+            super().__init__()
+            self.made = []
+
+        def train_dataloader(self):
+            self.made.append(DataLoader(data(2), 2, num_workers=1, persistent_workers=True))
+            return self.made[-1]
+
+    class Counts(treadle.Callback):
+        def __init__(self):
+            self.loaders = []
+
+        def on_train_epoch_start(self, trainer, task):
+            self.loaders.append(len(trainer.accelerator.loaders))
+
+    task, counts = Made(), Counts()
+    trainer(reload_dataloaders_every_n_epochs=1, callbacks=[counts]).fit(task)
+    assert len(task.made) == 2
+    assert counts.loaders == [1, 1]
+    with pytest.warns(UserWarning, match="reload_dataloaders_every_n_epochs=1 has no effect"):
+        trainer(reload_dataloaders_every_n_epochs=1).fit(Task(), DataLoader(data(2)), DataLoader(data(2)))
+
+
+# -- data modules ----------------------------------------------------------------------------------------------------
+
+
+class Numbers(treadle.DataModule):
+    def __init__(self, count=4, batch_size=1, loaded=False):
+        self.save_hyperparameters(ignore="loaded")
+        self.loaded = loaded
+        self.calls = []
+
+    def prepare_data(self):
+        self.calls.append("prepare_data")
+
+    def setup(self, stage):
+        self.calls.append(f"setup {stage}")
+        self.data = data(self.hparams.count)
+
+    def teardown(self, stage):
+        self.calls.append(f"teardown {stage}")
+
+    def on_exception(self, exception):
+        self.calls.append(f"exception {exception}")
+
+    def train_dataloader(self):
+        return DataLoader(self.data, self.hparams.batch_size)
+
+    test_dataloader = val_dataloader = train_dataloader
+
+    def state_dict(self):
+        return {"loaded": True}
+
+    def load_state_dict(self, state_dict):
+        self.calls.append("load")
+        self.loaded = state_dict["loaded"]
+
+
+def test_from_a_checkpoint(tmp_path):
+    module, own = Numbers(6, batch_size=3), trainer(max_epochs=1)
+    own.fit(Task(), datamodule=module)
+    own.save_checkpoint(tmp_path / "saved")
+    assert module.calls == ["prepare_data", "setup fit", "teardown fit"]
+    again = Numbers.load_from_checkpoint(tmp_path / "saved", batch_size=2)
+    assert dict(again.hparams) == {"count": 6, "batch_size": 2}
+    assert again.loaded
+    with pytest.raises(ValueError, match="weights_only=False"):
+        Numbers.load_from_checkpoint(tmp_path / "saved", weights_only=False)
+    for stage in ("fit", "validate"):  # before it is asked for loaders, and once
+        fresh = Numbers()
+        flags = {"max_epochs": 2} if stage == "fit" else {}
+        work = trainer(**flags)
+        getattr(work, stage)(Task(), datamodule=fresh, ckpt_path=tmp_path / "saved")
+        assert fresh.calls == ["prepare_data", f"setup {stage}", "load", f"teardown {stage}"]
+
+
+def test_lightnings_checkpoint(tmp_path):
+    content = {
+        "state_dict": {},
+        "datamodule_hyper_parameters": {"count": 8, "batch_size": 4, "gone": 1},
+        "Numbers": {"loaded": True},
+    }
+    torch.save(content, tmp_path / "theirs.ckpt")
+    with pytest.warns(UserWarning, match="takes no gone"):
+        module = Numbers.load_from_checkpoint(tmp_path / "theirs.ckpt", map_location="cpu")
+    assert dict(module.hparams) == {"count": 8, "batch_size": 4}
+    assert module.loaded
+
+
+def test_it_is_told_of_an_error():
+    class Breaks(Task):
+        def training_step(self, batch, batch_idx):
+            raise KeyError("here")
+
+    module = Numbers()
+    with pytest.raises(KeyError):
+        trainer().fit(Breaks(), datamodule=module)
+    assert module.calls[-2:] == ["exception 'here'", "teardown fit"]
+
+
+def test_where_data_is_prepared():
+    for per_node in (True, False):
+        module = Numbers()
+        module.prepare_data_per_node = per_node
+        trainer(max_epochs=1).fit(Task(), datamodule=module)
+        assert module.calls.count("prepare_data") == 1
+    module.prepare_data_per_node = "yes"
+    with pytest.raises(TypeError, match="prepare_data_per_node='yes'"):
+        trainer(max_epochs=1).fit(Task(), datamodule=module)
+    assert Task.prepare_data_per_node
+    assert not Task.allow_zero_length_dataloader_with_multiple_devices
+
+
+def test_around_datasets_and_in_words():
+    module = Numbers.from_datasets({"a": data(3), "b": data(5)}, [data(4), data(2)], batch_size=2, count=7)
+    assert dict(module.hparams) == {"count": 7, "batch_size": 2}
+    loaders = module.train_dataloader()
+    assert [type(loaders[name].sampler).__name__ for name in "ab"] == ["RandomSampler"] * 2
+    assert [loader.batch_size for loader in module.val_dataloader()] == [2, 2]
+    lines = str(module).splitlines()
+    assert lines == [
+        "{Train dataloader: size=3, size=5}",
+        "{Validation dataloader: size=4, size=2}",
+        "{Test dataloader: None}",
+        "{Predict dataloader: None}",
+    ]

@@ -1,0 +1,171 @@
+"""What a task writes for others computes what it computes, and leaves it as it was."""
+
+import copy
+import io
+
+import pytest
+import torch
+from processes import run
+from safetensors import safe_open
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import treadle as tl
+
+
+class Net(tl.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.drop = nn.Dropout(0.5)
+        self.frozen = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 3)
+        self.example_input_array = torch.randn(2, 4)
+
+    def forward(self, x):
+        return self.last(self.drop(self.frozen(self.first(x))))
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class TwoInputs(tl.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def forward(self, x, scale):
+        return {"scaled": self.net(x) * scale, "sum": x.sum(1)}
+
+
+def modes(task):
+    return [part.training for part in task.modules()]
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    net = Net()
+    net.frozen.eval()
+    return net
+
+
+def expected(task, *inputs):
+    """What forward returns in evaluation mode, computed by a copy."""
+    other = copy.deepcopy(task).eval()
+    with torch.no_grad():
+        return other(*inputs)
+
+
+def test_torch_export_is_loaded_back_and_computes_the_same(net, tmp_path):
+    before, x = modes(net), torch.randn(5, 4)
+    net.to_torch_export(tmp_path / "new" / "net.pt2", dynamic_shapes={"x": {0: torch.export.Dim("batch")}})
+    assert modes(net) == before
+    assert net.first.weight.requires_grad
+    loaded = torch.export.load(tmp_path / "new" / "net.pt2").module()
+    torch.testing.assert_close(loaded(x), expected(net, x))
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+def test_several_arguments(form, tmp_path):
+    task, x, scale = TwoInputs(), torch.randn(3, 4), torch.tensor(2.0)
+    program = task.to_torch_export(input_sample=(x, scale) if form == "tuple" else {"x": x, "scale": scale})
+    found = program.module()(x, scale) if form == "tuple" else program.module()(x=x, scale=scale)
+    torch.testing.assert_close(found, {"scaled": task.net(x) * scale, "sum": x.sum(1)})
+
+
+def test_a_task_after_a_compiled_fit(net, tmp_path):
+    data = DataLoader(TensorDataset(torch.randn(8, 4)), 4)
+    options = {"backend": "eager"}
+    trainer = tl.Trainer(
+        max_epochs=1, logger=False, default_root_dir=tmp_path, enable_checkpointing=False, accelerator="cpu",
+        enable_progress_bar=False, compile=options,
+    )  # fmt: skip
+    trainer.fit(net, data)
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(net.to_torch_export(input_sample=x).module()(x), expected(net, x))
+    assert net.first._compiled_call_impl is not None
+
+
+def test_onnx_computes_the_same(net, tmp_path):
+    pytest.importorskip("onnxscript")
+    reference = pytest.importorskip("onnx.reference")
+    before, x = modes(net), torch.randn(2, 4)
+    net.to_onnx(tmp_path / "net.onnx", verbose=False)
+    assert modes(net) == before
+    stream = io.BytesIO()
+    net.to_onnx(stream, x, verbose=False)
+    import onnx
+
+    for program in (onnx.load(tmp_path / "net.onnx"), onnx.load_from_string(stream.getvalue())):
+        session = reference.ReferenceEvaluator(program)
+        (found,) = session.run(None, {session.input_names[0]: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), expected(net, x), rtol=1e-4, atol=1e-5)
+
+
+def test_onnx_without_its_packages_says_what_to_install(net, monkeypatch):
+    monkeypatch.setattr("treadle.trainer.export.find_spec", lambda name: None)  # as if they were not there
+    with pytest.raises(ModuleNotFoundError, match="pip install onnx onnxscript"):
+        net.to_onnx()
+
+
+def test_weights_are_written_under_their_own_names_and_once(tmp_path):
+    class Tied(tl.TaskModule):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(5, 3)
+            self.head = torch.compile(nn.Linear(3, 5, bias=False), backend="eager")
+            self.head._orig_mod.weight = self.embed.weight
+
+    task = Tied()
+    task.to_safetensors(tmp_path / "tied.safetensors")
+    with safe_open(tmp_path / "tied.safetensors", "pt") as file:
+        assert sorted(file.keys()) == ["embed.weight"]
+        assert torch.equal(file.get_tensor("embed.weight"), task.embed.weight)
+    other = Tied()
+    tl.load_weights(other, tmp_path / "tied.safetensors")
+    assert torch.equal(other.head._orig_mod.weight, task.embed.weight)
+    assert [path.name for path in tmp_path.iterdir()] == ["tied.safetensors"]
+
+
+def test_errors_name_the_value_the_rule_and_the_fix(net, tmp_path):
+    with pytest.raises(ValueError, match=r"pass input_sample, or set TwoInputs.example_input_array"):
+        TwoInputs().to_torch_export()
+    with pytest.raises(ValueError, match=r"'net.pt' must end in .pt2"):
+        net.to_torch_export("net.pt")
+    with pytest.raises(ValueError, match="TaskModule has no forward"):
+        tl.TaskModule().to_torch_export(input_sample=torch.ones(1))
+    with pytest.raises(NotImplementedError, match=r"deprecated in torch.*to_torch_export"):
+        net.to_torchscript(method="trace")
+    with pytest.raises(NotImplementedError, match="torch_tensorrt"):
+        net.to_tensorrt()
+    pytest.importorskip("onnxscript")
+    with pytest.raises(ValueError, match="dynamo=False"):
+        net.to_onnx(dynamo=False)
+
+
+def test_the_mode_comes_back_after_an_error(net):
+    before = modes(net)
+    with pytest.raises(RuntimeError):
+        net.to_torch_export(input_sample=torch.ones(2, 99))
+    assert modes(net) == before
+
+
+def sharded(root):
+    task = Net()
+    data = DataLoader(TensorDataset(torch.randn(8, 4)), 2)
+    trainer = tl.Trainer(
+        max_epochs=1, logger=False, default_root_dir=root, enable_checkpointing=False, accelerator="cpu", devices=1,
+        enable_progress_bar=False, strategy="fsdp",
+    )  # fmt: skip
+    trainer.fit(task, data)
+    for method in (task.to_torch_export, lambda: task.to_safetensors(f"{root}/file.safetensors")):
+        with pytest.raises(ValueError, match="load_from_checkpoint"):
+            method()
+
+
+def test_a_sharded_model_is_refused(tmp_path):
+    run(sharded, 1, str(tmp_path))

@@ -1,0 +1,170 @@
+"""What new users stumbled over: each is said, or does what they meant."""
+
+import os
+import shutil
+import warnings
+from argparse import Namespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import Callback, ModelCheckpoint
+from treadle.engine import checkpoint
+
+import treadle
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, args=None, lr=0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(0)
+        self.net = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch[0]).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+class Scheduled(Task):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def loader(count=10):
+    x = torch.randn(count, 2, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x), batch_size=2)
+
+
+def fit(root, *callbacks, task=None, train=None, ckpt_path=None, **flags):
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = treadle.Trainer(
+        **{"max_epochs": 2, "accelerator": "cpu", "default_root_dir": root} | quiet | flags, callbacks=list(callbacks)
+    )
+    trainer.fit(Task() if task is None else task, train or loader(), loader(2), ckpt_path=ckpt_path)
+    return trainer
+
+
+def test_a_newer_run_in_the_same_folder_is_the_one_to_go_on_with(tmp_path):
+    fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True), max_epochs=5)
+    fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True), task=Task(lr=0.2), max_epochs=1)
+    trainer = fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True), ckpt_path="auto")
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.2
+    assert trainer.global_step == 10
+
+
+def test_nothing_left_to_train_is_said(tmp_path):
+    fit(tmp_path, ModelCheckpoint(tmp_path / "c"))
+    with pytest.warns(UserWarning, match=r"nothing is left to train: 10 optimizer steps and 2 epochs are done"):
+        fit(tmp_path, ModelCheckpoint(tmp_path / "c"), ckpt_path="last")
+
+
+class Fails(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_after_a_step_saves_that_step_as_the_last(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c", save_last=True, save_on_exception=True)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, kept, Fails(7))
+    assert sorted(os.listdir(tmp_path / "c")) == ["epoch=0-step=5.ckpt", "last.ckpt"]
+    assert checkpoint.read_manifest(tmp_path / "c" / "last.ckpt").step == 7
+    whole, again = Task(), Task()
+    fit(tmp_path, task=whole, enable_checkpointing=False)
+    fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True), task=again, ckpt_path=tmp_path / "c" / "last.ckpt")
+    assert [p.tolist() for p in again.parameters()] == [p.tolist() for p in whole.parameters()]
+    assert sorted(os.listdir(tmp_path / "c")) == ["epoch=1-step=10.ckpt", "last.ckpt"]
+
+
+def test_a_value_that_was_never_measured_is_not_zero_in_a_name(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, ModelCheckpoint(tmp_path, "{step}-{val:.3f}", "val", save_on_exception=True), Fails(2))
+    assert os.listdir(tmp_path) == ["step=2-val=nan.ckpt"]
+
+
+def test_a_folder_that_was_moved_is_the_same_folder(tmp_path):
+    def kept(folder):
+        return ModelCheckpoint(tmp_path / folder, "{step}", "val", save_top_k=2, save_last=True)
+
+    fit(tmp_path, kept("a"))
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    again = kept("b")
+    fit(tmp_path, again, max_epochs=4, ckpt_path=tmp_path / "b" / "last.ckpt")
+    assert sorted(os.listdir(tmp_path / "b")) == ["last.ckpt", "step=15.ckpt", "step=20.ckpt"]
+    assert checkpoint.read_manifest(tmp_path / "b" / "last.ckpt").step == 20
+
+
+class Adds(Task):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["state_dict"].pop("net.bias")
+
+
+def test_hooks_that_look_for_weights_are_told_where_those_are(tmp_path):
+    with pytest.raises(KeyError, match="override the task's state_dict"):
+        fit(tmp_path, task=Adds())
+
+
+def test_a_namespace_as_an_argument_is_data(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        task = Task(Namespace(width=3, inner=Namespace(depth=2)))
+    trainer = fit(tmp_path, task=task)
+    trainer.save_checkpoint(tmp_path / "c")
+    again = Task.load_from_checkpoint(tmp_path / "c", lr=0.3)
+    assert (again.hparams.args.width, again.hparams.args.inner.depth, again.hparams.lr) == (3, 2, 0.3)
+
+
+def test_what_fits_is_taken_of_another_set_up(tmp_path):
+    fit(tmp_path, ModelCheckpoint(tmp_path / "c"), task=Scheduled())
+    plain = Task()
+    with pytest.raises(ValueError, match="holds 1 schedulers, this run has 0"):
+        fit(tmp_path, task=plain, ckpt_path=tmp_path / "c" / "epoch=1-step=10.ckpt", max_epochs=3)
+    plain = Task()
+    plain.strict_loading = False
+    with pytest.warns(UserWarning, match="holds 1 schedulers, this run has 0: they begin anew"):
+        trainer = fit(tmp_path, task=plain, ckpt_path=tmp_path / "c" / "epoch=1-step=10.ckpt", max_epochs=3)
+    assert trainer.global_step == 15
+
+
+def test_a_path_that_is_nearly_right(tmp_path):
+    fit(tmp_path, ModelCheckpoint(tmp_path / "c"))
+    with pytest.raises(ValueError, match=r"is no checkpoint, but a folder of checkpoints: give one of epoch=1-step=10"):
+        fit(tmp_path, ckpt_path=tmp_path / "c")
+    (tmp_path / "x.ckpt").write_bytes(b"PK")
+    with pytest.raises(ValueError, match=r"load_from_checkpoint and treadle.load_weights"):
+        fit(tmp_path, ckpt_path=tmp_path / "x.ckpt")
+
+
+def test_how_many_steps_are_to_come_after_the_batches_have_changed(tmp_path, caplog):
+    fit(tmp_path, ModelCheckpoint(tmp_path / "c", every_n_train_steps=8))
+    with pytest.warns(UserWarning, match="global batch"):
+        trainer = fit(
+            tmp_path,
+            ckpt_path=tmp_path / "c" / "epoch=1-step=8.ckpt",
+            max_epochs=3,
+            train=DataLoader(loader().dataset, 1),
+        )
+    said = [record.getMessage() for record in caplog.records if "are done" in record.getMessage()]
+    assert f"{trainer.global_step} optimizer steps" in said[-1]
+
+
+def test_an_own_loops_epoch_is_noted(tmp_path):
+    accelerator = treadle.Accelerator(cpu=True)
+    _, data = accelerator.prepare(nn.Linear(2, 1), loader())
+    for _ in range(3):
+        for _ in data:
+            pass
+    accelerator.save_state(tmp_path / "c")
+    assert accelerator.load_state(tmp_path / "c")["epoch"] == 3

@@ -1,0 +1,281 @@
+"""Flags of the Trainer that have no test file of their own; what each does, and what it can't be combined with."""
+
+import itertools
+import time
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import Callback
+from treadle.loggers import Logger
+from treadle.strategies import Precision, TorchSyncBatchNorm
+
+import treadle
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, pause=0.0):
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        self.pause = pause
+        self.validated: list[int] = []
+        self.times: list[float] = []
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(self.pause)
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        if not self.trainer.sanity_checking:
+            self.validated.append(self.global_step)
+            self.times.append(time.monotonic())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader(count=16):
+    return DataLoader(TensorDataset(torch.randn(count, 2, generator=torch.Generator().manual_seed(1))), batch_size=2)
+
+
+def trainer(**flags):
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    return treadle.Trainer(**{"max_epochs": 1, "accelerator": "cpu"} | quiet | flags)
+
+
+# -- barebones -------------------------------------------------------------------------------------------------------
+
+
+def test_barebones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    bare = treadle.Trainer(barebones=True, max_epochs=1, accelerator="cpu")
+    task = Task()
+    bare.fit(task, loader(), loader(2))
+    assert list(tmp_path.iterdir()) == []
+    assert (bare.callbacks, bare.loggers, bare.callback_metrics) == ([], [], {})
+    assert task.validated == [8]  # no sanity check
+
+
+@pytest.mark.parametrize("flag", ["logger", "enable_checkpointing", "enable_progress_bar", "fast_dev_run", "profiler"])
+def test_what_barebones_leaves_out(flag):
+    with pytest.raises(ValueError, match=rf"barebones=True, {flag}=.*drop one of them"):
+        treadle.Trainer(barebones=True, **{flag: "simple" if flag == "profiler" else True})
+
+
+# -- validation by the clock -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interval", [{"seconds": 0.1}, {"hours": 1}])
+def test_validation_by_the_clock(interval):
+    task = Task(pause=0.03)
+    trainer(val_check_interval=interval, num_sanity_val_steps=0).fit(task, loader(), loader(2))
+    if "hours" in interval:
+        assert task.validated == []
+    else:
+        assert task.validated
+        assert all(b - a >= 0.099 for a, b in itertools.pairwise(task.times))
+
+
+def by_the_clock():
+    task = Task(pause=0.02 + 0.02 * int(treadle.PartialState().process_index))
+    trainer(val_check_interval="00:00:00:01", max_time={"seconds": 2}, max_epochs=-1, strategy="ddp").fit(
+        task, loader(8), loader(4)
+    )
+    return task.validated
+
+
+def test_two_processes_validate_after_the_same_step():
+    first, second = run(by_the_clock, 2)
+    assert first == second
+    assert first
+
+
+# -- batch norm over all processes -----------------------------------------------------------------------------------
+
+
+def normed(flags):
+    task = Task()
+    trainer(strategy="ddp", **flags).fit(task, loader())
+    return task.net[1].running_mean
+
+
+@pytest.mark.parametrize("flags", [{"sync_batchnorm": True}, {"plugins": [TorchSyncBatchNorm()]}])
+def test_sync_batchnorm(flags):
+    first, second = run(normed, 2, flags)
+    assert torch.equal(first, second)
+
+
+def not_by_ddp():
+    with pytest.raises(ValueError, match="sync_batchnorm=True is for strategy='ddp', not 'fsdp'"):
+        trainer(strategy="fsdp", sync_batchnorm=True)
+
+
+def test_sync_batchnorm_is_ddps():
+    run(not_by_ddp, 2)
+    trainer(sync_batchnorm=True).fit(Task(), loader())  # one process has all samples
+
+
+# -- plugins ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_precision_as_a_plugin():
+    task = Task()
+    trainer(plugins=Precision.parse("64-true")).fit(task, loader())
+    assert task.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "words"),
+    [
+        ({"plugins": "deepspeed"}, TypeError, "plugins takes .*not 'deepspeed'"),
+        ({"plugins": [Precision.parse("64-true")], "precision": 32}, ValueError, "give one of them"),
+        ({"plugins": [TorchSyncBatchNorm()], "sync_batchnorm": True}, ValueError, "say the same"),
+        ({"model_registry": "x"}, TypeError, "no argument 'model_registry'. It is one vendor's"),
+        ({"gpus": 2}, TypeError, "no argument 'gpus'. Use accelerator='gpu' and devices"),
+        ({"max_epoch": 2}, TypeError, "no argument 'max_epoch'. Did you mean 'max_epochs'"),
+        ({"compile": "yes"}, TypeError, "compile='yes' must be True or False"),
+        ({"reload_dataloaders_every_n_epochs": -1}, ValueError, "at least 0"),
+    ],
+)
+def test_what_is_refused(flags, error, words):
+    with pytest.raises(error, match=words):
+        treadle.Trainer(**flags)
+
+
+# -- logging ---------------------------------------------------------------------------------------------------------
+
+
+class Keeps(Logger):
+    def __init__(self):
+        super().__init__()
+        self.params = None
+        self.rows = []
+
+    @property
+    def experiment(self):
+        return self
+
+    def log_hyperparams(self, params, metrics=None):
+        self.params = dict(params)
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append(metrics)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_hyperparameters_are_handed_to_the_loggers(wanted):
+    logger = Keeps()
+    trainer(logger=logger, enable_autolog_hparams=wanted).fit(Task(), loader())
+    assert logger.params == ({"pause": 0.0} if wanted else None)
+
+
+class Logs(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.log("of_a_batch", float(batch_idx))
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.log_dict({"of_an_epoch": 3.0, "another": 4.0})
+
+
+def test_callbacks_log_as_the_task_does():
+    logger, logs = Keeps(), Logs()
+    own = trainer(logger=logger, callbacks=logs, log_every_n_steps=4)
+    own.fit(Task(), loader())
+    assert [row["of_a_batch"] for row in logger.rows if "of_a_batch" in row] == [3.0, 7.0]
+    assert own.callback_metrics["of_an_epoch"] == 3.0
+    with pytest.raises(RuntimeError, match=r"Logs.log needs a running stage"):
+        logs.log("late", 1.0)
+
+
+# -- algorithms, and the user's own sharding -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def algorithms_as_before():
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.backends.cudnn.benchmark = benchmark
+
+
+class Puts(Task):
+    """Its step uses an operation that has no deterministic form."""
+
+    def training_step(self, batch, batch_idx):
+        torch.zeros(4).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.usefixtures("algorithms_as_before")
+def test_deterministic():
+    with pytest.raises(RuntimeError, match=r"put_ does not have a deterministic implementation"):
+        trainer(deterministic=True).fit(Puts(), loader())
+    with pytest.warns(UserWarning, match=r"put_ does not have a deterministic implementation"):
+        trainer(deterministic="warn").fit(Puts(), loader())
+    trainer().fit(Puts(), loader())  # None leaves what is set
+    assert torch.are_deterministic_algorithms_enabled()
+    trainer(deterministic=False).fit(Puts(), loader())
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.usefixtures("algorithms_as_before")
+def test_benchmark():
+    for flags, expected in (
+        ({"benchmark": True}, True),
+        ({}, True),
+        ({"deterministic": True}, False),  # it may choose another algorithm in each run
+        ({"deterministic": True, "benchmark": True}, True),
+        ({"benchmark": False}, False),
+    ):
+        trainer(**flags)
+        assert torch.backends.cudnn.benchmark is expected, flags
+
+
+def test_limits_of_tests():
+    class Tests(Task):
+        def test_step(self, batch, batch_idx):
+            self.validated.append(batch_idx)
+
+    for limit, expected in ((3, 3), (0.5, 4), (1.0, 8), (100, 8)):
+        task = Tests()
+        trainer(limit_test_batches=limit).test(task, loader(), verbose=False)
+        assert task.validated == list(range(expected))
+
+
+def read_by(flags):
+    seen = []
+
+    class Reads(treadle.TaskModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(1, 1)
+
+        def training_step(self, batch, batch_idx):
+            seen.append(batch.flatten().tolist())
+            return self.net(batch).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    one = trainer(strategy="ddp", use_distributed_sampler=flags)
+    rank = one.global_rank
+    own = DataLoader(torch.arange(rank * 10.0, rank * 10 + 4).reshape(4, 1), batch_size=2)
+    shared = DataLoader(torch.arange(4.0).reshape(4, 1), batch_size=1)
+    one.fit(Reads(), shared if flags else own)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [(False, [[[0, 1], [2, 3]], [[10, 11], [12, 13]]]), (True, [[[0], [2]], [[1], [3]]])],
+    ids=["as they are", "shared out"],
+)
+def test_use_distributed_sampler(flag, expected):
+    assert run(read_by, 2, flag) == expected

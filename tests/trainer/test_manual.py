@@ -1,0 +1,354 @@
+"""Tasks that drive their optimizers themselves, and optimizers that need a closure, against loops by hand."""
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import Callback, ModelCheckpoint
+from treadle.strategies import DDP, FSDP, SingleDevice
+
+import treadle
+
+SAMPLES, BATCH = 22, 4  # the last batch is smaller, and uneven over two processes
+
+
+def data():
+    return torch.randn(SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def loader(batch_size=BATCH):
+    return DataLoader(TensorDataset(data()), batch_size)
+
+
+def trained(task, *callbacks, train=None, ckpt_path=None, **flags):
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    defaults = {
+        "max_epochs": 2,
+        "accelerator": "cpu",
+        "precision": "64-true",
+        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
+    }
+    trainer = treadle.Trainer(**{**defaults, **quiet, **flags}, callbacks=list(callbacks))
+    trainer.fit(task, loader() if train is None else train, ckpt_path=ckpt_path)
+    return trainer
+
+
+def weights(task):
+    return [p.detach().clone() for p in task.parameters()]
+
+
+# -- two optimizers --------------------------------------------------------------------------------------------------
+
+
+class Gan(treadle.TaskModule):
+    """The discriminator steps on every batch, the generator on every second one, with gradients of both."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+        self.critic = nn.Linear(3, 1)
+        self.double()
+
+    def critic_loss(self, x):
+        return (self.critic(x) - 1).square().mean() + self.critic(self.generator(x * 0.5).detach()).square().mean()
+
+    def generator_loss(self, x):
+        return (self.critic(self.generator(x * 0.5)) - 1).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        first, second = self.optimizers()
+        self.toggle_optimizer(second)
+        loss = self.critic_loss(x)
+        second.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(second, 0.5, "norm")
+        second.step()
+        self.untoggle_optimizer(second)
+        with self.toggled_optimizer(first):
+            self.manual_backward(self.generator_loss(x))  # added up over two batches
+            if batch_idx % 2:
+                first.step()
+                first.zero_grad()
+                self.lr_schedulers().step()
+        self.log("critic", loss)
+
+    def configure_optimizers(self):
+        first = torch.optim.Adam(self.generator.parameters(), lr=0.1)
+        second = torch.optim.AdamW(self.critic.parameters(), lr=0.1)
+        return [first, second], [torch.optim.lr_scheduler.StepLR(first, 2)]
+
+
+def gan_by_hand():
+    task = Gan()
+    (first, second), (schedule,) = task.configure_optimizers()
+    for _ in range(2):
+        for index, (x,) in enumerate(loader()):
+            second.zero_grad()
+            task.critic_loss(x).backward()
+            nn.utils.clip_grad_norm_(task.critic.parameters(), 0.5)
+            second.step()
+            for one, gradient in zip(
+                task.generator.parameters(),
+                torch.autograd.grad(task.generator_loss(x), task.generator.parameters()),
+                strict=True,
+            ):
+                one.grad = gradient if one.grad is None else one.grad + gradient
+            if index % 2:
+                first.step()
+                first.zero_grad()
+                schedule.step()
+    return weights(task)
+
+
+def test_two_optimizers():
+    task = Gan()
+    trainer = trained(task)
+    assert trainer.global_step == 12
+    assert [p.tolist() for p in task.parameters()] == [p.tolist() for p in gan_by_hand()]
+    assert all(p.requires_grad for p in task.parameters())
+
+
+def gan_on_two(strategy):
+    task = Gan()
+    batches = loader(BATCH // 2)  # per process
+    trainer = trained(task, strategy={"ddp": "ddp", "zero": DDP(zero=True)}[strategy], train=batches)
+    return trainer.global_step, weights(task)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero"])
+def test_two_optimizers_on_two_processes(strategy):
+    (steps, first), (_, second) = run(gan_on_two, 2, strategy)
+    assert steps == 12
+    for one, other, right in zip(first, second, gan_by_hand(), strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, right, rtol=1e-10, atol=1e-12)
+
+
+class SaveAt(Callback):
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_step_end(self, trainer, pl_module):
+        if trainer.progress.step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("step", [2, 6, 8])  # odd ones leave a generator's gradient half added up
+def test_a_resumed_run_is_the_whole_one(tmp_path, step):
+    whole = Gan()
+    trained(whole, SaveAt(step, tmp_path / "c"))
+    again = Gan()
+    assert trained(again, ckpt_path=tmp_path / "c").global_step == 12
+    assert [p.tolist() for p in again.parameters()] == [p.tolist() for p in whole.parameters()]
+
+
+class Calls(Callback):
+    def __init__(self):
+        self.seen = []
+        for name in ("before_backward", "after_backward", "before_optimizer_step", "train_batch_end"):
+            setattr(self, f"on_{name}", lambda *_, name=name: self.seen.append(name))
+
+
+def test_hooks():
+    calls = Calls()
+    trained(Gan(), calls, max_steps=2)
+    backward = ["before_backward", "after_backward"]
+    first = [*backward, "before_optimizer_step", *backward, "train_batch_end"]
+    assert calls.seen == [*first, *first[:-1], "before_optimizer_step", "train_batch_end"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"gradient_clip_val": 1.0}, r"gradient_clip_val\) has no effect .* self.clip_gradients"),
+        ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches\) has no effect .* step every so many batches"),
+        ({"on_nonfinite": "skip"}, r"on_nonfinite='skip'\) has no effect"),
+        ({"strategy": FSDP()}, "strategy='fsdp' can't run .* Use 'ddp', or DDP"),
+    ],
+)
+def test_flags_that_would_do_nothing(flags, words):
+    with pytest.raises(ValueError, match=words):
+        trained(Gan(), **flags)
+
+
+class Broken(Gan):
+    def critic_loss(self, x):
+        return super().critic_loss(x) * (float("nan") if self.global_step == 3 and self.global_rank in (0, 1) else 1.0)
+
+
+class Third(SingleDevice):
+    """Somebody's, of several processes, that knows nothing of gradients reduced by hand."""
+
+    distributed = True
+
+
+def by_a_third_party():
+    with pytest.raises(ValueError, match=r"strategy='single' can't run a task with automatic_optimization=False"):
+        trained(Gan(), strategy=Third())
+
+
+def test_a_strategy_that_would_reduce_nothing_is_refused():
+    run(by_a_third_party, 2)
+
+
+def test_a_loss_that_is_not_finite_is_an_error():
+    with pytest.raises(ValueError, match="not finite on rank 0 in optimizer step"):
+        trained(Broken())
+
+
+class Automatic(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(3, 1).double()
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.net(batch[0]).mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_the_two_ways_are_not_mixed():
+    with pytest.raises(RuntimeError, match="automatic_optimization = False"):
+        trained(Automatic())
+
+
+# -- an optimizer that needs a closure -------------------------------------------------------------------------------
+
+
+class Fit(treadle.TaskModule):
+    def __init__(self, search="strong_wolfe"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+        self.search = search
+        self.calls = 0
+
+    def loss(self, x):
+        return (self.net(x)[:, 0] - x.prod(1)).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        self.calls += 1
+        return self.loss(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, line_search_fn=self.search)
+
+
+def fit_by_hand(search, clip=None):
+    task = Fit(search)
+    optimizer = task.configure_optimizers()
+    for _ in range(2):
+        for x in (data()[:8], data()[8:16], data()[16:]):
+
+            def closure(x=x):
+                optimizer.zero_grad()
+                loss = task.loss(x)
+                loss.backward()
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(task.parameters(), clip)
+                return loss
+
+            optimizer.step(closure)
+    return weights(task)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize(("batch_size", "accumulate", "clip"), [(8, 1, None), (4, 2, None), (8, 1, 0.1)])
+def test_a_closure(search, batch_size, accumulate, clip):
+    task = Fit(search)
+    flags = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
+    assert trained(task, train=loader(batch_size), **flags).global_step == 6
+    assert task.calls > 12
+    for one, right in zip(weights(task), fit_by_hand(search, clip), strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-7, atol=1e-9)
+
+
+def closure_on_two(search):
+    task = Fit(search)
+    trained(task, strategy="ddp", train=loader(4))
+    return weights(task)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_a_closure_on_two_processes(search):
+    first, second = run(closure_on_two, 2, search)
+    for one, other, right in zip(first, second, fit_by_hand(search), strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, right, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.guarantee
+def test_a_closure_resumed(tmp_path):
+    whole = Fit()
+    trained(whole, ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1), train=loader(8))
+    for step in (2, 4):
+        again = Fit()
+        trained(again, train=loader(8), ckpt_path=tmp_path / f"step={step}.ckpt")
+        assert [p.tolist() for p in again.parameters()] == [p.tolist() for p in whole.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [({"on_nonfinite": "skip"}, "on_nonfinite='skip'"), ({"precision": "16-mixed"}, "precision='16-mixed'")],
+)
+def test_what_a_closure_can_not_do(flags, words):
+    with pytest.raises(ValueError, match=f"LBFGS steps with a closure and can't run with {words}"):
+        trained(Fit(), **flags)
+
+
+# -- steps of one's own ----------------------------------------------------------------------------------------------
+
+
+class Own(Fit):
+    """Warms up by hand, steps every second batch only, and scales its backward."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * (batch_idx + 1)
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=optimizer_closure)
+
+    def backward(self, loss, *args, **kwargs):
+        (2 * loss).backward(*args, **kwargs)
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        self.zeroed = batch_idx
+        optimizer.zero_grad(set_to_none=False)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_steps_of_ones_own():
+    task = Own()
+    assert trained(task, train=loader(4)).global_step == 6
+    assert task.zeroed == 5
+    right = Fit()
+    optimizer = torch.optim.SGD(right.parameters(), lr=0.1)
+    for _ in range(2):
+        for index, (x,) in enumerate(loader(4)):
+            if index % 2 == 0:
+                optimizer.zero_grad()
+                (2 * right.loss(x)).backward()
+                optimizer.param_groups[0]["lr"] = 0.1 * (index + 1)
+                optimizer.step()
+    assert [p.tolist() for p in task.parameters()] == [p.tolist() for p in right.parameters()]
+
+
+class LeavesOut(Own):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        if batch_idx == 0:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+def test_a_step_that_is_left_out_after_an_overflow_is_no_second_overflow():
+    task = LeavesOut()
+    task.loss = lambda x: (task.net(x.float())[:, 0] * 1e30).square().mean()
+    trainer = trained(task.float(), train=loader(8), precision="16-mixed", max_epochs=1, on_nonfinite="ignore")
+    assert (trainer.progress.skipped, trainer.global_step) == (1, 0)

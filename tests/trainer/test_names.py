@@ -1,0 +1,102 @@
+"""The names by which other people's code reads a Trainer."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import EarlyStopping, LambdaCallback
+
+import treadle
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+        self.seen = []
+        self.states = []
+
+    def note(self):
+        t = self.trainer
+        now = (t.training, t.validating, t.testing, t.predicting, t.evaluating, t.sanity_checking)
+        self.seen.append(tuple(int(one) for one in now))
+        self.states.append((t.state.fn, t.state.stage))
+
+    def training_step(self, batch, batch_idx):
+        self.note()
+        assert self.trainer.is_last_batch == (batch_idx == 3)
+        return self.net(batch[0]).mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        assert self.trainer.is_last_batch == (batch_idx == 3)
+
+    def validation_step(self, batch, batch_idx):
+        self.note()
+
+    def test_step(self, batch, batch_idx):
+        self.note()
+
+    def predict_step(self, batch, batch_idx):
+        self.note()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader(count):
+    return DataLoader(TensorDataset(torch.ones(count, 2)), batch_size=1)
+
+
+def made(*callbacks, **flags):
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    return treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=list(callbacks), **quiet, **flags)
+
+
+def test_stages_and_lengths():
+    task, trainer = Task(), made(limit_predict_batches=2)
+    trainer.fit(task, loader(4), loader(3))
+    assert task.seen == [(0, 0, 0, 0, 1, 1)] * 2 + [(1, 0, 0, 0, 0, 0)] * 4 + [(0, 1, 0, 0, 1, 0)] * 3
+    assert task.states == [("fit", "sanity_check")] * 2 + [("fit", "train")] * 4 + [("fit", "validate")] * 3
+    assert (trainer.num_training_batches, trainer.num_val_batches, trainer.num_sanity_val_batches) == (4, [3], [2])
+    assert trainer.enable_validation
+    task.seen.clear()
+    test, predict = loader(2), loader(5)
+    trainer.test(task, test)
+    assert (trainer.num_test_batches, trainer.test_dataloaders) == ([2], test)
+    assert trainer.num_training_batches is None
+    assert (task.states[-1], trainer.state.fn) == (("test", "test"), None)
+    trainer.predict(task, predict)
+    assert (trainer.num_predict_batches, trainer.predict_dataloaders) == ([2], predict)
+    trainer.validate(task, loader(1))
+    assert task.seen == [(0, 0, 1, 0, 1, 0)] * 2 + [(0, 0, 0, 1, 0, 0)] * 2 + [(0, 1, 0, 0, 1, 0)]
+
+
+def test_places_and_parts():
+    stopping = EarlyStopping("x")
+    trainer = made(stopping, precision="bf16-mixed")
+    assert (trainer.num_nodes, trainer.node_rank, trainer.num_devices, trainer.device_ids) == (1, 0, 1, [0])
+    assert trainer.distributed_sampler_kwargs is None
+    assert trainer.scaler is None
+    assert trainer.precision_plugin.name == trainer.precision == "bf16-mixed"
+    assert trainer.early_stopping_callbacks == [stopping]
+    assert trainer.early_stopping_callback is stopping
+    task = Task()
+    assert (trainer.model, task.on_gpu) == (None, False)
+
+
+def test_interrupted():
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    trainer = made(LambdaCallback(on_train_batch_end=stop))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Task(), loader(4))
+    assert trainer.interrupted
+    trainer.test(Task(), loader(1))
+    assert not trainer.interrupted
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_no_stage_reads_code(stage):
+    with pytest.raises(ValueError, match="weights_only=False would run what is in the checkpoint"):
+        getattr(made(), stage)(Task(), loader(1), weights_only=False)

@@ -1,0 +1,215 @@
+"""Several loaders in `fit`, `validate` and `predict`: forms, modes, weights, limits, and going on from any step."""
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.engine import CombinedLoader
+
+import treadle
+
+MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
+
+
+def numbers(count, batch=2, shuffle=True, first=0):
+    data = torch.arange(float(first), float(first + count))[:, None] / 10
+    return DataLoader(TensorDataset(data), batch, shuffle=shuffle)
+
+
+def parts(batch):
+    """The tensors in a batch of any form."""
+    if batch is None:
+        return []
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    return [t for each in (batch.values() if isinstance(batch, dict) else batch) for t in parts(each)]
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Linear(1, 1)
+        self.seen, self.evaluated, self.moved = [], [], []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append([part.flatten().tolist() for part in parts(batch)])
+        return (self.net(torch.cat(parts(batch))) - 1).square().mean()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.evaluated.append((dataloader_idx, batch_idx, [part.flatten().tolist() for part in parts(batch)]))
+        self.log("mean", torch.cat(parts(batch)).mean())
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return torch.cat(parts(batch)).sum()
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        self.moved.append((type(batch), dataloader_idx))
+        return batch
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def trainer(**flags):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return treadle.Trainer(**{"accelerator": "cpu", "enable_model_summary": False, "max_epochs": 1, **quiet, **flags})
+
+
+class SaveEach(treadle.Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step_end(self, trainer, task):
+        trainer.save_checkpoint(self.folder / str(trainer.global_step))
+
+
+def weights(task):
+    return [p.flatten().tolist() for p in task.parameters()]
+
+
+@pytest.mark.parametrize("form", [dict, list, tuple], ids=lambda form: form.__name__)
+def test_a_collection_is_cycled_and_keeps_its_form(form):
+    class Formed(Task):
+        def training_step(self, batch, batch_idx):
+            assert type(batch) is form
+            return super().training_step(batch, batch_idx)
+
+        def train_dataloader(self):
+            several = {"a": numbers(4, shuffle=False), "b": numbers(6, shuffle=False)}
+            return several if form is dict else form(several.values())
+
+    task, own = Formed(), trainer()
+    own.fit(task)
+    assert [[len(p) for p in row] for row in task.seen] == [[2, 2]] * 3
+    assert task.seen[2][0] == task.seen[0][0]
+    assert own.num_training_batches == 3
+    assert own.estimated_stepping_batches == 3
+    assert task.moved == [(form, 0)] * 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_groups_are_those_of_a_loop_by_hand(mode):
+    """Accumulation weighs each micro-batch with all its samples, the last, partial group too."""
+    task = Task()
+    loaders = [numbers(5, shuffle=False), numbers(9, shuffle=False, first=20)]
+    trainer(accumulate_grad_batches=2, max_epochs=2).fit(task, CombinedLoader(loaders, mode))
+    by_hand = Task()
+    rows = {
+        "min_size": [(a, b) for (a,), (b,) in zip(*loaders, strict=False)],
+        "sequential": [(a,) for loader in loaders for (a,) in loader],
+    }.get(mode)
+    if rows is None:
+        first, second = ([part for (part,) in loader] for loader in loaders)
+        rows = [(*([first[n % 3]] if mode == "max_size_cycle" or n < 3 else []), b) for n, b in enumerate(second)]
+    optimizer = by_hand.configure_optimizers()
+    for _ in range(2):
+        for start in range(0, len(rows), 2):
+            group = torch.cat([part for row in rows[start : start + 2] for part in row])
+            optimizer.zero_grad()
+            (by_hand.net(group) - 1).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(weights(task), weights(by_hand))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_going_on_from_any_step(mode, tmp_path):
+    def fit(path=None, callbacks=()):
+        torch.manual_seed(3)
+        task = Task()
+        flags = {"accumulate_grad_batches": 2, "max_epochs": 2, "val_check_interval": 2, "callbacks": list(callbacks)}
+        loaders = CombinedLoader({"a": numbers(5), "b": numbers(11)}, mode)
+        trainer(**flags).fit(task, loaders, {"x": numbers(4), "y": numbers(2)}, ckpt_path=path)
+        return task
+
+    whole = fit(callbacks=[SaveEach(tmp_path)])
+    steps = sorted(int(path.name) for path in tmp_path.iterdir())
+    for step in steps[:-1]:
+        task = fit(tmp_path / str(step))
+        assert task.seen == whole.seen[len(whole.seen) - len(task.seen) :]
+        assert weights(task) == weights(whole)
+
+
+def every_mode(folder, path=None):
+    """By mode what was seen, and the weights: of a run that saves each step, or of one that goes on from ``path``."""
+    found = {}
+    for mode in MODES:
+        torch.manual_seed(3)
+        task = Task()
+        own = trainer(max_epochs=2, callbacks=[] if path else [SaveEach(folder / mode)])
+        loaders = CombinedLoader([numbers(8), numbers(20)], mode)
+        own.fit(task, loaders, ckpt_path=folder / mode / path if path else None)
+        found[mode] = task.seen, weights(task)
+    return found
+
+
+def test_two_processes_and_one_after_them(tmp_path):
+    whole = run(every_mode, 2, tmp_path)
+    again = run(every_mode, 2, tmp_path, "1")
+    alone = every_mode(tmp_path, "1")
+    for mode, steps in {"min_size": 2, "max_size_cycle": 8, "max_size": 8, "sequential": 12}.items():
+        for here, there in zip(again, whole, strict=True):
+            assert here[mode] == (there[mode][0][1:], there[mode][1])
+        assert whole[0][mode][1] == whole[1][mode][1]
+        # One process goes on with the same samples, each exactly once.
+        left = [row for each in whole for row in each[mode][0][1 : len(each[mode][0]) // 2]]
+        loader = -1 if mode == "max_size_cycle" else slice(None)
+        assert samples(alone[mode][0][:steps], loader) == samples(left, loader)
+        assert len(alone[mode][0]) > steps
+
+
+def samples(rows, loader):
+    chosen = [part for row in rows for part in (row[loader] if isinstance(loader, slice) else [row[loader]])]
+    return sorted(n for part in chosen for n in part)
+
+
+def test_limits_and_validation_within_the_epoch():
+    task = Task()
+    own = trainer(limit_train_batches=4, val_check_interval=2, num_sanity_val_steps=0)
+    own.fit(task, {"a": numbers(4), "b": numbers(20)}, numbers(2))
+    assert len(task.seen) == 4
+    assert len(task.evaluated) == 2
+    task = Task()  # in sequence the limit is that of each loader
+    trainer(limit_train_batches=2).fit(task, CombinedLoader([numbers(20, shuffle=False)] * 2, "sequential"))
+    assert [n for [part] in task.seen for n in part] == [0.0, torch.tensor(0.1).item(), *task.seen[1][0]] * 2
+    task = Task()
+    trainer(limit_train_batches=0.5).fit(task, [numbers(4), numbers(20)])
+    assert len(task.seen) == 5
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_evaluation(stage):
+    loaders = {"a": numbers(4, shuffle=False), "b": [numbers(2, shuffle=False, first=10)]}
+    for given in (loaders, CombinedLoader(loaders, "sequential")):
+        task = Task()
+        found = getattr(trainer(), stage)(task, given, verbose=False)
+        assert [(number, index) for number, index, _ in task.evaluated] == [(0, 0), (0, 1), (1, 0)]
+        assert [round(*each.values(), 4) for each in found] == [0.15, 1.05]
+    task = Task()
+    [found] = getattr(trainer(), stage)(task, CombinedLoader(loaders, "max_size"), verbose=False)
+    assert [(number, index) for number, index, _ in task.evaluated] == [(0, 0), (0, 1)]
+    assert [len(row) for _, _, row in task.evaluated] == [2, 1]
+    # Each batch weighs its samples: (0 + 0.1 + 1.0 + 1.1 + 0.2 + 0.3) / 6
+    assert found["mean"] == pytest.approx(2.7 / 6)
+
+
+def test_prediction():
+    loaders = [numbers(4, shuffle=False), numbers(2, shuffle=False)]
+    found = trainer().predict(Task(), loaders)
+    assert [[round(float(n), 4) for n in each] for each in found] == [[0.1, 0.5], [0.1]]
+    found = trainer().predict(Task(), CombinedLoader(loaders, "min_size"))
+    assert [round(float(n), 4) for n in found] == [0.2]
+
+
+def test_the_checkpoint_of_other_loaders_is_refused(tmp_path):
+    task = Task()
+    trainer(callbacks=[SaveEach(tmp_path)]).fit(task, [numbers(4), numbers(6)])
+    with pytest.raises(ValueError, match="2 combined loaders"):
+        trainer(max_epochs=2).fit(Task(), numbers(4), ckpt_path=tmp_path / "2")
+    with pytest.raises(ValueError, match="saved with 2 training"):
+        trainer(max_epochs=2).fit(Task(), [numbers(4)] * 3, ckpt_path=tmp_path / "2")
+    with pytest.raises(ValueError, match="max_size_cycle"):
+        trainer(max_epochs=2).fit(Task(), CombinedLoader([numbers(4)] * 2), ckpt_path=tmp_path / "2")

@@ -1,0 +1,154 @@
+"""The command lines of `treadle fit` and its kin, read without waiting for torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .config import COMMAND_LINE, SECTIONS, Config, load
+from .config_values import ConfigError, meant
+
+CONFIG = "config.yaml"  # as RunFolder writes it
+PART = "config"
+
+WORDS = {
+    "fit": "train a task",
+    "validate": "measure a task with its validation steps",
+    "test": "measure a task with its test steps",
+    "predict": "run a task's predict steps",
+}
+OPTIONS = {
+    "-c, --config FILE": "a YAML file; give several, and a later one wins",
+    "KEY=VALUE": "set one value: trainer.max_epochs=3, model.lr=3e-4, trainer.callbacks.0.monitor=val_loss",
+    "KEY+=VALUE": "add to a list: trainer.callbacks+=LearningRateMonitor",
+    "~KEY": "take a key out",
+    "--from-run DIR": "begin with the configuration of an earlier run: its folder, or one of its checkpoints",
+    "--print-config": "print the whole configuration, with defaults and where each value came from, and run nothing",
+    "-h, --help [NAME]": "this, or what a section or class takes: --help model, --help EarlyStopping, --help my.Task",
+}
+
+
+def usage(stage: str, program: str) -> str:
+    """The help of a command."""
+    lines = [
+        f"usage: {program} [--config FILE ...] [KEY=VALUE ...]",
+        "",
+        f"{WORDS[stage].capitalize()}.",
+        "",
+        "options:",
+    ]
+    lines += [f"  {option:<20}  {words}" for option, words in OPTIONS.items()]
+    lines += ["", "sections of the configuration:"]
+    lines += [f"  {name:<20}  {words}" for name, words in SECTIONS.items()]
+    lines += [
+        "",
+        f"`{program} --help trainer` lists the Trainer's flags, `--help EarlyStopping` what that callback takes.",
+    ]
+    return "\n".join(lines)
+
+
+@dataclass
+class Options:
+    """What a command line asks for.
+
+    Attributes:
+        files: configuration files, in order.
+        overrides: what is set on the line.
+        from_run: a run's folder or checkpoint, whose configuration comes first.
+        show: print the configuration, run nothing.
+        help: None, or what help is wanted about; empty for the command itself.
+    """
+
+    files: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    from_run: str | None = None
+    show: bool = False
+    help: str | None = None
+
+
+def options_of(arguments: Sequence[str]) -> Options:
+    """Read a command line. ``--key.path=value`` and ``--key.path value``, as of LightningCLI, are overrides too.
+
+    Raises:
+        ConfigError: an option is unknown, with the nearest name, or lacks its value.
+    """
+    found, rest = Options(), list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if word in ("-h", "--help"):
+            found.help = rest.pop(0) if rest and rest[0][0:1].isalpha() and "=" not in rest[0] else ""
+        elif name in ("--print-config", "--print_config") and not equals:
+            found.show = True
+        elif name in ("-c", "--config"):
+            found.files.append(_value(name, equals, value, rest, "a file"))
+        elif name in ("--from-run", "--from_run"):
+            found.from_run = _value(name, equals, value, rest, "a run's folder")
+        elif word.startswith("--") and name[2:].rstrip("+").partition(".")[0] in SECTIONS:
+            found.overrides.append(f"{name[2:]}={_value(name, equals, value, rest, 'a value')}")
+        elif word.startswith("-"):
+            known = ["--config", "--print-config", "--from-run", "--help", *(f"--{one}" for one in SECTIONS)]
+            raise ConfigError(f"{COMMAND_LINE}: there is no option {name}.{meant(name, known)}")
+        elif equals or word.startswith("~"):
+            found.overrides.append(word)
+        elif word.endswith((".yaml", ".yml")):
+            raise ConfigError(f"{COMMAND_LINE}: {word}: a file stands behind --config.")
+        else:
+            raise ConfigError(f"{COMMAND_LINE}: {word}: write it as key.path=value, or a file behind --config.")
+    return found
+
+
+def _value(name: str, equals: str, value: str, rest: list[str], what: str) -> str:
+    if equals:
+        return value
+    if not rest:
+        raise ConfigError(f"{COMMAND_LINE}: {name} needs {what} behind it.")
+    return rest.pop(0)
+
+
+def config_of(options: Options, defaults: Mapping[str, Any] | None = None) -> Config:
+    """The configuration that a command line asks for.
+
+    Raises:
+        ConfigError: it can't be read, merged or resolved.
+    """
+    texts = [] if options.from_run is None else [earlier(options.from_run)]
+    return load(options.files, options.overrides, defaults=defaults, texts=texts)
+
+
+def earlier(place: str | Path) -> tuple[str, str]:
+    """Name and text of the configuration that a run has left, in its folder or in one of its checkpoints.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = Path(place)
+    manifest = folder / "manifest.json"
+    if folder.is_file():
+        return str(folder), folder.read_text(encoding="utf-8")
+    if manifest.is_file():
+        from ..engine import checkpoint
+        from ..engine.manifest import read_manifest
+        from ..engine.parts import has_part
+
+        if has_part(read_manifest(folder).files, PART):
+            text = checkpoint.read_part(folder, PART).get("yaml")
+            if isinstance(text, str):
+                return str(folder), text
+        raise ConfigError(
+            f"--from-run {place}: this checkpoint holds no configuration: its run was not started from one."
+        )
+    if not (folder / CONFIG).is_file():
+        what = f"has no {CONFIG} and is no checkpoint" if folder.is_dir() else "is no folder"
+        raise ConfigError(f"--from-run {place}: {what}.")
+    return str(folder / CONFIG), (folder / CONFIG).read_text(encoding="utf-8")
+
+
+def told(program: str, error: ConfigError) -> str:
+    """An error as it is printed."""
+    problems = str(error).splitlines()
+    if len(problems) == 1:
+        return f"{program}: {problems[0]}"
+    return "\n  ".join([f"{program}: {len(problems)} problems", *problems])

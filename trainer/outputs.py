@@ -1,0 +1,69 @@
+"""What a step may return: a loss that can be trained on, alone or in a dict, with what it weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def loss_in(output: Any) -> tuple[Tensor, Any]:
+    """The loss in what ``training_step`` returned, where that is no tensor, and the weight reported with it.
+
+    Raises:
+        ValueError, TypeError: names what was returned and what may be.
+    """
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+        if isinstance(loss, Tensor):
+            weight = output.get("weight")
+            if weight is not None:
+                _check_weight(weight)
+            return loss, weight
+        raise ValueError(
+            f"training_step returned a dict whose 'loss' is {loss!r}; its keys are {', '.join(map(str, output))}. "
+            "Put the loss, a tensor with a gradient, under 'loss'."
+        )
+    if output is None:
+        raise ValueError(
+            "training_step returned None, so there is no loss to train on. Return the loss; to leave a batch out, "
+            "return {'loss': loss, 'weight': 0.0}."
+        )
+    raise TypeError(
+        f"training_step returned a {type(output).__name__}; it must return the loss, a tensor, or a dict with it."
+    )
+
+
+def check_loss(loss: Tensor) -> None:
+    """Raise a ValueError for a loss that is not one number with a gradient."""
+    if loss.numel() != 1:
+        raise ValueError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}; it must be one number: return its mean()."
+        )
+    if loss.requires_grad:
+        return
+    raise ValueError(
+        f"training_step returned a loss without a gradient (shape {tuple(loss.shape)}, requires_grad=False). Compute "
+        "it from the model's output, without detach(), item() or torch.no_grad(), and leave some parameter trainable."
+    )
+
+
+def _check_weight(weight: Any) -> None:
+    number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < float("inf")
+    if not number and not (isinstance(weight, Tensor) and weight.numel() == 1):
+        what = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+        raise ValueError(
+            f"training_step returned the weight {what}; it must be one number of at least 0: what the loss is a mean "
+            "over, such as the batch's number of tokens."
+        )
+
+
+def for_hooks(output: Any) -> Any:
+    """What the hooks after a batch are handed: the step's dict, or one with its loss, which is detached."""
+    if isinstance(output, Tensor):
+        return {"loss": output.detach()}
+    if not isinstance(output, Mapping):
+        return {} if output is None else output
+    loss = output.get("loss")
+    return {**output, "loss": loss.detach()} if isinstance(loss, Tensor) else dict(output)

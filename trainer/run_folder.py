@@ -1,0 +1,333 @@
+"""The folder of one run, ``runs/<name>/<number>``: what it was made with, how it stands, its logs and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .run_lock import RunLock
+
+if TYPE_CHECKING:
+    from ..callbacks import Callback
+    from ..callbacks.report_page import Points
+    from ..strategies import World
+
+CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+ENVIRONMENT, RECORD, CURVES, ERROR = "environment.json", "run.json", "curves.json", "error.json"
+_MOST_POINTS = 256  # twice as many are kept of a curve, for a look at it; the loggers have every value
+
+
+class RunFolder:
+    """The folder of one run, which one job at a time may have. All processes of the job make it, rank zero writes.
+
+    Use it in a ``with`` block: what ends the block is what the run ended with.
+
+    .. code-block:: text
+
+        run.json          how it stands, its best and its last values
+        curves.json       the curves of ``trainer.history``, thinned out
+        config.yaml       what `write_config` was given
+        environment.json  versions, git revision, hardware
+        checkpoints/      and what the loggers write, and report.html
+        error.json        the first error of any process, where one ended the run
+        lock              who works on it; see `RunLock`
+
+    Attributes:
+        path: the folder, the same on all processes.
+        lock: held until `release`, or until the process ends; None on other processes than rank zero.
+    """
+
+    def __init__(self, path: Path, lock: RunLock | None, facts: dict[str, Any]) -> None:
+        self.path = path
+        self.lock = lock
+        self._facts = facts
+        self._before = float(facts.get("seconds", 0.0))
+        self._began = time.monotonic()
+
+    @classmethod
+    def create(
+        cls, directory: str | Path = "runs", name: str = "default", settings: Mapping[str, Any] | None = None
+    ) -> RunFolder:
+        """Take the next free number below ``directory/name``. Many jobs may do so at once.
+
+        Args:
+            directory: above all runs; made if it is not there.
+            name: what runs that belong together have in common; the name of a folder.
+            settings: the Trainer's flags, whose ``accelerator``, ``devices`` and ``num_nodes`` say which processes the
+                job has; those that are missing are started, as a Trainer would. Call it where they may run it too.
+
+        Raises:
+            ValueError: the name can't be that of a folder.
+            OSError: the folder can't be made; the text says where.
+        """
+        check_name(name)
+        world = _world(settings)
+        lock: RunLock | None = None
+        facts: dict[str, Any] = {}
+        path = Path()
+        with world.together():
+            if world.is_main:
+                path = _claim(_absolute(directory) / name)
+                lock, facts = RunLock(path), {"format": 1, "name": name, "number": int(path.name), "began": time.time()}
+        return cls._begin(world, path, lock, facts)
+
+    @classmethod
+    def open(cls, path: str | Path, settings: Mapping[str, Any] | None = None) -> RunFolder:
+        """Go on in a folder that is there.
+
+        Args:
+            path: the folder.
+            settings: see `create`.
+
+        Raises:
+            ValueError: it is not a run's folder, or another job holds it.
+            OSError: it can't be written to.
+        """
+        world = _world(settings)
+        lock: RunLock | None = None
+        facts: dict[str, Any] = {}
+        found = _absolute(path)
+        with world.together():
+            if world.is_main:
+                from .run_listing import read
+
+                read(found)  # before anything is written into a folder that may be someone else's
+                try:
+                    lock = RunLock(found)
+                except OSError as error:
+                    raise OSError(error.errno, f"can't go on in {found}: {error.strerror or error}.") from error
+                run = read(found)
+                # A record that can't be read is no reason to lose the checkpoints that stand beside it.
+                began = {"format": 1, "name": run.name, "number": run.number, "began": run.began or time.time()}
+                facts = {**began, **run.facts, "resumed": time.time(), "ended": None, "note": None, "error": None}
+        return cls._begin(world, found, lock, facts)
+
+    @classmethod
+    def _begin(cls, world: World, path: Path, lock: RunLock | None, facts: dict[str, Any]) -> RunFolder:
+        folder = cls(Path(world.broadcast(str(path))), lock, facts)
+        try:
+            with world.together():
+                if lock is not None:
+                    from ..engine.machine import environment
+                    from ..strategies import announce
+
+                    folder._write(ENVIRONMENT, json.dumps(environment(), indent=2, ensure_ascii=False))
+                    folder.record({"state": "running", "host": lock.own.host, "pid": lock.own.pid})
+                    announce(f"run {path.parent.name}/{path.name}: {path}")
+        except BaseException:
+            folder.release()
+            raise
+        return folder
+
+    # -- what a Trainer needs ------------------------------------------------------------------------------------
+
+    def flags(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The flags of a Trainer that keeps all it writes in this folder: ``Trainer(**folder.flags(settings))``.
+
+        A `RunRecord` is added; a logger, a `ModelCheckpoint` and a `RunReport` where a Trainer would have them by
+        default. Those that were given stay, and get their place here unless they have one.
+
+        Args:
+            settings: the flags so far.
+
+        Raises:
+            ValueError: ``default_root_dir`` names another place.
+        """
+        flags = dict(settings or {})
+        root = flags.get("default_root_dir")
+        if root is not None and _absolute(root) != self.path:
+            raise ValueError(
+                f"default_root_dir={os.fspath(root)!r}, but what this run writes goes into its folder, {self.path}. "
+                "Leave default_root_dir out; where runs' folders stand is said when they are made."
+            )
+        flags["default_root_dir"] = str(self.path)
+        plain = not flags.get("barebones")
+        if plain and flags.get("logger") in (None, True):
+            from ..loggers import TensorBoardLogger
+
+            flags["logger"] = TensorBoardLogger(self.path, name="", version="")
+        flags["callbacks"] = self._callbacks(flags, plain)
+        return flags
+
+    def _callbacks(self, flags: Mapping[str, Any], plain: bool) -> list[Callback]:
+        from ..callbacks import ModelCheckpoint, OnExceptionCheckpoint, RunReport
+        from ..callbacks.run_record import RunRecord
+        from .defaults import as_callbacks
+
+        callbacks = as_callbacks("callbacks", flags.get("callbacks"))
+        saves = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
+        reports = [one for one in callbacks if isinstance(one, RunReport)]
+        for given in saves:
+            given.dirpath = given.dirpath or str(self.path / CHECKPOINTS)
+        for report in reports:
+            report.dirpath = report.dirpath or self.path
+        none_saves = all(isinstance(one, OnExceptionCheckpoint) for one in saves)
+        if plain and flags.get("enable_checkpointing") is not False and none_saves:
+            callbacks.append(ModelCheckpoint(self.path / CHECKPOINTS))
+        if plain and flags.get("enable_report") is not False and not reports:
+            callbacks.append(RunReport(self.path))
+        return [*callbacks, RunRecord(self.record)]
+
+    # -- what is in it -------------------------------------------------------------------------------------------
+
+    def write_config(self, text: str) -> None:
+        """Keep what the run was configured with, as YAML."""
+        if self.lock is not None:
+            self._write(CONFIG, text)
+
+    def record(self, facts: Mapping[str, Any], charts: Mapping[str, Mapping[str, Points]] | None = None) -> None:
+        """Note how the run stands.
+
+        Args:
+            facts: what has changed, by name: ``state``, ``steps``, ``best``, ... Values are plain. Of other processes
+                than rank zero an error alone is noted.
+            charts: steps and values of the curves of each chart, by name; None where they have not changed.
+        """
+        state = facts.get("state", "running")
+        if state.startswith("failed"):
+            self._note_first({name: facts[name] for name in ("state", "error") if name in facts})
+        if self.lock is None:
+            return
+        if facts.get("state") == "running":
+            (self.path / ERROR).unlink(missing_ok=True)  # what was before is over
+        spent = {"seconds": self._before + time.monotonic() - self._began, "updated": time.time()}
+        metrics = self._facts.get("metrics", {})
+        self._facts.update({**facts, **spent})
+        self._facts["metrics"] = {**metrics, **facts.get("metrics", {})}
+        best = self._facts.get("best") or {}
+        if (saved := Path(best.get("checkpoint") or "")).is_relative_to(self.path):  # it may be moved with the folder
+            self._facts["best"] = {**best, "checkpoint": saved.relative_to(self.path).as_posix()}
+        if charts is not None:
+            drawn = {
+                title: {name: _curve(*points) for name, points in lines.items()} for title, lines in charts.items()
+            }
+            self._write(CURVES, json.dumps({"format": 1, "charts": drawn}, separators=(",", ":")), durable=False)
+        self._write(RECORD, json.dumps(_plain(self._facts), indent=2, ensure_ascii=False), durable=False)
+
+    def finish(self, state: str = "finished", best: Mapping[str, Any] | None = None, **facts: Any) -> None:
+        """Note how the run ended, and let go of the folder.
+
+        Args:
+            state: ``"finished"``, ``"interrupted"`` or ``"failed: <Error>"``.
+            best: the best value: ``{"metric": name, "value": number}``. Default: what was noted last.
+            facts: further facts to note.
+        """
+        facts = {"ended": self._facts.get("ended") or time.time(), **facts}
+        try:
+            self.record({**facts, "state": state, **({} if best is None else {"best": dict(best)})})
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Let go of the folder; another job may go on in it."""
+        if self.lock is not None:
+            self.lock.release()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Note what ended the block, if that is not known, and let go of the folder. An error goes its way."""
+        from ..callbacks.run_record import ended_by
+
+        if isinstance(error, SystemExit) and not error.code:
+            error = None
+        state = str(self._facts.get("state"))
+        end = {"state": "finished" if state == "running" else state} if error is None else ended_by(error)
+        try:
+            self.finish(**end)
+        except OSError as refused:
+            from ..strategies import warn
+
+            warn(f"how the run ended could not be written into {self.path}: {refused}")
+
+    def _note_first(self, facts: Mapping[str, Any]) -> None:
+        """Keep what failed if nothing has on any process: the other errors may follow from it."""
+        with contextlib.suppress(OSError), open(self.path / ERROR, "x", encoding="utf-8", errors="replace") as file:
+            file.write(json.dumps(facts, ensure_ascii=False))
+
+    def _write(self, name: str, text: str, durable: bool = True) -> None:
+        """Write a file in one move: whoever reads it sees the old or the new one."""
+        from ..engine import disk
+
+        part = self.path / f".{name}.tmp"
+        try:
+            disk.write_bytes(part, text.encode("utf-8", errors="replace"))
+            if durable:
+                disk.fsync(part)
+            disk.replace(part, self.path / name)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def check_name(name: Any) -> str:
+    """Raise a ValueError if ``name`` can't be that of runs, which is that of a folder."""
+    rule = "it becomes the name of a folder"
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r} must be a string, not a {type(name).__name__}: {rule}.")
+    if not name or name != name.strip() or name.startswith(".") or re.search(r'[\x00-\x1f\x7f/\\:*?"<>|]', name):
+        raise ValueError(
+            f"name={name!r} can't be the name of a run: {rule}, so it may not be empty, begin with a dot, begin or end "
+            'with a space, or contain any of / \\ : * ? " < > |.'
+        )
+    if len(os.fsencode(name)) > 200:
+        raise ValueError(f"name={name[:20]!r}... is {len(os.fsencode(name))} bytes long, 200 at most: {rule}.")
+    return name
+
+
+def _claim(home: Path) -> Path:
+    """Make the next free number's folder. Making it is the claim, which one job alone can do, over NFS too."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        number = max((int(entry) for entry in os.listdir(home) if entry.isascii() and entry.isdigit()), default=0) + 1
+        while True:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(home / str(number))
+                return home / str(number)
+            number += 1
+    except OSError as error:
+        reason = error.strerror or str(error)
+        text = f"can't make a run's folder in {home}: {reason}. Choose a directory that can be written to."
+        raise OSError(error.errno, text) from error
+
+
+def _world(settings: Mapping[str, Any] | None) -> World:
+    """The job's processes, those that a Trainer with these flags has."""
+    from ..strategies import World
+
+    known = ("accelerator", "devices", "num_nodes")
+    return World.from_env(**{name: settings[name] for name in known if settings and settings.get(name) is not None})
+
+
+def _absolute(path: str | Path) -> Path:
+    return Path(os.path.abspath(os.path.expandvars(os.path.expanduser(path))))
+
+
+def _curve(steps: Any, values: Any) -> dict[str, Any]:
+    from ..callbacks.report_page import thinned
+
+    kept = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
+    drawn_steps, drawn = thinned(kept, _MOST_POINTS)
+    return {"steps": drawn_steps, "values": [float(f"{v:.7g}") for v in drawn], "missing": len(steps) - len(kept)}
+
+
+def _plain(value: Any) -> Any:
+    """Facts as strict JSON has them, which has no number that is not finite."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,72 @@
+"""The Trainer's flags as a plain dataclass, for people who keep settings in Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..callbacks import Callback
+    from ..engine.profilers import Profiler
+    from ..loggers import Logger
+    from ..strategies import Strategy
+    from ..strategies.devices import Devices
+    from . import flags
+
+
+@dataclass(kw_only=True)
+class TrainerSettings:
+    """Every flag of `Trainer`, with its type and default: ``Trainer(**TrainerSettings(max_epochs=3).flags())``.
+
+    What each of them means is said at `Trainer`. Unlike it, this holds values and checks nothing.
+    """
+
+    accelerator: str = "auto"
+    strategy: str | Strategy = "auto"
+    devices: Devices = "auto"
+    num_nodes: int = 1
+    precision: Any = None
+    logger: Logger | list[Logger] | bool | None = None
+    callbacks: list[Callback] | Callback | None = None
+    fast_dev_run: int | bool = False
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    max_time: str | timedelta | dict[str, int] | None = None
+    limit_train_batches: flags.Limit = None
+    limit_val_batches: flags.Limit = None
+    limit_test_batches: flags.Limit = None
+    limit_predict_batches: flags.Limit = None
+    overfit_batches: int | float = 0.0
+    val_check_interval: int | float | str | timedelta | dict[str, int] | None = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int | None = None
+    log_every_n_steps: int | None = None
+    enable_checkpointing: bool | None = None
+    enable_progress_bar: bool | None = None
+    enable_model_summary: bool | None = None
+    enable_report: bool | None = None
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str | None = None
+    deterministic: bool | str | None = None
+    benchmark: bool | None = None
+    inference_mode: bool = True
+    use_distributed_sampler: bool = True
+    sync_batchnorm: bool = False
+    reload_dataloaders_every_n_epochs: int = 0
+    detect_anomaly: bool = False
+    barebones: bool = False
+    profiler: Profiler | str | None = None
+    compile: bool | dict[str, Any] = False
+    plugins: Any = None
+    enable_autolog_hparams: bool = True
+    default_root_dir: str | Path | None = None
+    on_nonfinite: str = "raise"
+
+    def flags(self) -> dict[str, Any]:
+        """The arguments of `Trainer`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}

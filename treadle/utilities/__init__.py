@@ -1,0 +1,33 @@
+"""What scripts import from ``lightning.pytorch.utilities``: names, nothing else."""
+
+from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
+
+from ..callbacks import get_available_flops, measure_flops
+from ..engine import CombinedLoader, move_data_to_device
+from ..engine.inspection import (
+    find_shared_parameters,
+    grad_norm,
+    is_picklable,
+    is_shared_filesystem,
+    set_shared_parameters,
+    suggested_max_num_workers,
+)
+from ..trainer.hparams import AttributeDict
+
+__all__ = [
+    "AttributeDict",
+    "CombinedLoader",
+    "find_shared_parameters",
+    "get_available_flops",
+    "grad_norm",
+    "is_picklable",
+    "is_shared_filesystem",
+    "measure_flops",
+    "move_data_to_device",
+    "rank_zero_deprecation",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
+    "set_shared_parameters",
+    "suggested_max_num_workers",
+]
