@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 
 Points = tuple[Sequence[int], Sequence[float]]
 
+LARGEST = 1e300
+"""Numbers beyond are not drawn: the ends of an axis would not be finite."""
+_SMALLEST = 1e-300  # less than that between an axis's ends is nothing, as it can't be divided
+
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 26
 _STAGES = ("train", "training", "val", "valid", "validation", "test", "eval")
@@ -108,7 +112,7 @@ class Chart:
         lines: by name, the steps and values of each.
 
     Attributes:
-        missing: values that are no finite numbers, and so can't be drawn.
+        missing: values that can't be drawn, as they are not finite, or beyond `LARGEST`.
         logarithmic: values of two orders of magnitude or more are drawn on a logarithmic axis.
     """
 
@@ -117,7 +121,7 @@ class Chart:
         self.lines: dict[str, tuple[list[int], list[float]]] = {}
         self.missing = 0
         for name, (steps, values) in lines.items():
-            kept = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
+            kept = [(step, value) for step, value in zip(steps, values, strict=True) if abs(value) <= LARGEST]
             self.missing += len(steps) - len(kept)
             self.lines[name] = thinned(kept, _WIDTH - _LEFT - _RIGHT)
         every = [value for _, values in self.lines.values() for value in values]
@@ -211,7 +215,9 @@ def _room(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
     """The axis's ends: a little beyond the lowest and highest value."""
     if logarithmic:
         return low / 1.2, high * 1.2
-    space = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    space = (high - low) * 0.05 or abs(high) * 0.05
+    if space < _SMALLEST:
+        space = 1.0
     return low - space, high + space
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .report_page import Points
-from .run_report import charts_of, ending_of
+from .run_report import best_of, charts_of, ending_of
 from .service import Service
 
 if TYPE_CHECKING:
@@ -104,15 +104,3 @@ def ended_by(error: BaseException) -> dict[str, Any]:
         return {"state": "interrupted"}
     text = f"{type(error).__name__}: {error}"
     return {"state": f"failed: {type(error).__name__}", "error": text[:_LONGEST]}
-
-
-def best_of(trainer: Trainer) -> dict[str, Any] | None:
-    """The best value that a callback watches for, a `ModelCheckpoint` before an `EarlyStopping`; None without one."""
-    saved = trainer.checkpoint_callback
-    if saved is not None and saved.monitor and saved.best_model_score is not None:
-        best = {"metric": saved.monitor, "mode": saved.mode, "value": float(saved.best_model_score)}
-        return {**best, "checkpoint": saved.best_model_path}
-    for stop in trainer.early_stopping_callbacks:
-        if math.isfinite(value := float(stop.best_score)):
-            return {"metric": stop.monitor, "mode": stop.mode, "value": value}
-    return None

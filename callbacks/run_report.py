@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import traceback
@@ -48,6 +49,7 @@ class RunReport(Service):
         self.path: Path | None = None
         self._written = 0.0
         self._begun = False
+        self._samples, self._seconds = 0, 0.0  # of training, when fit began
         self._endings: dict[str, tuple[str, bool]] = {}  # of each stage that ran since fit began
         self._errors: dict[str, str] = {}
 
@@ -56,11 +58,13 @@ class RunReport(Service):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._begun = False
+            self._seconds = trainer.history.spent.get("training", 0.0)
             self._endings, self._errors = {}, {}
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """From here on there is something to show."""
         self._begun = True
+        self._samples = trainer.progress.samples  # with those of the checkpoint that fit goes on from
         self._written = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -95,6 +99,7 @@ class RunReport(Service):
         path = folder / self.filename
         part = path.with_name(path.name + ".tmp")
         try:
+            part.unlink(missing_ok=True)  # what is there may be a link to a file that is not ours
             part.write_text(self.page(trainer, state, ended_well).render(), encoding="utf-8", errors="replace")
             os.replace(part, path)  # whoever has it open never sees half of it
         except BaseException:
@@ -125,7 +130,7 @@ class RunReport(Service):
             state=state,
             ended_well=ended_well,
             notes=[f"written {time.strftime('%Y-%m-%d %H:%M:%S')}", *trainer.decided.splitlines()],
-            tiles=_tiles(trainer),
+            tiles=_tiles(trainer, self._samples, self._seconds),
             charts=charts_of(trainer),
             times={part: (seconds, history.waits[part]) for part, seconds in history.spent.items()},
             tables={
@@ -146,7 +151,8 @@ def ending_of(trainer: Trainer, stage: str) -> str:
     return "finished" if (one := next(early, None)) is None else f"stopped early by {type(one).__name__}"
 
 
-def _tiles(trainer: Trainer) -> dict[str, str]:
+def _tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str]:
+    """A few numbers. Times are those of this process, so the rate is of what came after so many samples and seconds."""
     from .report_page import duration, number_text
 
     progress, history = trainer.progress, trainer.history
@@ -154,15 +160,14 @@ def _tiles(trainer: Trainer) -> dict[str, str]:
         "optimizer steps": f"{progress.step:,}",
         "epochs": f"{progress.epoch:,}",
         "samples": f"{progress.samples:,}",
-        "in all": duration(sum(history.spent.values())),
+        "since it was resumed" if samples and not seconds else "in all": duration(sum(history.spent.values())),
     }
-    if seconds := history.spent.get("training"):
-        tiles["samples per second of training"] = number_text(progress.samples / seconds)
+    if progress.samples > samples and (spent := history.spent.get("training", 0.0) - seconds) > 0:
+        tiles["samples per second of training"] = number_text((progress.samples - samples) / spent)
     if progress.skipped:
         tiles["steps left out as not finite"] = f"{progress.skipped:,}"
-    best = trainer.checkpoint_callback
-    if best is not None and best.monitor and best.best_model_score is not None:
-        tiles[f"best {best.monitor}"] = number_text(float(best.best_model_score))
+    if (best := best_of(trainer)) is not None:
+        tiles[f"best {best['metric']}"] = number_text(best["value"])
     return tiles
 
 
@@ -179,6 +184,18 @@ def charts_of(trainer: Trainer) -> dict[str, dict[str, Any]]:
         if points:
             charts[title] = {**charts.get(title, {}), **points}
     return charts
+
+
+def best_of(trainer: Trainer) -> dict[str, Any] | None:
+    """The best value that a callback watches for, a `ModelCheckpoint` before an `EarlyStopping`; None without one."""
+    for saved in trainer.checkpoint_callbacks:
+        if saved.monitor and saved.best_model_score is not None:
+            best = {"metric": saved.monitor, "mode": saved.mode, "value": float(saved.best_model_score)}
+            return {**best, "checkpoint": saved.best_model_path}
+    for stop in trainer.early_stopping_callbacks:
+        if math.isfinite(value := float(stop.best_score)):
+            return {"metric": stop.monitor, "mode": stop.mode, "value": value}
+    return None
 
 
 def _hyperparameters(owner: Any) -> dict[str, str]:

@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ _PACKAGES = ("torch", "treadle", "numpy", "torchmetrics", "transformers")
 
 def environment() -> dict[str, str]:
     """Facts by name, to read and to compare runs by: command, folder, versions, hardware, git revision."""
-    facts = {"command": " ".join(sys.argv), "folder": os.getcwd(), "git revision": revision(os.getcwd())}
+    facts = {"command": shlex.join(sys.argv), "folder": os.getcwd(), "git revision": revision(os.getcwd())}
     facts |= {"Python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
     facts |= {"system": platform.platform(), "host": platform.node(), "processor": processor()}
     if torch.cuda.is_available():
@@ -26,6 +27,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
+@functools.cache
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)

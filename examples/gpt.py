@@ -4,6 +4,7 @@
     python examples/gpt.py --size small --devices 2           11 M, two processes
     python examples/gpt.py --devices 2 --strategy fsdp        each keeps a half of every parameter
     torchrun --nproc-per-node 8 examples/gpt.py --size gpt2 --batch-size 32 --accumulate 4
+    treadle fit --config gpt.yaml model.size=small            the same from a file, in this folder
 
 Nothing is downloaded: the text lies beside the interpreter. Losses are in bits per byte, so 8 is knowing nothing.
 """
@@ -14,6 +15,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +34,8 @@ class Size:
     lr: float
 
 
-SIZES = {
+SizeName = Literal["tiny", "small", "gpt2"]
+SIZES: dict[SizeName, Size] = {
     "tiny": Size(layers=4, heads=4, width=128, context=128, lr=3e-3),
     "small": Size(layers=6, heads=6, width=384, context=256, lr=1e-3),
     "gpt2": Size(layers=12, heads=12, width=768, context=1024, lr=6e-4),  # 86 M here; 124 M with GPT-2's vocabulary
@@ -81,7 +84,13 @@ class GPT(nn.Module):
 
 
 class LanguageModel(tl.TaskModule):
-    def __init__(self, size: str) -> None:
+    """Predicts the next byte.
+
+    Args:
+        size: of the network.
+    """
+
+    def __init__(self, size: SizeName) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.size = SIZES[size]
@@ -152,6 +161,27 @@ def standard_library(max_bytes: int) -> tuple[bytes, bytes]:
     return b"\n".join(train), b"\n".join(texts[9::10])
 
 
+class StandardLibrary(tl.DataModule):
+    """Python's own sources in blocks.
+
+    Args:
+        size: of the network, whose context is the length of a block.
+        batch_size: blocks per process and micro-batch.
+        max_bytes: how much source text to read.
+    """
+
+    def __init__(self, size: SizeName, batch_size: int = 8, max_bytes: int = 8_000_000) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.train, self.val = (Blocks(text, SIZES[size].context) for text in standard_library(max_bytes))
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train, self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.val, self.batch_size)
+
+
 def main() -> None:
     precision = "bf16-mixed" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "32-true"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -168,7 +198,7 @@ def main() -> None:
 
     tl.seed_everything(args.seed)
     task = LanguageModel(args.size)
-    train, val = (Blocks(text, task.size.context) for text in standard_library(args.max_bytes))
+    data = StandardLibrary(args.size, args.batch_size, args.max_bytes)
     trainer = tl.Trainer(
         max_steps=args.steps,
         max_epochs=-1,
@@ -183,9 +213,11 @@ def main() -> None:
         log_every_n_steps=10,
         logger=tl.loggers.TensorBoardLogger("runs", name="gpt"),
     )
-    trainer.print(f"{sum(p.numel() for p in task.parameters()):,} parameters, {len(train.text):,} bytes to train on")
+    trainer.print(
+        f"{sum(p.numel() for p in task.parameters()):,} parameters, {len(data.train.text):,} bytes to train on"
+    )
     started = time.perf_counter()
-    trainer.fit(task, DataLoader(train, args.batch_size, shuffle=True), DataLoader(val, args.batch_size))
+    trainer.fit(task, datamodule=data)
 
     speed = args.accumulate * args.batch_size * trainer.world_size * task.size.context
     speed *= trainer.global_step / (time.perf_counter() - started)

@@ -145,6 +145,8 @@ def lay_out(strategy: Strategy, world: World, precision: Precision, module: nn.M
         raise ValueError(f"a plan of strategy='fsdp' needs a newer torch than {torch.__version__}.")
     strategy.attach(world, precision)
     if isinstance(strategy, FSDP):
+        if strategy.cpu_offload:
+            raise ValueError("a plan does not know host memory, so none of FSDP(cpu_offload=True): leave it out.")
         strategy._build = lambda module, unbuilt: None  # type: ignore[method-assign]
         return strategy.wrap(module)
     return Router(module, precision.context(world.device), precision.compute is not None)
@@ -167,9 +169,16 @@ def reductions(strategy: Strategy, order: list[Tensor], *, ballot: bool) -> list
     Raises:
         ValueError: for replicas that send something else.
     """
-    if not isinstance(strategy, DDP) or strategy.world.size == 1:
+    if isinstance(strategy, FSDP) or strategy.world.size == 1:
         return None
-    asked = {"comm_hook": strategy.comm_hook, "zero": strategy.zero, "local_sgd_steps": strategy.local_steps}
+    if not isinstance(strategy, DDP):
+        raise ValueError(f"a plan does not know what strategy={strategy.name!r} sends; it knows 'ddp' and 'fsdp'.")
+    asked = {
+        "comm_hook": strategy.comm_hook,
+        "zero": strategy.zero,
+        "local_sgd_steps": strategy.local_steps,
+        "sync_batchnorm": strategy.sync_batchnorm,
+    }
     for name in (name for name, on in asked.items() if on):
         raise ValueError(f"a plan does not know what DDP({name}=...) sends; leave it out to plan the rest.")
     from torch.utils._python_dispatch import _disable_current_modes
@@ -179,12 +188,30 @@ def reductions(strategy: Strategy, order: list[Tensor], *, ballot: bool) -> list
     with _disable_current_modes():
         forms = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in order]
         if ballot:
-            forms.insert(0, torch.empty(BALLOT_SIZE, device="meta"))
+            forms.insert(0, ballot_of(order))
         buckets = dist._compute_bucket_assignment_by_size(forms, limits, [False] * len(forms))[0]
     return [[at - ballot for at in bucket] for bucket in buckets]
 
 
+def reduces_all(strategy: Strategy) -> bool:
+    """Whether replicas also reduce gradients of parameters that took no part in the step."""
+    return isinstance(strategy, DDP) and strategy.world.size > 1
+
+
 BALLOT_BYTES = 4 * BALLOT_SIZE
+
+
+def ballot_of(parameters: Iterable[Tensor]) -> Tensor:
+    """What the processes agree on, as it rides along with gradients of ``parameters``."""
+    double = all(parameter.dtype == torch.float64 for parameter in parameters)
+    return torch.empty(BALLOT_SIZE, dtype=torch.float64 if double else torch.float32, device="meta")
+
+
+def kept_to_send(strategy: Strategy, module: nn.Module) -> int:
+    """Bytes in which replicas keep copies of gradients to send them from."""
+    if not isinstance(strategy, DDP) or strategy.world.size == 1 or strategy.options["gradient_as_bucket_view"]:
+        return 0
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
 
 def copied_buffers(strategy: Strategy, module: nn.Module) -> list[int]:
@@ -197,6 +224,13 @@ def copied_buffers(strategy: Strategy, module: nn.Module) -> list[int]:
     return list(sizes.values())
 
 
+_OPTIONS = {
+    "replicate": "shards to replicate",
+    "recompute": "activations to compute again",
+    "gather": "parameters to gather",
+}
+
+
 def varied(strategy: Strategy, **changes: Any) -> Strategy:
     """A strategy like this one with other settings, for a plan to compare.
 
@@ -207,6 +241,9 @@ def varied(strategy: Strategy, **changes: Any) -> Strategy:
     """
     if changes.pop("shard", False) and not isinstance(strategy, FSDP):
         strategy = FSDP()
+    for setting in ("replicate", "recompute", "gather"):
+        if setting in changes and not isinstance(strategy, FSDP):
+            raise ValueError(f"strategy={strategy.name!r} has no {_OPTIONS[setting]}: that is for 'fsdp'.")
     made: Any = copy.copy(strategy)
     for name in ("_tapes", "_roots", "_moved"):  # what the original knows of its models
         if hasattr(made, name):

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,49 @@ class Many(Line):
         super().__init__(**kwargs)
         own = dict(locals())
         self.given = {name: value for name, value in own.items() if name not in ("self", "kwargs", "__class__")}
+
+
+class Word(TypedDict, total=False):
+    text: Required[str]
+    count: int
+
+
+class Wide(Head):
+    """Settles one argument of its base, and hands up the others."""
+
+    def __init__(self, factor: int = 2, **kwargs: Any) -> None:
+        super().__init__(3 * factor, **kwargs)
+
+
+class Placed:
+    """Has arguments by position alone, and any number of them."""
+
+    def __init__(self, first: int, /, second: int = 2, *rest: int) -> None:
+        self.given = (first, second, *rest)
+
+
+class Odd(Line):
+    """Has arguments of rarer kinds."""
+
+    def __init__(
+        self,
+        word: Word | None = None,
+        wide: Wide | None = None,
+        placed: Placed | None = None,
+        by_color: dict[Color, int] | None = None,
+        by_word: dict[Literal["a", "b"], int] | None = None,
+        by_path: dict[Path, int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.given = dict(locals())
+
+
+class Keeps(Line):
+    """Keeps its arguments as hyperparameters."""
+
+    def __init__(self, key: str = "", more: dict[str, int] | None = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
 
 
 class Open(Line):

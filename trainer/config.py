@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -13,7 +13,21 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from .config_files import parse, read, scalar
-from .config_values import ConfigError, Path, Value, dotted, flattened, meant, merged, placed, plain, value_of, walk
+from .config_values import (
+    WORDS_FOR_CHECKPOINTS,
+    ConfigError,
+    Path,
+    Value,
+    dotted,
+    flattened,
+    hidden,
+    meant,
+    merged,
+    placed,
+    plain,
+    value_of,
+    walk,
+)
 
 SECTIONS = {
     "trainer": "the Trainer's flags",
@@ -31,11 +45,15 @@ SECTIONS = {
 COMMAND_LINE = "command line"
 MOST_EXPANDED = 100_000
 
-_REFERENCE = re.compile(r"(?<!\\)\$\{(\.*[\w.\[\]-]+)\}")
-_VARIABLE = re.compile(r"\$\{oc\.env:([^,}]+)(?:,([^{}]*))?\}")
-_INSIDE_A_KEY = re.compile(r"\$\{[^:{}]*\$\{")
-_MAKES_CONFIGS = re.compile(r"\$\{oc\.(select|create|deprecated|dict\.\w+):")
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_OPEN = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # two backslashes before it stand for one
+_SOURCE = re.compile(r"  # ([^,#]+)[^#]*$")  # as `printed.as_yaml` writes it
+_REFERENCE = re.compile(_OPEN.pattern + r"\s*(\.*[^\s${}:'\"()\\]+)\s*\}")
+_RESOLVER = re.compile(_OPEN.pattern + r"\s*([\w.]+)\s*:")
+_VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)\s*(?:\}|,)")
+_ONE_VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)\s*(?:,(.*))?\}", re.DOTALL)
+_REFUSED = re.compile(r"oc\.(?!env$|decode$)")  # they make configurations, or know of what is not written
+_HOW_TO_REFER = "Write ${section.key}, ${oc.env:NAME,default}, or \\${ for the characters themselves."
+_SECRET = re.compile(r"KEY|TOKEN(?!S|IZ)|SECRET|PASSW|PASS$|_PWD|CREDENTIAL|_AUTH$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -79,7 +97,7 @@ def load(
     overrides: Sequence[str] = (),
     *,
     defaults: Mapping[str, Any] | None = None,
-    texts: Sequence[tuple[str, str]] = (),
+    earlier: tuple[str, str] | None = None,
 ) -> Config:
     """Read, merge and resolve a configuration. Nothing in it is run, imported or built.
 
@@ -88,21 +106,39 @@ def load(
         overrides: ``key.path=value`` (lists by number, the value as in YAML), ``key.path+=value`` to add to a list,
             ``~key.path`` to take out. They win over the files.
         defaults: what the files win over.
-        texts: names and YAML of what comes before the files: the configuration of an earlier run.
+        earlier: name and YAML of the configuration of an earlier run, which comes before the files.
 
     Raises:
         ConfigError: names file, line and key.
     """
     root = flattened(value_of(dict(defaults or {}), "script"))
-    for name, text in texts:
-        found = parse(text, name)
-        if found is not None:
-            root = merged(root, flattened(found))
+    if earlier is not None:
+        root = merged(root, _of_earlier(*earlier))
     for file in files:
         root = merged(root, flattened(read(file)))
     for override in overrides:
         root = _overridden(root, override)
-    return Config(_resolved(root), _secrets(root))
+    secrets = _secrets(root)
+    try:
+        return Config(_resolved(root), secrets)
+    except ConfigError as error:  # OmegaConf may have quoted a variable's value
+        raise ConfigError(hidden(str(error), secrets)) from None
+
+
+def _of_earlier(name: str, text: str) -> Value:
+    """What an earlier run was configured with. If that went on from a checkpoint of its own, this begins anew."""
+    found = parse(text, name)
+    if found is None or found.data is None:
+        return Value({}, name)
+    places = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if first := _SOURCE.search(line):
+            places[f"{name}:{number}"] = f"{first[1]}, {name}:{number}"
+    root = _sourced(flattened(found), lambda place: places.get(place, place))
+    started = root.data.get("ckpt_path")
+    if started is not None and started.data in WORDS_FOR_CHECKPOINTS:
+        del root.data["ckpt_path"]
+    return root
 
 
 def _overridden(root: Value, override: str) -> Value:
@@ -112,8 +148,8 @@ def _overridden(root: Value, override: str) -> Value:
         key, equals, text = override.partition("=")
         if not equals:
             raise ConfigError(f"write it as key.path=value.{meant(override, root.data)}")
-        add = key.endswith("+")
-        path = path_of(key.removesuffix("+"))
+        add, key = key.endswith("+"), key.removesuffix("+")
+        path = path_of(key)
         if not text:
             raise ConfigError(
                 f"nothing stands behind '='. Write {key}=null for none, {key}='\"\"' for empty text, or ~{key} to take "
@@ -129,7 +165,7 @@ def _given(text: str) -> Value:
     if text[0] in "[{\"'":
         found = parse(text, "its value", lines=False)
         assert found is not None
-        return _from(found, COMMAND_LINE)
+        return _sourced(found, lambda _: COMMAND_LINE)
     try:
         found = scalar(text)
     except ValueError as error:
@@ -137,11 +173,13 @@ def _given(text: str) -> Value:
     return Value(found, COMMAND_LINE, None if isinstance(found, str) else text)
 
 
-def _from(value: Value, source: str) -> Value:
-    if isinstance(value.data, dict):
-        return replace(value, data={key: _from(item, source) for key, item in value.data.items()}, source=source)
-    if isinstance(value.data, list):
-        return replace(value, data=[_from(item, source) for item in value.data], source=source)
+def _sourced(value: Value, new: Callable[[str], str]) -> Value:
+    """The same values, said to come from elsewhere."""
+    data, source = value.data, new(value.source)
+    if isinstance(data, dict):
+        return replace(value, data={key: _sourced(item, new) for key, item in data.items()}, source=source)
+    if isinstance(data, list):
+        return replace(value, data=[_sourced(item, new) for item in data], source=source)
     return replace(value, source=source)
 
 
@@ -165,31 +203,31 @@ def _resolved(root: Value) -> Value:
         raise ConfigError(f"{missing[1].source}: {dotted(missing[0])} is still '???': give it a value.")
     marked = {path: value for path, value in leaves.items() if "${" in value.data}
     for path, value in marked.items():
-        _check_form(path, value)
-    extent = _Extent(root)
-    extent.check(marked)
-    _refuse_idle(root, extent.targets)
-    if not marked:
-        return root
-    carried = OmegaConf.create(plain(root))
-    return _filled(root, (), set(marked), carried)
+        if wrong := _wrong_form(value.data):
+            raise ConfigError(f"{value.source}: {dotted(path)}={value.data!r}{wrong}")
+    references = _References(root)
+    references.check(marked)
+    _refuse_idle(root, references.targets)
+    return references.filled((), OmegaConf.create(plain(root))) if marked else root
 
 
-def _check_form(path: Path, value: Value) -> None:
-    if _INSIDE_A_KEY.search(value.data):
-        raise ConfigError(f"{value.source}: {dotted(path)}={value.data!r}: no ${{...}} inside the key of another.")
-    if found := _MAKES_CONFIGS.search(value.data):
-        raise ConfigError(
-            f"{value.source}: {dotted(path)}={value.data!r}: '{found[0][2:-1]}' is not taken; use ${{section.key}} or "
-            "${oc.env:NAME,default}."
-        )
+def _wrong_form(text: str) -> str | None:
+    """What is wrong with a text as it is written; None if nothing is."""
+    for opened in _OPEN.finditer(text):
+        resolver = _RESOLVER.match(text, opened.start())
+        if resolver is None and _REFERENCE.match(text, opened.start()) is None:
+            if "${" in text[opened.end() :].partition("}")[0]:
+                return ": no ${...} inside the key of another."
+            return f" is no reference. {_HOW_TO_REFER}"
+        if resolver is not None and _REFUSED.match(resolver[1]):
+            return f": {resolver[1]!r} is not taken; use ${{section.key}} or ${{oc.env:NAME,default}}."
+        if resolver is not None and resolver[1] == "oc.env" and not _VARIABLE.match(text, opened.end() - 2):
+            return ": write the variable's own name: ${oc.env:NAME} or ${oc.env:NAME,default}."
     try:
-        OmegaConf.create([value.data])
+        OmegaConf.create([text])
     except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"{value.source}: {dotted(path)}={value.data!r} is no reference: {_first_line(error)}. Write "
-            "${section.key}, ${oc.env:NAME,default}, or \\${ for the characters themselves."
-        ) from error
+        return f" is no reference: {_first_line(error)}. {_HOW_TO_REFER}"
+    return None
 
 
 def _refuse_idle(root: Value, targets: set[Path]) -> None:
@@ -205,18 +243,8 @@ def _refuse_idle(root: Value, targets: set[Path]) -> None:
             )
 
 
-def _filled(value: Value, path: Path, marked: set[Path], carried: Any) -> Value:
-    if path in marked:
-        return _interpolated(value, path, carried)
-    if isinstance(value.data, dict):
-        inside = {key: _filled(item, (*path, key), marked, carried) for key, item in value.data.items()}
-        return replace(value, data=inside)
-    if isinstance(value.data, list):
-        return replace(value, data=[_filled(item, (*path, n), marked, carried) for n, item in enumerate(value.data)])
-    return value
-
-
 def _interpolated(value: Value, path: Path, carried: Any) -> Value:
+    """What OmegaConf makes of a text at a path."""
     text = value.data
     try:
         found = carried
@@ -225,23 +253,16 @@ def _interpolated(value: Value, path: Path, carried: Any) -> Value:
         if OmegaConf.is_config(found):
             found = OmegaConf.to_container(found, resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
-        raise ConfigError(f"{value.source}: {dotted(path)}={text!r}: {_explained(error, text)}") from error
-    variable = _VARIABLE.fullmatch(text)
-    made = value_of(found, value.source)
-    if variable and isinstance(found, str):
-        made = replace(made, data=scalar(found), text=found)  # as if it were written there
-    return made
+        unset = [one[1] for one in _VARIABLE.finditer(text) if one[0].endswith("}") and one[1] not in os.environ]
+        said = "too many references in a row" if "recursion depth" in str(error) else _first_line(error)
+        words = _unset(unset[0]) if unset else f"{said}."
+        raise ConfigError(f"{value.source}: {dotted(path)}={text!r}: {words}") from error
+    return value_of(found, value.source)
 
 
-def _explained(error: Exception, text: str) -> str:
-    for name, _ in _VARIABLE.findall(text):
-        if name.strip() not in os.environ:
-            close = meant(name.strip(), os.environ)
-            return (
-                f"the environment has no variable {name.strip()!r}. Set it, or give a default: "
-                f"${{oc.env:{name.strip()},default}}.{close}"
-            )
-    return f"{_first_line(error)}."
+def _unset(name: str) -> str:
+    default = f"${{oc.env:{name},default}}"
+    return f"the environment has no variable {name!r}. Set it, or give a default: {default}.{meant(name, os.environ)}"
 
 
 def _first_line(error: Exception) -> str:
@@ -250,62 +271,56 @@ def _first_line(error: Exception) -> str:
 
 def _secrets(root: Value) -> dict[str, str]:
     texts = [value.data for _, value in walk(root) if isinstance(value.data, str)]
-    found = [match for text in texts for match in _VARIABLE.finditer(text) if _SECRET.search(match[1])]
-    return {secret: match[0] for match in found if (secret := os.environ.get(match[1].strip()))}
+    names = {found[1] for text in texts for found in _VARIABLE.finditer(text) if _SECRET.search(found[1])}
+    return {os.environ[name]: f"${{oc.env:{name}}}" for name in sorted(names) if os.environ.get(name)}
 
 
-class _Extent:
-    """How long values would be if every reference were written out; found before anything is."""
+class _References:
+    """The references among values: where they lead, how much they stand for, what they become."""
 
     def __init__(self, root: Value) -> None:
         self.values = dict(walk(root))
-        self.known: dict[Path, int] = {}
+        self.extents: dict[Path, int] = {}
         self.open: list[Path] = []
         self.targets: set[Path] = set()
+        self.known: dict[Path, Value] = {}
 
     def check(self, marked: Iterable[Path]) -> None:
-        """Refuse references to nothing, in a circle, or without end."""
+        """Refuse references to nothing, in a circle, or without end, before anything is written out."""
         for path in marked:
+            value = self.values[path]
             try:
-                extent = self.of(path)
+                extent = self.extent(path)
             except RecursionError as error:
-                raise ConfigError(
-                    f"{self.values[path].source}: {dotted(path)}: too many references in a row."
-                ) from error
+                raise ConfigError(f"{value.source}: {dotted(path)}: too many references in a row.") from error
             if extent > MOST_EXPANDED:
-                value = self.values[path]
                 raise ConfigError(
                     f"{value.source}: {dotted(path)}={value.data!r:.100} has no end: written out, more than "
                     f"{MOST_EXPANDED:,} values."
                 )
 
-    def of(self, path: Path) -> int:
-        if path in self.known:
-            return self.known[path]
+    def extent(self, path: Path) -> int:
+        """How many values there are below a path once every reference is written out."""
+        if path in self.extents:
+            return self.extents[path]
         value = self.values[path]
         if path in self.open:
             circle = " -> ".join(dotted(one) for one in [*self.open[self.open.index(path) :], path])
             raise ConfigError(f"{value.source}: {dotted(path)}: references in a circle: {circle}.")
         self.open.append(path)
-        extent = 1
-        if isinstance(value.data, dict):
-            extent += sum(self.of((*path, key)) for key in value.data)
-        elif isinstance(value.data, list):
-            extent += sum(self.of((*path, number)) for number in range(len(value.data)))
-        elif isinstance(value.data, str):
+        extent = 1 + sum(self.extent((*path, key)) for key in _keys(value.data))
+        if isinstance(value.data, str):
             extent += len(value.data) // 100
-            extent += sum(self.of(self.target(path, found[1])) for found in _REFERENCE.finditer(value.data))
+            extent += sum(self.extent(self.target(path, found[1])) for found in _REFERENCE.finditer(value.data))
         self.open.pop()
-        self.known[path] = extent
+        self.extents[path] = extent
         return extent
 
     def target(self, path: Path, reference: str) -> Path:
         """Where a reference leads; dots before it go up, one stays in the same mapping."""
         name = reference.lstrip(".")
         ups = len(reference) - len(name)
-        found: Path = path[: len(path) - ups] if ups else ()
-        if ups > len(path):
-            found = ()
+        found: Path = path[: max(0, len(path) - ups)] if ups else ()
         for part in name.replace("[", ".").replace("]", "").split("."):
             here = self.values[found].data
             step = next((key for key in _keys(here) if str(key) == part), None)
@@ -319,6 +334,43 @@ class _Extent:
             found = (*found, step)
         self.targets.add(found)
         return found
+
+    def filled(self, path: Path, carried: Any) -> Value:
+        """The value at a path with every reference in it filled in.
+
+        One that is a single reference becomes what is there, as it was written: ``1.10`` may be meant as text.
+
+        Args:
+            path: see above.
+            carried: all values in OmegaConf's hands, which fills in the others.
+        """
+        if path not in self.known:
+            value = self.values[path]
+            if isinstance(value.data, dict):
+                value = replace(value, data={key: self.filled((*path, key), carried) for key in value.data})
+            elif isinstance(value.data, list):
+                value = replace(value, data=[self.filled((*path, number), carried) for number in _keys(value.data)])
+            elif isinstance(value.data, str) and "${" in value.data:
+                value = self._alone(value.data, path, carried) or _interpolated(value, path, carried)
+            self.known[path] = value
+        return self.known[path]
+
+    def _alone(self, text: str, path: Path, carried: Any) -> Value | None:
+        """What a text stands for that is one reference or variable and nothing else; None for any other."""
+        source = self.values[path].source
+        if text.startswith("$") and (reference := _REFERENCE.fullmatch(text)) is not None:
+            return _sourced(self.filled(self.target(path, reference[1]), carried), lambda _: source)
+        variable = _ONE_VARIABLE.fullmatch(text)
+        if variable is None:
+            return None
+        name, default = variable.groups()
+        if name in os.environ:
+            found = os.environ[name]
+        elif default is None:
+            raise ConfigError(f"{source}: {dotted(path)}={text!r}: {_unset(name)}")
+        elif re.search(r"[{}'\"]", found := default.strip()):
+            return self._alone(found, path, carried)
+        return Value(scalar(found), source, found)  # as if it were written there
 
 
 def _keys(data: Any) -> list[str | int]:

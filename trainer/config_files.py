@@ -17,7 +17,7 @@ MOST_VALUES = 100_000  # written out: an alias counts as all that it stands for
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
 _CORE = "tag:yaml.org,2002:"
 _MERGE = "tag:yaml.org,2002:merge"
@@ -53,45 +53,61 @@ def read(file: str | Path) -> Value:
     Raises:
         ConfigError: it is no such file, or is damaged or harmful; with the line.
     """
-    name, path = str(file), Path(file)
-    if not path.is_file():
-        raise ConfigError(f"{name}: there is no such file.{_neighbours(path)}")
+    found = parse(read_text(file), str(file))
+    if found is None or found.data is None:
+        raise ConfigError(f"{file}: the file is empty; it needs sections, as `trainer:`.")
+    return found
+
+
+def read_text(file: str | Path) -> str:
+    """What stands in a file.
+
+    Raises:
+        ConfigError: it is no such file, or too long, or not in UTF-8.
+    """
+    path = Path(file)
     try:
+        if not path.is_file():
+            raise ConfigError(f"{file or repr(file)}: there is no such file.{_neighbours(path)}")
         with path.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
-            raise ConfigError(f"{name}: longer than {MOST_BYTES:,} bytes, which is no configuration.")
-        text = content.decode("utf-8-sig")
+            raise ConfigError(f"{file}: longer than {MOST_BYTES:,} bytes, which is no configuration.")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name}: no text in UTF-8 (byte {error.start}).") from error
+        raise ConfigError(f"{file}: no text in UTF-8 (byte {error.start}).") from error
     except OSError as error:
-        raise ConfigError(f"{name}: can't be read: {error.strerror}.") from error
-    found = parse(text, name)
-    if found is None or found.data is None:
-        raise ConfigError(f"{name}: the file is empty; it needs sections, as `trainer:`.")
-    if not isinstance(found.data, dict):
-        raise ConfigError(f"{name}:1: holds a {_kind(found.data)}, but needs sections with keys, as `trainer:`.")
-    return found
+        raise ConfigError(f"{file!s:.200}: can't be read: {error.strerror}.") from error
 
 
 def parse(text: str, name: str, lines: bool = True) -> Value | None:
     """The values of a text; None where there are none.
 
     Args:
-        text: YAML.
+        text: YAML; sections, unless it has no lines.
         name: its file's, for sources and errors.
         lines: whether sources have a line number.
+
+    Raises:
+        ConfigError: it is damaged or harmful; with the line.
     """
     try:
         node = yaml.compose(text, _Loader)  # the tree of what is written: no tag is followed
-        return None if node is None else _Reading(name, lines).value(node)
+        found = None if node is None else _Reading(name, lines).value(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise ConfigError(f"{_place(name, mark, lines)}: {_words(error)}") from error
+        raise ConfigError(f"{_place(name, mark, lines)}: {_words(error, text)}") from error
+    except yaml.reader.ReaderError as error:
+        place = f"{name}:{text.count(chr(10), 0, error.position) + 1}" if lines else name
+        raise ConfigError(f"{place}: the character #x{error.character:04x} may not stand in YAML.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: {' '.join(str(error).split())}.") from error
     except RecursionError as error:
-        raise ConfigError(f"{name}: nested too deeply.") from error
+        raise ConfigError(f"{name}: nested too deeply, or an alias stands within its own anchor.") from error
+    if lines and found is not None and not isinstance(found.data, dict | None):
+        kind = "list" if isinstance(found.data, list) else "single value"
+        raise ConfigError(f"{name}:1: holds a {kind}, but needs sections with keys, as `trainer:`.")
+    return found
 
 
 class _Reading:
@@ -125,6 +141,9 @@ class _Reading:
             if isinstance(key, bool) or not isinstance(key, str | int):
                 shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
                 raise ConfigError(f"{place}: a key must be a word or a whole number, not {shown}.")
+            absent = isinstance(item, yaml.ScalarNode) and item.tag == _PLAIN and not item.value
+            if node.flow_style and absent and ":" in str(key):
+                raise ConfigError(f"{place}: {key!r} is a key without a value: put a space behind its ':'.")
             if key in own:
                 raise ConfigError(f"{place}: the key {key!r} is there twice, first in {own[key].source}; keep one.")
             own[key] = self.value(item, key_node.start_mark)
@@ -163,10 +182,18 @@ def _place(name: str, mark: yaml.Mark | None, lines: bool) -> str:
     return name if mark is None or not lines else f"{name}:{mark.line + 1}"
 
 
-def _words(error: yaml.MarkedYAMLError) -> str:
-    problem = str(error.problem)
+def _words(error: yaml.MarkedYAMLError, text: str) -> str:
+    problem, mark = str(error.problem), error.problem_mark
+    if mark is not None and "but got '{'" in problem and text[mark.index - 1 : mark.index] == "$":
+        return 'within [ ] and { } a reference must stand in quotes: "${section.key}".'
     if "'\\t'" in problem:
         return "a tab stands here; YAML is indented with spaces."
+    if "but found '<scalar>'" in problem:
+        return "text stands behind the end of a value: put all of it into quotes; or the indentation is wrong."
+    if "scanning an alias" in str(error.context):
+        return "text that begins with '*' must stand in quotes."
+    if "cannot start any token" in problem:
+        return f"{problem}: put the text into quotes."
     if "expected <block end>" in problem:
         return "the indentation does not fit the lines above."
     if "single document" in str(error.context):
@@ -190,7 +217,3 @@ def _neighbours(path: Path) -> str:
 
     close = difflib.get_close_matches(path.name, names, n=1)
     return f" Did you mean {str(path.parent / close[0])!r}?" if close else ""
-
-
-def _kind(data: Any) -> str:
-    return "list" if isinstance(data, list) else "single value"

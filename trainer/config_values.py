@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 Key = str | int
 Path = tuple[Key, ...]
+DEFAULT = "default"
+"""The source of a value that nobody has set."""
+WORDS_FOR_CHECKPOINTS = ("last", "best", "auto")
+"""What may stand for a checkpoint in the run's own folder."""
 
 
 class ConfigError(ValueError):
-    """Something is wrong with a configuration; the message is for the person who wrote it."""
+    """Something is wrong with a configuration; the message is for the person who wrote it.
+
+    Attributes:
+        problems: what is wrong, one by one.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +43,11 @@ class Value:
     text: str | None = None
 
 
+def printable(text: str) -> str:
+    """A text for the terminal. What stands in a file may hold a terminal's commands; they are shown, not obeyed."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text.replace("\t", "    "))
+
+
 def closest(name: str, known: Iterable[Any]) -> str | None:
     """The nearest of the names, whatever the case of their letters."""
     by_lower = {str(one).lower(): str(one) for one in known}
@@ -41,6 +59,19 @@ def meant(name: Any, known: Iterable[Any]) -> str:
     """``" Did you mean 'x'?"``, or nothing where no name is near."""
     close = closest(str(name), known)
     return f" Did you mean {close!r}?" if close else ""
+
+
+def apart(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The parts of a text between the secrets in it, each with the reference for the one behind it; "" at the end."""
+    longest_first = sorted(secrets, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if secrets else [text]
+    return zip(parts[::2], [*(secrets[part] for part in parts[1::2]), ""], strict=True)
+
+
+def hidden(text: str, secrets: Mapping[str, str]) -> str:
+    """A message with each secret in it, as it is or as Python writes it, as the reference that stands for it."""
+    forms = {form: name for secret, name in secrets.items() for form in (secret, repr(secret)[1:-1])}
+    return "".join(before + reference for before, reference in apart(text, forms))
 
 
 def value_of(data: Any, source: str) -> Value:
@@ -122,8 +153,8 @@ def merged(before: Value, later: Value) -> Value:
 
 def as_object(value: Value) -> Value:
     """The mapping that a class's bare name stands for; anything else as it is."""
-    name = value.data
-    if isinstance(name, str) and name.replace(".", "_").isidentifier() and name.rpartition(".")[2][0].isupper():
+    parts = value.data.split(".") if isinstance(value.data, str) else [""]
+    if all(part.isidentifier() for part in parts) and parts[-1][0].isupper():
         return Value({"class": value}, value.source)
     return value
 
@@ -187,7 +218,7 @@ def _appended(value: Value | None, path: Path, new: Value) -> Value:
 def _number(value: Value, key: Key, here: str) -> int:
     size = len(value.data)
     if not str(key).isdecimal():
-        raise ConfigError(f"{here!r} is a list ({value.source}): {key!r} must be a number, as in {here}.0.")
+        raise ConfigError(f"{here!r} is a list ({value.source}): {key!r} must be a number from 0 on, as in {here}.0.")
     if int(key) >= size:
         held = f"holds {size}, numbered from 0" if size else "is empty"
         raise ConfigError(f"{here}.{key}: the list ({value.source}) {held}; '{here}+=...' adds one.")

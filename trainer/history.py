@@ -94,8 +94,8 @@ class History(Mapping[str, Curve]):
         cursor: knows how many seconds this process has waited for batches so far.
 
     Attributes:
-        rates: each optimizer's learning rate, every ``log_every_n_steps``: the one the next step is taken with. Each has
-            the name that `LearningRateMonitor` gives it.
+        rates: each optimizer's learning rate, every ``log_every_n_steps``: the one the next step is taken with. Named
+            as `LearningRateMonitor` names them.
         throughput: samples per second of training, validation and checkpoints left out; of all processes.
         spent: seconds by what they were spent on: ``"setup"``, ``"training"``, ``"validation"``, ``"checkpoints"``,
             ``"test"``, ``"predict"``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..loggers import Logger
 from ..strategies import Precision, Strategy
 from .logbook import Logbook
 from .progress import Progress
+from .settings import TrainerSettings
 from .sources import Sources
 from .task import TaskModule
 
@@ -255,7 +256,7 @@ class TrainerNames:
         found |= {"num_nodes": self.num_nodes, "devices": self.num_devices, "precision": self.precision}
         found["loggers"] = ", ".join(type(logger).__name__ for logger in self.loggers) or None
         found["callbacks"] = ", ".join(type(callback).__name__ for callback in self.callbacks) or None
-        own = {name: getattr(self, name, found) for name in type(self).__init__.__kwdefaults__ or ()}
+        own = {field.name: getattr(self, field.name, found) for field in fields(TrainerSettings)}
         found |= {name: value for name, value in own.items() if isinstance(value, int | float | str | None)}
         if self.val_check_seconds is not None:
             found["val_check_interval"] = f"{self.val_check_seconds:g} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -12,8 +13,12 @@ if TYPE_CHECKING:
     from ..engine.profilers import Profiler
     from ..loggers import Logger
     from ..strategies import Strategy
-    from ..strategies.devices import Devices
-    from . import flags
+else:
+    # What reads a dataclass at run time finds types that resolve; the classes themselves would make it wait for torch.
+    Callback = Profiler = Logger = Strategy = Any
+
+Devices = int | str | Sequence[int]
+Limit = int | float | None
 
 
 @dataclass(kw_only=True)
@@ -36,10 +41,10 @@ class TrainerSettings:
     max_steps: int = -1
     min_steps: int | None = None
     max_time: str | timedelta | dict[str, int] | None = None
-    limit_train_batches: flags.Limit = None
-    limit_val_batches: flags.Limit = None
-    limit_test_batches: flags.Limit = None
-    limit_predict_batches: flags.Limit = None
+    limit_train_batches: Limit = None
+    limit_val_batches: Limit = None
+    limit_test_batches: Limit = None
+    limit_predict_batches: Limit = None
     overfit_batches: int | float = 0.0
     val_check_interval: int | float | str | timedelta | dict[str, int] | None = None
     check_val_every_n_epoch: int | None = 1

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 COMMANDS = {
     "completion": ("treadle.completion", "print what completes these commands and a configuration's keys, for a shell"),
     "export": ("treadle.engine.export_command", "turn a checkpoint's model into files that other programs load"),
-    "fit": ("treadle.trainer.stage_commands:fit", "train, as a configuration file and the command line say"),
+    "fit": ("treadle.trainer.commands.stages:fit", "train, as a configuration file and the command line say"),
     "launch": ("treadle.strategies.launch_command", "start a script in several processes, on one machine or many"),
-    "plan": ("treadle.trainer.plan_command", "say what a run would do and need, before it and without its machines"),
-    "predict": ("treadle.trainer.stage_commands:predict", "run the predict steps, likewise"),
-    "runs": ("treadle.trainer.runs_command", "list runs and how they stand, or open one with its curves"),
-    "test": ("treadle.trainer.stage_commands:test", "measure with the test steps, likewise"),
-    "validate": ("treadle.trainer.stage_commands:validate", "measure with the validation steps, likewise"),
+    "plan": ("treadle.trainer.commands.plan", "say what a run would do and need, before it and without its machines"),
+    "predict": ("treadle.trainer.commands.stages:predict", "run the predict steps, likewise"),
+    "runs": ("treadle.trainer.commands.runs", "list runs and how they stand, or open one with its curves"),
+    "test": ("treadle.trainer.commands.stages:test", "measure with the test steps, likewise"),
+    "validate": ("treadle.trainer.commands.stages:validate", "measure with the validation steps, likewise"),
 }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .trainer import DataModule, TaskModule
-    from .trainer.stage_commands import Session
+    from .trainer.commands.stages import Session
 
 __all__ = ["run"]
 
@@ -46,16 +46,15 @@ def run(
         wrong = f"{given[0]!r} is none of {', '.join(_STAGES)}." if given else "say what to do."
         print(f"{program}: {wrong}\n{usage}", file=sys.stderr)
         sys.exit(2)
-    from .trainer import stage_commands
-    from .trainer.command_line import told
+    from .trainer.commands import stages
+    from .trainer.commands.command_line import refused
     from .trainer.config_values import ConfigError
 
     stage = given.pop(0)
     try:
-        done = stage_commands.run(stage, given, f"python {program} {stage}", Model, Data, defaults)
+        done = stages.run(stage, given, f"python {program} {stage}", Model, Data, defaults)
     except ConfigError as error:
-        print(told(f"{program} {stage}", error), file=sys.stderr)
-        sys.exit(2)
+        sys.exit(refused(f"{program} {stage}", error))
     if done is None:
         sys.exit(0)
     return done

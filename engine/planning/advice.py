@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ...strategies import simulated
@@ -37,16 +38,18 @@ def _made_to_fit(plan: Plan, again: Again) -> str:
     now = plan
 
     def attempt(word: str, **change: Any) -> Plan:
+        made = again(**{**changes, **change})
         changes.update(change)
         words.append(word)
-        return again(**changes)
+        return made
 
     if plan.grid["shard"] == 1 and plan.world_size > 1:
         now = attempt("shard the model (strategy=fsdp)", shard=True)
     elif plan.grid["replicate"] > 1:
         now = attempt(f"shard over all {plan.world_size:,} processes (data_parallel_replicate=1)", replicate=1)
     if not now.fits and now.grid["shard"] * now.grid["tensor"] > 1 and not simulated.recomputes(now.strategy):
-        now = attempt("compute activations again (activation_checkpointing_policy=True)", recompute=True)
+        with suppress(ValueError):  # the model has no repeated blocks
+            now = attempt("compute activations again (activation_checkpointing_policy=True)", recompute=True)
     if not now.fits and now.micro_batch > 1:
         now = _smaller(now, attempt, plan)
     if now.fits:
@@ -103,7 +106,7 @@ def _compared(plan: Plan, other: Plan, words: str) -> list[str]:
 def size(number: float) -> str:
     """Bytes, as people say them."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if number < 1024 or unit == "TiB":
+        if number < 1023.5 or unit == "TiB":
             break
         number /= 1024
-    return f"{number:.0f} B" if unit == "B" else f"{number:,.{1 if number < 100 else 0}f} {unit}"
+    return f"{number:.0f} B" if unit == "B" else f"{number:,.{1 if number < 99.95 else 0}f} {unit}"

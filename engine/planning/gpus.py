@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+
+import torch
 
 from ...strategies.messages import choose
 
@@ -14,55 +17,59 @@ class GPU:
     Args:
         name: as it is asked for.
         half: operations per second in bfloat16 matrix products, without sparsity.
-        single: the same in float32, in the tensor cores' TF32 where there is one.
+        tf32: the same where torch may compute float32 in TF32; what float32 has where there is no TF32.
+        single: the same in float32 proper.
         bandwidth: bytes per second from its memory.
         memory: bytes of it.
         link: bytes per second that a ring within a machine carries, each way (bus bandwidth as NCCL counts it).
         network: bytes per second of its share of the machine's network, each way.
         per_machine: of them in a machine.
-        age: index into NCCL's tables: 0 Volta, 1 Ampere, 2 Hopper, 3 Blackwell.
     """
 
     name: str
     half: float
+    tf32: float
     single: float
     bandwidth: float
     memory: float
     link: float
     network: float
     per_machine: int = 8
-    age: int = 2
 
 
-_T, _G = 1e12, 1e9
-_GIB = float(2**30)
-
-# Peaks and memory: NVIDIA's data sheets. `link`: what NCCL's topo.h counts per GPU. `network`: one port per GPU, as in
+# Peaks and memory: NVIDIA's data sheets. Links: what NCCL's topo.h counts per GPU. Network: one port per GPU, as in
 # the usual machines (DGX, HGX): 200 Gb/s beside A100, 400 Gb/s since.
-_TABLE = (
-    GPU(name="v100", half=125 * _T, single=15.7 * _T, bandwidth=0.9 * _T, memory=32 * _GIB, link=120 * _G,
-        network=12.5 * _G, age=0),
-    GPU(name="a100-40gb", half=312 * _T, single=156 * _T, bandwidth=1.555 * _T, memory=40 * _GIB, link=240 * _G,
-        network=25 * _G, age=1),
-    GPU(name="a100", half=312 * _T, single=156 * _T, bandwidth=2.039 * _T, memory=80 * _GIB, link=240 * _G,
-        network=25 * _G, age=1),
-    GPU(name="l40s", half=362 * _T, single=183 * _T, bandwidth=0.864 * _T, memory=48 * _GIB, link=24 * _G,
-        network=12.5 * _G, age=1),
-    GPU(name="a10g", half=70 * _T, single=35 * _T, bandwidth=0.6 * _T, memory=24 * _GIB, link=12 * _G,
-        network=6.25 * _G, age=1),
-    GPU(name="rtx4090", half=165 * _T, single=82.6 * _T, bandwidth=1.008 * _T, memory=24 * _GIB, link=12 * _G,
-        network=3 * _G, age=1),
-    GPU(name="h100", half=989 * _T, single=494 * _T, bandwidth=3.35 * _T, memory=80 * _GIB, link=370 * _G,
-        network=50 * _G),
-    # The one of torchtitan's published runs: HBM2e, 500 W.
-    GPU(name="h100-96gb", half=989 * _T, single=494 * _T, bandwidth=2.4 * _T, memory=96 * _GIB, link=370 * _G,
-        network=50 * _G),
-    GPU(name="h200", half=989 * _T, single=494 * _T, bandwidth=4.8 * _T, memory=141e9, link=370 * _G,
-        network=50 * _G),
-    GPU(name="b200", half=2250 * _T, single=1100 * _T, bandwidth=8 * _T, memory=180e9, link=720 * _G,
-        network=50 * _G, age=3),
-)  # fmt: skip
-GPUS = {gpu.name: gpu for gpu in _TABLE}
+_TABLE: dict[str, tuple[float, ...]] = {
+    # in 1e12 operations: half, TF32, float32; TB/s and GiB of memory; GB/s of the link and of the network
+    "v100": (125, 15.7, 15.7, 0.9, 32, 120, 12.5),
+    "a100-40gb": (312, 156, 19.5, 1.555, 40, 240, 25),
+    "a100": (312, 156, 19.5, 2.039, 80, 240, 25),
+    "l40s": (362, 183, 91.6, 0.864, 48, 24, 12.5),
+    "a10g": (70, 35, 31.5, 0.6, 24, 12, 6.25),
+    "rtx4090": (165, 82.6, 82.6, 1.008, 24, 12, 3),
+    "h100": (989, 494, 66.9, 3.35, 80, 370, 50),
+    "h100-96gb": (989, 494, 66.9, 2.4, 96, 370, 50),  # of torchtitan's published runs: HBM2e, 500 W
+    "h200": (989, 494, 66.9, 4.8, 131.3, 370, 50),
+    "b200": (2250, 1125, 75, 8, 167.6, 720, 50),
+}
+
+
+def _gpu(name: str, half: float, tf32: float, single: float, speed: float, size: float, link: float, net: float) -> GPU:
+    return GPU(
+        name=name,
+        half=half * 1e12,
+        tf32=tf32 * 1e12,
+        single=single * 1e12,
+        bandwidth=speed * 1e12,
+        memory=size * 2**30,
+        link=link * 1e9,
+        network=net * 1e9,
+    )
+
+
+GPUS = {name: _gpu(name, *numbers) for name, numbers in _TABLE.items()}
+# Words in a driver's name that make another device of the same chip.
+_OTHERS = {"laptop", "mig", "nvl", "pcie"}
 
 
 def gpu_called(name: str | GPU) -> GPU:
@@ -74,3 +81,20 @@ def gpu_called(name: str | GPU) -> GPU:
     if isinstance(name, GPU):
         return name
     return GPUS[choose("gpu", name.lower().replace("_", "-"), GPUS)]
+
+
+def gpu_here() -> GPU | None:
+    """The kind that this machine has, with its memory as the driver tells it; None without one that is known."""
+    if not torch.cuda.is_available():
+        return None
+    found = gpu_of_driver(torch.cuda.get_device_name())
+    return found and replace(found, memory=float(torch.cuda.get_device_properties(0).total_memory))
+
+
+def gpu_of_driver(name: str) -> GPU | None:
+    """The kind that a driver calls ``name``, such as ``"NVIDIA H100 80GB HBM3"``; None for an unknown one."""
+    words = re.findall("[a-z0-9]+", name.lower().replace("rtx 4090", "rtx4090"))
+    if _OTHERS & set(words):
+        return None
+    known = (gpu for gpu in GPUS.values() if set(gpu.name.split("-")) <= set(words))
+    return max(known, key=lambda gpu: len(gpu.name), default=None)

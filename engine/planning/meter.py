@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,18 +119,15 @@ class Traffic:
     Attributes:
         count: collectives by kind.
         size: bytes by kind, of the whole that is gathered, scattered or reduced.
-        groups: bytes by kind and by the number of processes that take part.
     """
 
     count: Counter[str] = field(default_factory=Counter)
     size: Counter[str] = field(default_factory=Counter)
-    groups: Counter[tuple[str, int]] = field(default_factory=Counter)
 
-    def add(self, kind: str, size: int, ranks: int) -> None:
+    def add(self, kind: str, size: int) -> None:
         """One more."""
         self.count[kind] += 1
         self.size[kind] += size
-        self.groups[kind, ranks] += size
 
 
 class Meter(TorchDispatchMode):
@@ -140,6 +137,12 @@ class Meter(TorchDispatchMode):
         clocks: the device.
         prices: what operations cost.
         memory: where what they allocate is written down.
+
+    Attributes:
+        traffic: what was exchanged.
+        launched: operations that the host has sent to the device.
+        spent: seconds of the stream that computes, by what they went on.
+        category: what is allocated from here on.
     """
 
     def __init__(self, clocks: Clocks, prices: Prices, memory: Memory) -> None:
@@ -149,11 +152,19 @@ class Meter(TorchDispatchMode):
         self.clocks = clocks
         self.prices = prices
         self.memory = memory
-        self.traffic = Traffic()
         self.category = ACTIVATIONS
+        self.begin()
         self._plain = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
         self._ready: dict[int, float] = {}
         self._members: dict[Any, tuple[int, ...]] = {}
+
+    def begin(self) -> None:
+        """Forget what was written down."""
+        self.traffic = Traffic()
+        self.launched = 0
+        self.spent: dict[str, float] = defaultdict(float)
+        self.prices.flops = 0
+        self.memory.mark()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchDispatchMode`: one operation."""
@@ -165,9 +176,12 @@ class Meter(TorchDispatchMode):
         if space == "c10d" or space == "_c10d_functional":
             self._exchange(func._opname if hasattr(func, "_opname") else func._overloadpacket.__name__, args, out)
         else:
-            seconds = self.prices.seconds(func, args, kwargs, out)
+            seconds, reason = self.prices.seconds(func, args, kwargs, out)
             if seconds:
+                self.launched += 1
                 self.clocks.spend(seconds)
+                if self.clocks.current is self.clocks.compute:
+                    self.spent[reason] += seconds
         if isinstance(out, Tensor):
             self.memory.hold(out, self.category)
         elif isinstance(out, list | tuple):
@@ -189,7 +203,8 @@ class Meter(TorchDispatchMode):
         whole = _flat(out if place < 0 else args[place])
         size = sum(tensor.numel() * tensor.element_size() for tensor in whole)
         ranks = self._ranks(args)
-        self.traffic.add(kind, size, len(ranks))
+        self.launched += 1
+        self.traffic.add(kind, size)
         functional = isinstance(args[-1], str)
         end = self.clocks.exchange(ranks, collective_seconds(kind, size, ranks, self.prices.gpu), wait=not functional)
         if functional:

@@ -1,4 +1,4 @@
-"""How long a collective takes: a ring, by the latencies and bandwidths that NCCL itself chooses its algorithms with."""
+"""How long a collective takes: a ring or a tree, by the numbers that NCCL itself chooses its algorithms with."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from .gpus import GPU
 # Simple and LL128 (the latter within one machine only, as NCCL leaves it out on InfiniBand).
 _SIMPLE, _LL128 = (8.4, 3.4, 14.0), (14.0, 1.9, 4.0)
 _LL128_SHARE = 120 / 128  # 8 of 128 bytes are flags
+_TREE_SHARE = 0.92  # of a ring's bandwidth, by the same file
 # A ring between machines does not fill all ports at once. What torch's inductor measured on H100 machines with RoCE,
 # for 50 MB: the bandwidth of one port, more with the message's size (torch 2.13, _inductor/comm_analysis.py).
 _PORTS_AT, _PORTS_POWER = 50e6, 0.17
@@ -34,14 +35,18 @@ def collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gpu: GPU) -
     machines = len({rank // gpu.per_machine for rank in ranks})
     around = STEPS[kind]
     hops, crossing = around * (count - 1), around * (machines - 1) if machines > 1 else 0
-    factor = around * (count - 1) / count
     if machines == 1:
-        forms = [(_SIMPLE, gpu.link), (_LL128, gpu.link * _LL128_SHARE)]
+        forms = [(_SIMPLE, hops, 0, gpu.link), (_LL128, hops, 0, gpu.link * _LL128_SHARE)]
     else:
-        forms = [(_SIMPLE, min(gpu.link, _between(size, machines, count, gpu)))]
+        rate = min(gpu.link, _between(size, machines, count, gpu))
+        forms = [(_SIMPLE, hops - crossing, crossing, rate)]
+        if kind == "all_reduce":  # up a tree and down again: few hops, where a ring of many waits for its latency
+            within, between = 2 * (math.ceil(count / machines) - 1), 2 * math.ceil(math.log2(machines))
+            forms.append((_SIMPLE, within, between, rate * _TREE_SHARE))
+    moved = around * (count - 1) / count * size
     return min(
-        1e-6 * (call + (hops - crossing) * near + crossing * far) + factor * size / rate
-        for (call, near, far), rate in forms
+        1e-6 * (call + near * inside + far * outside) + moved / rate
+        for (call, near, far), inside, outside, rate in forms
     )
 
 

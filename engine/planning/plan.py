@@ -8,7 +8,9 @@ from math import log2
 from ...strategies import Precision, Strategy
 from .gpus import GPU, GPUS, gpu_called
 from .meter import Traffic
-from .prices import Calibration
+from .prices import ARITHMETIC, Calibration
+
+WAITING = "waiting for other processes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,9 @@ class Plan(Conditions):
         checkpoint: bytes of a checkpoint, all processes together.
         traffic: what it exchanges.
         flops: arithmetic of its matrix products, what is computed again included.
-        seconds: how long the step takes before stragglers.
+        seconds: how long the device takes for the step, before stragglers.
+        spent: of that, by what it goes on; `WAITING` is for what comes from other processes.
+        launched: operations that the host sends to the device.
     """
 
     grid: dict[str, int]
@@ -79,6 +83,8 @@ class Plan(Conditions):
     traffic: Traffic
     flops: int
     seconds: float
+    spent: dict[str, float]
+    launched: int
 
     @property
     def samples(self) -> int:
@@ -101,9 +107,34 @@ class Plan(Conditions):
         return self.reserved <= self.gpu.memory
 
     @property
+    def host(self) -> tuple[float, float, float]:
+        """Seconds that the host takes to send the step's operations: at best, most likely, at worst."""
+        left = self.calibration.host_compiled if self.compiled else (1.0, 1.0, 1.0)
+        least, likely, most = (
+            self.launched * each * share for each, share in zip(self.calibration.host, left, strict=True)
+        )
+        return least, likely, most
+
+    @property
+    def checked(self) -> bool:
+        """Whether the like was checked: mostly products of big matrices in half precision, on an H100."""
+        products = self.spent.get(ARITHMETIC, 0.0)
+        halved = self.flops / self.gpu.half / self.calibration.arithmetic >= 0.9 * products
+        return self.gpu.name.startswith("h100") and halved and 2 * products > self.seconds
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the device most likely waits for the host."""
+        return self.host[1] > self.seconds
+
+    @property
     def band(self) -> tuple[float, float, float]:
-        """Seconds of a step: at best, most likely, at worst. Past what was checked it widens with every doubling."""
-        doublings = max(0.0, log2(self.world_size / self.calibration.straggler_from))
-        likely = self.seconds * (1 + self.calibration.straggler) ** doublings
-        least = self.seconds * (1 - self.calibration.spread)
-        return least, likely, likely * (1 + self.calibration.spread) * (1 + self.calibration.straggler) ** doublings
+        """Seconds of a step: at best, most likely, at worst.
+
+        The device or the host, whichever takes longer. Past what was checked it widens with every doubling.
+        """
+        spread = self.calibration.spread if self.checked else self.calibration.spread_unchecked
+        late = (1 + self.calibration.straggler) ** max(0.0, log2(self.world_size / self.calibration.straggler_from))
+        device = (self.seconds * (1 - spread), self.seconds * late, self.seconds * late * late * (1 + spread))
+        least, likely, most = (max(pair) for pair in zip(device, self.host, strict=True))
+        return least, likely, most

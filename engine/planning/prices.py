@@ -14,6 +14,9 @@ from .gpus import GPU
 
 aten = torch.ops.aten
 
+ARITHMETIC, TRAFFIC, LAUNCHES = "arithmetic", "memory traffic", "launches"
+"""What an operation's time is spent on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
@@ -22,11 +25,16 @@ class Calibration:
     Args:
         arithmetic: share of the peak that matrix products reach (fitted without compilation).
         fused: share of the memory traffic that is left when a model is compiled (fitted with it).
-        launch: least time of an operation, in seconds.
+        launch: least time that a GPU takes for an operation, in seconds.
+        host: seconds that the host takes to send one: at best, most likely, at worst. A guess, as nothing of ours was
+            timed on a GPU: Python, autograd and the dispatcher take 3 to 10 us on a CPU, and a launch adds some.
+        host_compiled: share of these operations that is left when a model is compiled, likewise. A guess too.
         straggler: what each doubling past ``straggler_from`` processes adds to a step, as a share. MosaicML's published
             runs on 128, 256 and 512 H100 lost with each 2.2 to 2.7 % (70B), 3.4 to 4.4 % (7B), 3.6 to 6.4 % (1B).
         straggler_from: processes up to which nothing is added.
-        spread: how far off a prediction may be; those that were checked were off by up to 2.6 %.
+        spread: how far off a prediction may be, where the like was checked; those were off by up to 2.6 %.
+        spread_unchecked: the same where it was not: another kind of GPU, or a step that is not mostly products of big
+            matrices in half precision. A guess.
         reserved: memory that torch's allocator holds, as a multiple of what lives at the peak. The published runs of 8B
             held 1.07 to 1.2 times the peak that is predicted for them.
     """
@@ -34,9 +42,12 @@ class Calibration:
     arithmetic: float = 0.528
     fused: float = 0.505
     launch: float = 3e-6
+    host: tuple[float, float, float] = (5e-6, 1e-5, 2e-5)
+    host_compiled: tuple[float, float, float] = (0.2, 0.5, 1.0)
     straggler: float = 0.03
     straggler_from: int = 128
     spread: float = 0.05
+    spread_unchecked: float = 0.25
     reserved: float = 1.25
 
 
@@ -53,6 +64,7 @@ _FREE = {
     aten.lift_fresh,
     aten._unsafe_view,  # a view by its kernel, if not by its schema
 }
+_CONVOLUTIONS = {aten.convolution, aten._convolution, aten.convolution_backward}
 # They touch a few rows of a table, not all of it; or a piece of a buffer.
 _SPARSE = {aten.embedding, aten.gather, aten.index_select, aten.nll_loss_forward}
 
@@ -117,22 +129,33 @@ class Prices:
         self._formulas: dict[Any, Callable[..., int] | None] = {}
         self._free: dict[Any, bool] = {}
 
-    def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
-        """How long ``func`` takes."""
+    def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, str]:
+        """How long ``func`` takes, and on what; no time where there is nothing to do."""
         free = self._free.get(func)
         if free is None:
             free = self._free[func] = _is_free(func)
         if free:
-            return 0.0
+            return 0.0, LAUNCHES
         packet = func._overloadpacket
         moved = self._moved(packet, args, kwargs, out) / self.gpu.bandwidth
         flops = self._count(packet, args, kwargs, out)
-        if not flops:
-            return max(moved * self.traffic, self.calibration.launch)
-        self.flops += flops
+        computed = 0.0
+        if flops:
+            self.flops += flops
+            computed = flops / (self._peak(packet, args) * self.calibration.arithmetic)
+        else:
+            moved *= self.traffic
+        return max((computed, ARITHMETIC), (moved, TRAFFIC), (self.calibration.launch, LAUNCHES))
+
+    def _peak(self, packet: Any, args: Any) -> float:
         first = next((dtype for arg in args if (dtype := _dtype(arg)) is not None), torch.float32)
-        peak = self.gpu.half if first.itemsize < 4 else self.gpu.single
-        return max(flops / (peak * self.calibration.arithmetic), moved, self.calibration.launch)
+        if first.itemsize < 4:
+            return self.gpu.half
+        if packet in _CONVOLUTIONS:
+            rounded = torch.backends.cudnn.allow_tf32
+        else:
+            rounded = torch.get_float32_matmul_precision() != "highest"
+        return self.gpu.tf32 if rounded else self.gpu.single
 
     def _moved(self, packet: Any, args: Any, kwargs: Any, out: Any) -> int:
         name = str(packet)

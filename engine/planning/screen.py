@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .advice import size
 from .meter import ACTIVATIONS, CATEGORIES, PARAMETERS
 from .plan import Plan
 
-WIDTH = 100
 _LABEL = 12
 _BARS = "▁▂▃▄▅▆▇█"
 _NAMES = {ACTIVATIONS: "activations", PARAMETERS: "parameters and buffers", "gathered": "gathered and to send"}
@@ -19,7 +18,8 @@ CHECKED = (
     "step times against torchtitan's published H100 runs: Llama 8B on 8 GPUs (fitted), on 64 and 128, 70B on 256; "
     "see docs/plan.md for how far off each was. Counts and bytes against real processes."
 )
-UNCHECKED = "Nobody published such runs past 512 GPUs: there the time is an extrapolation, and the band wider."
+UNCHECKED = "No step like this one was among them, so the band is wide."
+FURTHER = "Nobody published such runs past 512 GPUs: there the time is an extrapolation, and the band wider."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,30 +27,23 @@ class Schedule:
     """How long a run is, and its learning rate.
 
     Attributes:
+        steps: optimizer steps of the run, or None where that is not known.
         samples: of an epoch, or None where that is not known.
-        epochs: of the run, or None.
-        steps: most optimizer steps, or None.
-        rates: learning rates, evenly over the run; empty where there is no schedule.
+        per_epoch: those of an epoch; a last, shorter one counts.
+        rates: learning rates, evenly over the run; empty where they can't be drawn.
+        words: what there is to say instead.
     """
 
-    samples: int | None = None
-    epochs: int | None = None
     steps: int | None = None
+    samples: int | None = None
+    per_epoch: int | None = None
     rates: Sequence[float] = field(default_factory=tuple)
-
-    def per_epoch(self, plan: Plan) -> int | None:
-        """Optimizer steps of an epoch; a last, shorter one counts."""
-        return None if self.samples is None else -(-self.samples // plan.samples)
-
-    def total(self, plan: Plan) -> int | None:
-        """Optimizer steps of the run."""
-        per_epoch = self.per_epoch(plan)
-        whole = None if per_epoch is None or self.epochs is None else per_epoch * self.epochs
-        known = [steps for steps in (whole, self.steps) if steps is not None]
-        return min(known) if known else None
+    words: str = ""
 
 
-def screen(plan: Plan, name: str, schedule: Schedule, hints: Sequence[str] = ()) -> str:
+def screen(
+    plan: Plan, name: str, schedule: Schedule, hints: Sequence[str] = (), *, gpu_from: str = "", width: int = 100
+) -> str:
     """The words.
 
     Args:
@@ -58,40 +51,51 @@ def screen(plan: Plan, name: str, schedule: Schedule, hints: Sequence[str] = ())
         name: of the model.
         schedule: how long it goes on.
         hints: what `advice.advise` found.
+        gpu_from: how the GPU is known, where nobody named it.
+        width: columns.
     """
     machines = -(-plan.world_size // plan.gpu.per_machine)
     where = f"{plan.world_size:,} x {plan.gpu.name}" + (f" ({machines:,} machines)" if machines > 1 else "")
     compiled = ", compiled" if plan.compiled else ""
     rows: list[tuple[str, str]] = [
+        *([("gpu", f"{plan.gpu.name}, {gpu_from}")] if gpu_from else []),
         ("processes", _processes(plan)),
         ("batch", _batch(plan)),
         ("steps", _steps(plan, schedule)),
     ]
     if schedule.rates:
         low, high = min(schedule.rates), max(schedule.rates)
-        rows.append(("schedule", f"{curve(schedule.rates)}  learning rate {low:.3g} to {high:.3g}"))
+        drawn = curve(schedule.rates, min(40, width // 2 - 10))
+        rows.append(("schedule", f"{drawn}  learning rate {low:.3g} to {high:.3g}"))
+    elif schedule.words:
+        rows.append(("schedule", schedule.words))
     frozen = plan.parameters - plan.trainable
     rows += [
         ("parameters", f"{plan.parameters:,}" + (f", {frozen:,} of them frozen" if frozen else ", all trained")),
         ("memory", _fit(plan)),
         ("", _memory(plan)),
-        ("checkpoint", f"{size(plan.checkpoint)} in all, {size(plan.checkpoint / plan.grid['shard'])} per process"),
+        ("checkpoint", _checkpoint(plan)),
         ("exchange", _exchange(plan)),
         ("step", _time(plan)),
+        ("", _bound(plan)),
     ]
-    total = schedule.total(plan)
-    if total is not None:
-        low_time, _, high_time = (seconds * total for seconds in plan.band)
+    if schedule.steps is not None:
+        low_time, _, high_time = (seconds * schedule.steps for seconds in plan.band)
         rows.append(("run", f"{duration(low_time)} to {duration(high_time)} of training"))
     rows += [("advice", hint) for hint in hints]
-    rows.append(("checked", CHECKED + (f" {UNCHECKED}" if plan.world_size > 512 else "")))
+    rows.append(("checked", " ".join(_checked(plan))))
     head = f"plan of {name} on {where}, {plan.strategy.name}, {plan.precision.name}{compiled}"
-    return "\n".join([head, "", *(line for label, text in rows for line in _row(label, text))])
+    return "\n".join([head, "", *(line for label, text in rows for line in _row(label, text, width))])
 
 
-def _row(label: str, text: str) -> list[str]:
-    lines = textwrap.wrap(text, WIDTH - _LABEL, break_long_words=False, break_on_hyphens=False)
-    return [f"{label if number == 0 else '':<{_LABEL}}{line}" for number, line in enumerate(lines)]
+def _row(label: str, text: str, width: int) -> list[str]:
+    lines = textwrap.wrap(text, width - _LABEL, break_long_words=False, break_on_hyphens=False)
+    return [f"{label if at == 0 else '':<{_LABEL}}{line}" for at, line in enumerate(lines)]
+
+
+def _checked(plan: Plan) -> list[str]:
+    alike = plan.checked and not plan.host_bound
+    return [CHECKED, *([] if alike else [UNCHECKED]), *([FURTHER] if plan.world_size > 512 else [])]
 
 
 def _processes(plan: Plan) -> str:
@@ -106,6 +110,8 @@ def _processes(plan: Plan) -> str:
 def _batch(plan: Plan) -> str:
     groups = plan.world_size // plan.grid["tensor"]
     whose = "processes" if plan.grid["tensor"] == 1 else f"groups of {plan.grid['tensor']} processes"
+    if groups == 1:
+        whose = "process" if plan.grid["tensor"] == 1 else whose.replace("groups", "group")
     return (
         f"{plan.samples:,} samples = {plan.micro_batch:,} per micro-batch x {plan.accumulate:,} accumulated x "
         f"{groups:,} {whose}"
@@ -113,10 +119,18 @@ def _batch(plan: Plan) -> str:
 
 
 def _steps(plan: Plan, schedule: Schedule) -> str:
-    per_epoch, total = schedule.per_epoch(plan), schedule.total(plan)
-    if total is None:
-        return "not known: say how long with --max-steps, or --samples and --max-epochs"
-    return f"{total:,} in all" + ("" if per_epoch is None else f", {per_epoch:,} per epoch")
+    each = "" if schedule.per_epoch is None else f"{schedule.per_epoch:,} per epoch"
+    if schedule.samples is not None and schedule.samples < plan.samples:
+        each += f", which has no more than {schedule.samples:,} samples"
+    if schedule.steps is None:
+        unknown = "how many is not known: say how long with --max-steps, or --samples and --max-epochs"
+        return f"{each}; {unknown}" if each else unknown
+    return f"{schedule.steps:,} in all" + (each and f", {each}")
+
+
+def _checkpoint(plan: Plan) -> str:
+    parts = plan.grid["shard"] * plan.grid["tensor"]
+    return f"{size(plan.checkpoint)}" + (f" in {parts:,} parts of {size(plan.checkpoint / parts)}" if parts > 1 else "")
 
 
 def _fit(plan: Plan) -> str:
@@ -143,25 +157,39 @@ def _exchange(plan: Plan) -> str:
 def _time(plan: Plan) -> str:
     low, likely, high = plan.band
     share = plan.flops / likely / plan.gpu.half
+    peak = "less than 1%" if share < 0.01 else f"{share:.0%}"
     return (
-        f"{duration(low)} to {duration(high)}, {plan.samples / high:,.4g} to {plan.samples / low:,.4g} samples per "
-        f"second; {share:.0%} of the peak arithmetic, what is computed again included"
+        f"{duration(low)} to {duration(high)}, {rounded(plan.samples / high)} to {rounded(plan.samples / low)} samples "
+        f"per second; {peak} of the peak arithmetic, what is computed again included"
     )
+
+
+def _bound(plan: Plan) -> str:
+    """What the step's time goes on."""
+    if plan.host_bound:
+        low, _, high = (seconds / plan.launched * 1e6 for seconds in plan.host)
+        return (
+            f"bound by the host, which sends {plan.launched:,} operations in {rounded(low)} to {rounded(high)} us each "
+            f"(a guess); the GPU needs {duration(plan.seconds)} for them"
+        )
+    shares = sorted(((seconds / plan.seconds, what) for what, seconds in plan.spent.items()), reverse=True)
+    return ", ".join(f"{share:.0%} {what}" for share, what in shares if share >= 0.005)
+
+
+def rounded(number: float) -> str:
+    """A number to three digits, as people write it."""
+    if number and abs(number) < 1e-3:
+        return f"{number:.3g}"
+    return f"{float(f'{number:.3g}'):,.6f}".rstrip("0").rstrip(".")
 
 
 def duration(seconds: float) -> str:
     """Seconds, as people say them."""
-    steps: tuple[tuple[float, str, Callable[[float], float]], ...] = (
-        (1e-3, "us", lambda s: s * 1e6),
-        (1.0, "ms", lambda s: s * 1e3),
-        (120.0, "s", lambda s: s),
-        (7200.0, "min", lambda s: s / 60),
-        (172800.0, "h", lambda s: s / 3600),
-    )
-    for limit, unit, convert in steps:
+    # Each up to what is rounded to the first of the next unit.
+    for limit, unit, each in ((0.9995e-3, "us", 1e-6), (0.9995, "ms", 1e-3), (119.5, "s", 1), (7170, "min", 60)):
         if seconds < limit:
-            return f"{convert(seconds):.3g} {unit}"
-    return f"{seconds / 86400:.3g} days"
+            return f"{rounded(seconds / each)} {unit}"
+    return f"{rounded(seconds / 3600)} h" if seconds < 172000 else f"{rounded(seconds / 86400)} days"
 
 
 def curve(values: Sequence[float], width: int = 40) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any
@@ -13,9 +15,9 @@ from torch.optim import Optimizer
 from ...strategies import simulated
 from ...strategies.construction import built_in_place
 from .clocks import Clocks
-from .meter import ACTIVATIONS, BATCH, GRADIENTS, OPTIMIZER, PARAMETERS, Memory, Meter, Traffic
+from .meter import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, Memory, Meter
 from .network import collective_seconds
-from .plan import Conditions, Plan
+from .plan import WAITING, Conditions, Plan
 from .prices import Prices
 
 
@@ -62,6 +64,8 @@ def simulate(
         traffic=meter.traffic,
         flops=meter.prices.flops,
         seconds=step.seconds,
+        spent=step.spent,
+        launched=meter.launched,
     )
 
 
@@ -79,30 +83,38 @@ class _Step:
         self.states: dict[str, int] = {}
         self.checkpoint = 0
         self.seconds = 0.0
+        self.spent: dict[str, float] = {}
 
     def run(self, make_batch: Any) -> None:
         """All of it, without values."""
-        from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+        from torch._subclasses.fake_tensor import (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            FakeTensorMode,
+        )
 
         memory, meter = self.meter.memory, self.meter
         with FakeTensorMode(allow_non_fake_inputs=True):
-            self.called.to_empty(device="cpu")
+            _give_sizes(self.called)
             parameters = dict(self.model.named_parameters())
             own = simulated.own_parts(parameters.values())
             self.shards = {name: tuple(part.shape) for name, part in zip(parameters, own, strict=True)}
             for tensor in (*own, *self.model.buffers()):
                 memory.hold(tensor, PARAMETERS)
             order = self._note_gradients()
-            batches = [make_batch(self.on.micro_batch) for _ in range(self.on.accumulate)]
+            copies = torch.empty(simulated.kept_to_send(self.on.strategy, self.model), dtype=torch.uint8)
+            memory.hold(copies, GATHERED)
+            batches = [self.on.precision.cast(make_batch(self.on.micro_batch)) for _ in range(self.on.accumulate)]
             try:
                 with meter:
                     optimizer = self._prepared_optimizer()
                     self._train(optimizer, batches, order)
-            except DataDependentOutputException as error:
-                raise ValueError(
-                    f"the step looks at a tensor's value ({error.func}), and in a plan there are none: leave out "
-                    ".item(), print and branches on values, or plan with a loss without them."
-                ) from error
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise _no_values(error, str(error.func)) from error
+            except RuntimeError as error:
+                if ".numpy()" not in str(error):
+                    raise
+                raise _no_values(error, "numpy()") from error
 
     def _note_gradients(self) -> list[tuple[Tensor, float]]:
         """Where gradients lie whole: when each is ready, in a backward that is to be reduced."""
@@ -122,6 +134,10 @@ class _Step:
         """With the states that it has after a first step."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         optimizer: Optimizer = self.make_optimizer(trained)
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            name = type(optimizer).__name__
+            raise ValueError(f"{name} runs the step as often as it likes: no plan of it. Plan with another optimizer.")
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # what torch chooses on a GPU
@@ -133,17 +149,15 @@ class _Step:
         states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
         self.meter.memory.name(simulated.own_parts(states), OPTIMIZER)
         self.states = {name: self.meter.memory.live[name] for name in (PARAMETERS, OPTIMIZER)}
-        kept = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        self.checkpoint = kept + sum(v.numel() * v.element_size() for v in states)
+        kept = {id(tensor): tensor for tensor in self.model.state_dict(keep_vars=True).values()}
+        self.checkpoint = sum(t.numel() * t.element_size() for t in (*kept.values(), *states))
         return optimizer
 
     def _train(self, optimizer: Optimizer, batches: list[Any], order: list[tuple[Tensor, float]]) -> None:
         meter, clocks = self.meter, self.meter.clocks
         for batch in batches:
             _hold(batch, meter.memory)
-        meter.traffic = Traffic()
-        meter.prices.flops = 0
-        meter.memory.mark()
+        meter.begin()
         meter.category = ACTIVATIONS
         begun = clocks.compute.now
         target = self.called if self.on.step is None else simulated.method(self.called, self.model, self.on.step)
@@ -164,9 +178,15 @@ class _Step:
         optimizer.step()
         optimizer.zero_grad()
         self.seconds = clocks.compute.now - begun
+        waited = self.seconds - sum(meter.spent.values())
+        self.spent = {**meter.spent, WAITING: max(0.0, waited)}
 
     def _reduce(self, order: list[tuple[Tensor, float]]) -> None:
         """What replicas exchange while backward still runs."""
+        if simulated.reduces_all(self.on.strategy):
+            seen = {id(parameter) for parameter, _ in order}
+            now = self.meter.clocks.compute.now
+            order += [(p, now) for p in self.model.parameters() if p.requires_grad and id(p) not in seen]
         buckets = simulated.reductions(self.on.strategy, [p for p, _ in order], ballot=self.on.step is not None)
         if buckets is None:
             if self.on.step is not None and self.on.strategy.sharded and self.on.world_size > 1:
@@ -176,7 +196,8 @@ class _Step:
         for bucket in buckets:
             members = [order[at] for at in bucket if at >= 0]
             size = sum(p.numel() * p.element_size() for p, _ in members)
-            size += simulated.BALLOT_BYTES * (len(bucket) - len(members))
+            if len(bucket) > len(members):
+                size += simulated.ballot_of(p for p, _ in order).nbytes
             begun = max((when for _, when in members), default=order[0][1])
             done = max(done, begun) + self._sent("all_reduce", size)
         compute = self.meter.clocks.compute
@@ -185,8 +206,35 @@ class _Step:
     def _sent(self, kind: str, size: int) -> float:
         """Write a collective of all processes down; returns its seconds."""
         ranks = tuple(range(self.on.strategy.world.size))
-        self.meter.traffic.add(kind, size, len(ranks))
+        self.meter.traffic.add(kind, size)
         return collective_seconds(kind, size, ranks, self.meter.prices.gpu)
+
+
+def _give_sizes(called: nn.Module) -> None:
+    """Have tensors of a model on no device at all stand for memory of their size; what is tied stays tied."""
+    places = [(part, name, p) for part in called.modules() for name, p in part._parameters.items() if p is not None]
+    called.to_empty(device="cpu")
+    first: dict[Any, Any] = {}
+    for part, name, before in places:
+        part._parameters[name] = first.setdefault(before, part._parameters[name])
+    for part in called.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and value.is_meta:  # remembered in a plain attribute
+                part.__dict__[name] = torch.empty_like(value, device="cpu")
+
+
+def _no_values(error: Exception, operation: str) -> ValueError:
+    """Says which line of the user's own asks for what a plan does not have."""
+    own = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "treadle")
+    ]
+    where = f", in {own[-1][0]}, line {own[-1][1]}" if own else ""
+    return ValueError(
+        f"the step looks at a tensor's value ({operation}{where}), and in a plan there are none. Leave out .item(), "
+        "print, branches on values and sizes that depend on them (nonzero, masks as indices), or plan without them."
+    )
 
 
 def _hold(batch: Any, memory: Memory) -> None:

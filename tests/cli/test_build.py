@@ -4,25 +4,29 @@ import dataclasses
 import functools
 import inspect
 import re
+import subprocess
+import sys
 import typing
 from pathlib import Path
+from random import Random
 
 import cli_samples
 import pytest
 import torch
 from torch import nn
-from treadle.trainer import build, settings
+from treadle.trainer import settings
+from treadle.trainer.building import build
+from treadle.trainer.building.recipes import Opaque
+from treadle.trainer.building.signatures import described, signature
+from treadle.trainer.commands.printed import as_yaml
 from treadle.trainer.config import load
-from treadle.trainer.config_values import ConfigError
-from treadle.trainer.printed import as_yaml
-from treadle.trainer.recipes import Opaque
-from treadle.trainer.signatures import described, signature
+from treadle.trainer.config_values import ConfigError, value_of
 
 import treadle
 
 
 def checked(text, *overrides, **known):
-    return build.check(load([], overrides, texts=[("run.yaml", text)]), **known)
+    return build.check(load([], overrides, earlier=("run.yaml", text)), **known)
 
 
 MANY = "model: {class: cli_samples.Many, hidden: 3}\n"
@@ -224,6 +228,48 @@ def test_secrets_are_printed_as_references(monkeypatch):
     assert checked(printed).task().given["name"] == "x-hush-hush"
 
 
+def test_secret_numbers_are_printed_as_references(monkeypatch):
+    monkeypatch.setenv("TREADLE_PIN_KEY", "987654")
+    found = checked(
+        MANY + "vars: {k: '${oc.env:TREADLE_PIN_KEY}'}\n", "model.hidden=${vars.k}", "model.widths=['${vars.k}']"
+    )
+    assert (found.task().given["hidden"], found.task().given["widths"]) == (987654, [987654])
+    printed = as_yaml(found.resolved(), found.config.secrets)
+    assert "987654" not in printed
+    assert checked(printed).task().given["widths"] == [987654]
+
+
+def test_any_text_reads_back(monkeypatch):
+    """Also where secrets stand beside backslashes, quotes, and what looks like a reference."""
+    secrets = {"TREADLE_A_KEY": "se${x}\\", "TREADLE_B_TOKEN": "env", "TREADLE_C_SECRET": 'it\'s "so"\n'}
+    for name, secret in secrets.items():
+        monkeypatch.setenv(name, secret)
+    hidden = {secret: f"${{oc.env:{name}}}" for name, secret in secrets.items()}
+    parts = [*secrets.values(), "${", "\\", "$", "{", "}", "a", " ", ":", "#", "'", '"', "\n", "~", "[", "-", "\u2028"]
+    random = Random(0)
+    for _ in range(500):
+        key, text = ("".join(random.choices(parts, k=random.randrange(6))) for _ in range(2))
+        data = {"vars": {key: text, "list": [text, {"x": text}]}}
+        printed = as_yaml(value_of(data, "here"), hidden)
+        assert load([], earlier=("f", printed)).plain() == data, printed
+
+
+def test_rarer_kinds_of_arguments():
+    def given(override):
+        return checked("model: {class: cli_samples.Odd}", f"model.{override}").task().given[override.partition("=")[0]]
+
+    assert given("word={text: a}") == {"text": "a"}
+    assert vars(given("wide={factor: 3, bias: false}")) == {"width": 9, "bias": False}
+    assert given("placed={first: 1}").given == (1, 2)
+    assert given("placed={first: 1, rest: [3, 4]}").given == (1, 2, 3, 4)
+    assert given("by_color={RED: 1}") == {cli_samples.Color.RED: 1}
+    assert given("by_path={a/b: 1}") == {Path("a/b"): 1}
+    found = checked("model: {class: cli_samples.Odd, by_color: {RED: 1}, wide: {bias: false}}")
+    again = checked(as_yaml(found.resolved()))  # without the width, which would be given twice
+    assert vars(again.task().given["wide"]) == {"width": 6, "bias": False}
+    assert again.task().given["by_color"] == {cli_samples.Color.RED: 1}
+
+
 def test_each_line_says_where_it_is_from():
     text = as_yaml(checked(MANY, "model.mode=max").resolved())
     lines = {
@@ -241,9 +287,19 @@ def test_settings_are_the_trainers_flags():
     own = inspect.signature(treadle.Trainer.__init__).parameters
     flags = {name: (one.annotation, one.default) for name, one in own.items() if one.kind is one.KEYWORD_ONLY}
     fields = dataclasses.fields(settings.TrainerSettings)
-    assert {field.name: (field.type, field.default) for field in fields} == flags
+    assert {field.name: (field.type.replace("Limit", "flags.Limit"), field.default) for field in fields} == flags
     assert [field.name for field in fields] == list(flags)
     assert all(field.kw_only for field in fields)
+
+
+def test_settings_are_for_tools_that_read_dataclasses():
+    """Their types resolve, and nobody waits for torch."""
+    source = (
+        "import sys, typing\nfrom treadle.trainer.settings import TrainerSettings as S\n"
+        "print(typing.get_type_hints(S)['limit_val_batches'], 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert done.stdout == "int | float | None False\n", done.stderr
 
 
 def test_settings_make_a_trainer():
@@ -262,7 +318,7 @@ def test_words_of_docstrings():
 
 
 def test_build_is_whole():
-    found = build.build(load([], texts=[("f", "model: cli_samples.Line\ndata: cli_samples.Points\nseed: 4\n")]))
+    found = build.build(load([], earlier=("f", "model: cli_samples.Line\ndata: cli_samples.Points\nseed: 4\n")))
     assert isinstance(found.model, cli_samples.Line)
     assert isinstance(found.data, cli_samples.Points)
     assert (found.seed, found.ckpt_path, found.trainer_settings) == (4, None, treadle.TrainerSettings())

@@ -12,6 +12,7 @@ import pytest
 import torch
 from processes import clean_environment, run, script
 from treadle.engine import checkpoint
+from treadle.trainer.commands import command_line
 from treadle.trainer.config import load
 
 import treadle
@@ -93,6 +94,29 @@ def test_a_run_is_gone_on_with_in_its_own_folder(here):
     assert [path.name for path in (here / "runs" / "default").iterdir()] == ["1"]
     last = max((here / "runs" / "default" / "1" / "checkpoints").glob("*.ckpt"), key=os.path.getmtime)
     assert torch.equal(cli_samples.Line.load_from_checkpoint(last).net.weight, by_hand())
+    # A run that went on is repeated from its beginning.
+    assert main(["fit", "--from-run", "runs/default/1"]) == 0
+    assert torch.equal(weights("runs/default/2"), by_hand())
+
+
+def test_what_can_not_be_gone_on_with_leaves_no_folder(here, capsys):
+    assert main(["fit", "--config", "run.yaml", "trainer.max_epochs=1"]) == 0
+    (saved,) = (here / "runs" / "default" / "1" / "checkpoints").glob("*.ckpt")
+    assert main(["fit", "--from-run", "runs/default/1", "ckpt_path=last", "run.name=other"]) == 2
+    assert "command line: run.name is for a new run" in capsys.readouterr().err
+    assert main(["fit", "--from-run", str(saved), "ckpt_path=last"]) == 2
+    assert "is not a run's folder, in which ckpt_path=last could look" in capsys.readouterr().err
+    assert [str(path.relative_to(here)) for path in here.glob("runs/*/*")] == ["runs/default/1"]
+
+
+def test_a_repeated_run_still_says_where_each_value_is_from(here, capsys):
+    assert main(["fit", "--config", "run.yaml", "model.lr=0.03", "trainer.max_epochs=1"]) == 0
+    assert main(["fit", "--from-run", "runs/default/1", "trainer.max_epochs=2"]) == 0
+    capsys.readouterr()
+    assert main(["fit", "--from-run", "runs/default/2", "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"  lr: 0.03 +# command line, runs/default/2/config.yaml:\d+\n", printed)
+    assert re.search(r"  devices: auto +# default, runs/default/2/config.yaml:\d+\n", printed)
 
 
 def test_optimizer_section_trains(here):
@@ -111,6 +135,33 @@ def test_evaluation(here, capsys):
     with pytest.warns(UserWarning, match="no callback takes the predictions"):
         assert main(["predict", "--config", "run.yaml", f"ckpt_path={saved}"]) == 0
     assert [path.name for path in (here / "runs" / "default").iterdir()] == ["1"]
+
+
+def test_evaluation_of_an_earlier_run(here, capsys):
+    assert main(["fit", "--config", "run.yaml"]) == 0
+    for word in ("last", "best"):
+        capsys.readouterr()
+        assert main(["validate", "--from-run", "runs/default/1", f"ckpt_path={word}"]) == 0
+        assert "runs/default/1/checkpoints/" in capsys.readouterr().err
+
+
+def test_secrets_are_kept_nowhere(here, monkeypatch, capsys):
+    monkeypatch.setenv("TREADLE_KEY", "hush-hush")
+    line = ["fit", "-c", "run.yaml", "~model.lr", "model.class=cli_samples.Keeps", "trainer.logger=true"]
+    assert main([*line, "model.key=${oc.env:TREADLE_KEY}"]) == 2
+    said = capsys.readouterr().err
+    assert "command line: model.key holds a secret" in said
+    assert "ignore=['key']" in said
+    monkeypatch.setenv("TREADLE_KEY", "7654321")
+    assert main([*line, "model.more={a: 1}", "model.more.a=${oc.env:TREADLE_KEY}"]) == 2
+    assert "command line: model.more.a holds a secret" in capsys.readouterr().err
+    assert (
+        main(["fit", "-c", "run.yaml", "~model.lr", "model.class=cli_samples.Open", "model.k=${oc.env:TREADLE_KEY}"])
+        == 0
+    )
+    files = [path for path in here.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if b"7654321" in path.read_bytes()] == []
 
 
 def test_fast_dev_run_leaves_nothing(here):
@@ -144,9 +195,25 @@ def test_print_config_runs_nothing(here, capsys):
         (["trainer.devices=0"], ["command line: trainer.devices: devices=0"]),
         (["trainer.default_root_dir=x"], ["trainer.default_root_dir", "its folder"]),
         (["model.lrr=1", "seed=x"], ["treadle fit: 2 problems\n  command line: model.lrr", "\n  command line: seed"]),
-        (["--from-run", "nowhere"], ["--from-run nowhere", "is no folder"]),
+        (["ckpt_path=nowhere"], ["command line: ckpt_path: ckpt_path='nowhere' does not exist"]),
+        (["trainer.plugins=[1]"], ["command line: trainer.plugins: plugins takes"]),
+        (["--from-run", "nowhere"], ["--from-run nowhere", "no such folder"]),
+        (["--from-run", "\x1b]0;title\x07"], ["--from-run ?]0;title?"]),
     ],
-    ids=["argument", "flag", "callback", "name", "dir", "devices", "root", "two", "from-run"],
+    ids=[
+        "argument",
+        "flag",
+        "callback",
+        "name",
+        "dir",
+        "devices",
+        "root",
+        "two",
+        "ckpt",
+        "plugins",
+        "from-run",
+        "bell",
+    ],
 )
 def test_errors_are_words_and_status_2(arguments, words, capsys):
     assert main(["fit", "--config", "run.yaml", *arguments]) == 2
@@ -245,6 +312,25 @@ def test_ranks_that_others_started(here):
     found = run(in_ranks, 2, str(here), arguments)
     assert found == [(0, ["runs/default/1"])] * 2
     torch.testing.assert_close(weights("runs/default/1"), by_hand())
+
+
+def test_errors_are_said_once(monkeypatch, capsys):
+    """By rank zero; the others wait until their launcher ends them, and speak if it does not."""
+    waited = []
+    monkeypatch.setattr(command_line.time, "sleep", lambda seconds: waited.append(seconds or capsys.readouterr().err))
+    for rank, local_rank in (("0", "0"), ("1", "1"), ("2", "0"), (None, "1")):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+        assert main(["fit", "--config", "none.yaml"]) == 2
+        assert "none.yaml: there is no such file" in capsys.readouterr().err
+    assert waited == ["", 6.0, 3.0, 3.0]
+
+
+def test_a_launched_error_is_said_once(here):
+    command = [sys.executable, "-m", "treadle", "launch", "--nproc-per-node", "2", "-m", "treadle", "fit", "model.x=1"]
+    done = subprocess.run(command, env=clean_environment({}), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.count("model names no class") == 1
 
 
 def test_processes_that_it_starts(here):

@@ -25,7 +25,7 @@ def wrote(folder, **files):
 
 
 def made(text, *overrides):
-    return load([], overrides, texts=[("run.yaml", text)]).plain()
+    return load([], overrides, earlier=("run.yaml", text)).plain()
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,8 @@ def made(text, *overrides):
         ("1.2.3", "1.2.3"),
         ("bf16-mixed", "bf16-mixed"),
         ("0123", 123),
+        ("1_", "1_"),
+        ("1__0.5", "1__0.5"),
     ],
 )
 def test_words(text, value):
@@ -200,6 +202,36 @@ model:
     }
 
 
+def test_references_keep_what_was_written(monkeypatch):
+    """One that stands alone is what it leads to: types of the environment's values, and text such as 1.10."""
+    monkeypatch.setenv("TREADLE_A", "7")
+    text = """
+vars: {n: '${oc.env:TREADLE_A}', box: {n: '${oc.env:TREADLE_A}'}, version: 1.10}
+model:
+  chain: ${vars.n}
+  box: ${ vars.box }
+  nested: ${oc.env:TREADLE_NONE,${vars.n}}
+  twice: ${oc.env:TREADLE_NONE,${oc.env:TREADLE_A,8}}
+  comma: ${oc.env:TREADLE_NONE,a,b}
+  composed: ${oc.env:TREADLE_NONE,/a/${vars.n}}
+"""
+    assert made(text)["model"] == {
+        "chain": 7,
+        "box": {"n": 7},
+        "nested": 7,
+        "twice": 7,
+        "comma": "a,b",
+        "composed": "/a/7",
+    }
+    version = load([], ["model.v=${vars.version}"], earlier=("f", text)).root.data["model"].data["v"]
+    assert (version.text, version.source) == ("1.10", "command line")
+
+
+def test_long_chains_of_references():
+    links = "".join(f"  a{n}: ${{vars.a{n - 1}}}\n" for n in range(1, 2000))
+    assert made(f"vars:\n  a0: 3\n{links}seed: ${{vars.a1999}}\n")["seed"] == 3
+
+
 def test_a_reference_may_be_given_on_the_line():
     assert made("vars: {a: 3}", "seed=${vars.a}")["seed"] == 3
 
@@ -209,6 +241,9 @@ def test_secrets_are_noted(monkeypatch):
     config = load([], ["data.key=${oc.env:TREADLE_API_KEY}"])
     assert config.plain()["data"]["key"] == "hush-hush"
     assert config.secrets == {"hush-hush": "${oc.env:TREADLE_API_KEY}"}
+    assert load([], ["data.key=${ oc.env : TREADLE_API_KEY , x}"]).secrets == config.secrets
+    monkeypatch.setenv("TREADLE_MAX_TOKENS", "100")
+    assert load([], ["data.n=${oc.env:TREADLE_MAX_TOKENS}"]).secrets == {}
 
 
 def test_nothing_of_a_text_is_run(here):
@@ -237,6 +272,8 @@ def test_hostile_files_do_no_harm(here):
 
 
 def test_reading_waits_for_no_torch():
-    source = "import sys, treadle.trainer.command_line as c; print(c.usage('fit', 'x')[:5], 'torch' in sys.modules)"
+    source = (
+        "import sys, treadle.trainer.commands.command_line as c; print(c.usage('fit', 'x')[:5], 'torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == "False"

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -19,9 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, RunReport
 from treadle.callbacks.run_record import RunRecord
 from treadle.loggers import CSVLogger, TensorBoardLogger
-from treadle.trainer import run_listing, run_lock
-from treadle.trainer.run_folder import RunFolder, check_name
-from treadle.trainer.run_lock import FILE, Holder, RunLock, holder
+from treadle.trainer.runs import listing, lock
+from treadle.trainer.runs.folder import RunFolder, check_name
+from treadle.trainer.runs.lock import FILE, Holder, RunLock, holder
 
 import treadle
 
@@ -71,7 +72,7 @@ def record(path):
 
 
 def state(path):
-    return run_listing.read(Path(path)).state
+    return listing.read(Path(path)).state
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ def test_odd_names(name, tmp_path):
     with RunFolder.create(tmp_path, name) as folder:
         pass
     assert folder.path == tmp_path / name / "1"
-    (found,) = run_listing.find(tmp_path)
+    (found,) = listing.find(tmp_path)
     assert (found.name, found.number, found.state) == (name, 1, "finished")
 
 
@@ -205,6 +206,15 @@ def test_a_second_job_is_refused_with_words_until_the_first_is_killed(tmp_path):
     RunFolder.open(path).release()
 
 
+def test_no_one_is_told_to_remove_a_lock_that_the_system_holds(tmp_path, monkeypatch):
+    with RunFolder.create(tmp_path) as folder:
+        monkeypatch.setattr(lock, "_place", lambda: "another container on this machine")
+        assert holder(folder.path) is not None
+        with pytest.raises(ValueError, match="in use by process") as caught:
+            RunFolder.open(folder.path)
+    assert "delete" not in str(caught.value)
+
+
 def test_a_forked_worker_does_not_hold_the_lock(tmp_path):
     worker = tmp_path / "worker"
 
@@ -240,8 +250,34 @@ def test_a_folder_that_can_not_be_locked(tmp_path):
     folder.release()
     (folder.path / FILE).unlink()
     (folder.path / FILE).mkdir()
-    with pytest.raises(OSError, match=f"can't go on in {folder.path}: Is a directory"):
+    with pytest.raises(OSError, match=f"can't lock {folder.path}/lock: Is a directory"):
         RunFolder.open(folder.path)
+
+
+@pytest.mark.parametrize("name", [FILE, ".run.json.tmp", "run.json", "error.json", "report.html.tmp"])
+def test_nothing_is_written_through_a_link(name, tmp_path):
+    RunFolder.create(tmp_path / "runs").release()
+    path, other = tmp_path / "runs" / "default" / "1", tmp_path / "other"
+    other.write_text("precious")
+    (path / name).unlink(missing_ok=True)
+    (path / name).symlink_to(other)
+    with pytest.raises(OSError, match="can't lock") if name == FILE else contextlib.nullcontext():
+        with RunFolder.open(path) as folder:
+            fit(folder, max_epochs=1, limit_train_batches=1)
+    assert other.read_text() == "precious"
+
+
+def test_a_disk_that_is_full_is_said_with_the_place(tmp_path):
+    def work():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        try:
+            RunFolder.create(tmp_path)
+        except OSError as error:
+            return str(error)
+
+    (said,) = at_once(1, work)
+    assert f"can't lock {tmp_path}/default/1/lock: File too large" in said
 
 
 HOSTILE = {"token": "../../x", "pid": -1, "host": "\x1b[2J", "since": float("nan"), "began": 3, "place": None}
@@ -275,14 +311,14 @@ def test_a_broken_record_does_not_lose_the_folder(content, tmp_path):
 @pytest.fixture(params=["no-module", "no-support"])
 def without_locks(request, monkeypatch):
     if request.param == "no-module":
-        monkeypatch.setattr(run_lock, "fcntl", None)
+        monkeypatch.setattr(lock, "fcntl", None)
     else:
 
         def refused(*_):
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-        monkeypatch.setattr(run_lock.fcntl, "flock", refused)
-    monkeypatch.setattr(run_lock, "BEAT", 0.02)
+        monkeypatch.setattr(lock.fcntl, "flock", refused)
+    monkeypatch.setattr(lock, "BEAT", 0.02)
 
 
 def test_without_locks_a_second_job_is_refused_until_the_first_is_killed(without_locks, tmp_path):
@@ -294,28 +330,28 @@ def test_without_locks_a_second_job_is_refused_until_the_first_is_killed(without
     finally:
         kill(child)
     assert holder(tmp_path) is None
-    lock = RunLock(tmp_path)
-    assert holder(tmp_path) == lock.own
-    lock.release()
+    held = RunLock(tmp_path)
+    assert holder(tmp_path) == held.own
+    held.release()
     assert holder(tmp_path) is None
     RunLock(tmp_path).release()
     assert os.listdir(tmp_path) == [FILE]
 
 
 def test_a_holder_elsewhere_lives_by_its_signs(without_locks, tmp_path):
-    lock = RunLock(tmp_path)
+    held = RunLock(tmp_path)
     os.utime(tmp_path / FILE, (0, 0))
     deadline = time.monotonic() + 5
     while (tmp_path / FILE).stat().st_mtime == 0:
         assert time.monotonic() < deadline, "no sign of life"
         time.sleep(0.01)
-    lock.release()
+    held.release()
     (tmp_path / FILE).unlink()
     other = Holder("far", 1, time.time(), "far 0", "", "1" * 32, "beat")
-    (tmp_path / FILE).write_bytes(run_lock._text(other))
+    (tmp_path / FILE).write_bytes(lock._text(other))
     with pytest.raises(ValueError, match=r"process 1 on far.*can't be seen from here, delete .*lock"):
         RunLock(tmp_path)
-    silent = time.time() - run_lock.SILENCE - 1
+    silent = time.time() - lock.SILENCE - 1
     os.utime(tmp_path / FILE, (silent, silent))
     assert holder(tmp_path) is None
     RunLock(tmp_path).release()
@@ -323,7 +359,7 @@ def test_a_holder_elsewhere_lives_by_its_signs(without_locks, tmp_path):
 
 def test_who_can_not_see_a_system_lock_leaves_it_alone(without_locks, tmp_path):
     other = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "system")
-    (tmp_path / FILE).write_bytes(run_lock._text(other))
+    (tmp_path / FILE).write_bytes(lock._text(other))
     os.utime(tmp_path / FILE, (0, 0))
     with pytest.raises(ValueError, match="process 1 on far"):
         RunLock(tmp_path)
@@ -331,7 +367,7 @@ def test_who_can_not_see_a_system_lock_leaves_it_alone(without_locks, tmp_path):
 
 def test_who_has_system_locks_respects_one_that_has_not(tmp_path):
     other = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat")
-    (tmp_path / FILE).write_bytes(run_lock._text(other))
+    (tmp_path / FILE).write_bytes(lock._text(other))
     with pytest.raises(ValueError, match="process 1 on far"):
         RunLock(tmp_path)
     os.utime(tmp_path / FILE, (0, 0))
@@ -343,18 +379,18 @@ def test_of_many_jobs_one_takes_over_a_dead_lock(tmp_path, monkeypatch):
         time.sleep(0.1)  # all see that it is dead before the first one acts
         return holder.host != "far"
 
-    monkeypatch.setattr(run_lock, "fcntl", None)
+    monkeypatch.setattr(lock, "fcntl", None)
     monkeypatch.setattr(Holder, "is_alive", judged)
     dead = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat")
-    (tmp_path / FILE).write_bytes(run_lock._text(dead))
+    (tmp_path / FILE).write_bytes(lock._text(dead))
 
     def take():
         try:
-            lock = RunLock(tmp_path)
+            held = RunLock(tmp_path)
         except ValueError:
             return False
         time.sleep(0.5)
-        lock.release()
+        held.release()
         return True
 
     assert sorted(at_once(16, take)) == [False] * 15 + [True]
@@ -393,6 +429,16 @@ def test_a_finished_run(tmp_path):
     curve = json.loads((folder.path / "curves.json").read_text())["charts"]["loss"]["train_loss"]
     assert curve["steps"] == trainer.history["train_loss"].steps == list(range(1, 17))
     assert curve["values"] == pytest.approx(trainer.history["train_loss"].values, rel=1e-6)
+
+
+def test_the_best_value_is_of_the_callback_that_watches_for_one(tmp_path):
+    with RunFolder.create(tmp_path) as folder:
+        often, best = ModelCheckpoint(every_n_train_steps=4), ModelCheckpoint(monitor="train_loss", mode="max")
+        fit(folder, callbacks=[often, best, EarlyStopping("val_loss")])
+    found = record(folder.path)["best"]
+    assert (found["metric"], found["mode"], found["value"]) == ("train_loss", "max", best.best_model_score.item())
+    assert (folder.path / found["checkpoint"]).samefile(best.best_model_path)
+    assert "best train_loss" in (folder.path / "report.html").read_text()
 
 
 def test_the_best_value_of_early_stopping_and_why_it_stopped(tmp_path):
@@ -535,6 +581,20 @@ def test_a_killed_run_goes_on_in_its_folder_to_the_same_end(tmp_path):
     whole.release()
 
 
+def test_the_page_of_a_resumed_run_tells_the_rate_of_what_was_done_since(tmp_path):
+    rate = "samples per second of training"
+    with RunFolder.create(tmp_path) as folder:
+        fit(folder)
+    page = (folder.path / "report.html").read_text()
+    assert rate in page
+    assert "in all" in page
+    with RunFolder.open(folder.path) as folder:
+        fit(folder, ckpt_path="last")  # which is the end: there is nothing to do
+    page = (folder.path / "report.html").read_text()
+    assert rate not in page
+    assert "since it was resumed" in page
+
+
 # -- what can't end a run --------------------------------------------------------------------------------------------
 
 
@@ -607,6 +667,16 @@ def test_flags_leave_what_was_given(folder, tmp_path):
     assert kinds(flags["callbacks"][3:]) == ["RunRecord"]
     assert (placed.dirpath, free.dirpath, report.dirpath) == (elsewhere, str(folder.path / "checkpoints"), elsewhere)
     assert flags["max_epochs"] == 3
+
+
+@pytest.mark.parametrize("kind", [ModelCheckpoint, RunReport])
+def test_a_callback_of_another_run_is_refused(kind, folder, tmp_path):
+    used = kind()
+    folder.flags({"callbacks": used})
+    folder.flags({"callbacks": used})  # of the same run it is not
+    with RunFolder.create(tmp_path) as second:
+        with pytest.raises(ValueError, match=rf"this {kind.__name__} has its place in {folder.path}, .*Make a new one"):
+            second.flags({"callbacks": used})
 
 
 def test_flags_that_turn_things_off(folder):
@@ -695,7 +765,7 @@ def failing(directory, rank):
 def test_the_first_error_of_any_process_is_shown(rank, tmp_path):
     with pytest.raises(ValueError, match=f"rank {rank}'s own"):
         run(failing, 2, str(tmp_path), rank)
-    found = run_listing.read(tmp_path / "default" / "1")
+    found = listing.read(tmp_path / "default" / "1")
     assert (found.state, found.facts["error"]) == ("failed: ValueError", f"ValueError: rank {rank}'s own")
     with RunFolder.open(found.path) as folder:
         assert not (folder.path / "error.json").exists()
@@ -764,7 +834,7 @@ def attacked(path):
         ):
             seen.append(f"{event} {str(args[0])[:80]}")
 
-    from treadle.trainer.runs_command import main
+    from treadle.trainer.commands.runs import main
 
     assert main(["show", path]) == 0  # what it needs is imported now
     sys.addaudithook(hook)

@@ -13,10 +13,10 @@ import torch
 from processes import clean_environment
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks.run_record import RunRecord
-from treadle.trainer import run_listing
-from treadle.trainer.run_folder import RunFolder
-from treadle.trainer.runs_command import main
-from treadle.trainer.terminal_plot import plot
+from treadle.trainer.commands.runs import main
+from treadle.trainer.commands.terminal_plot import plot
+from treadle.trainer.runs import listing
+from treadle.trainer.runs.folder import RunFolder
 
 import treadle
 from treadle.__main__ import main as treadle_main
@@ -104,6 +104,11 @@ def test_a_name_s_own_folder_is_listed_too(runs, capsys):
     assert listed(out(capsys, runs / "new")) == ["new/1", "new/2", "new/3", "new/4"]
 
 
+def test_a_folder_that_was_renamed_is_called_by_its_name(runs, capsys):
+    (runs / "old" / "1").rename(runs / "kept")
+    assert out(capsys, "show", runs / "kept").startswith(f"{runs.name}/kept  finished")
+
+
 def test_as_json(runs, capsys):
     first, *_ = json.loads(out(capsys, runs, "--json"))
     assert (first["path"], first["state"], first["steps"]) == (str(runs / "old" / "1"), "finished", 1200)
@@ -120,8 +125,9 @@ def test_as_json(runs, capsys):
         (["show", "1"], "1 is the number of old/1, new/1: give the name too"),
         (["show", "old/7"], "there is no run 'old/7'"),
         (["show", "4", "--metric", "vall"], "--metric 'vall' is not one of"),
+        (["show", "4", "--width", "0"], "--width 0 is not between 24 and 1000 letters"),
     ],
-    ids=["state", "name", "option", "number", "two", "path", "metric"],
+    ids=["state", "name", "option", "number", "two", "path", "metric", "width"],
 )
 def test_what_is_not_there_is_said_with_the_nearest(options, words, runs, capsys, monkeypatch):
     monkeypatch.chdir(runs.parent)
@@ -197,6 +203,17 @@ def one(tmp_path):
     return tmp_path / "runs"
 
 
+def test_a_look_leaves_the_defaults_out(one, capsys):
+    config = "trainer:\n  callbacks:\n    - class: Timer  # a.yaml:2\n      verbose: true  # default\n"
+    config += "  devices: auto  # default, runs/1/config.yaml:5\nrun:\n  dir: runs  # default\nseed: 3  # a.yaml:4\n"
+    (one / "a" / "1" / "config.yaml").write_text(config)
+    shown = out(capsys, "show", one / "a" / "1").partition("Configuration\n")[2].partition("\n\n")[0]
+    written = ["trainer:", "  callbacks:", "    - class: Timer  # a.yaml:2", "seed: 3  # a.yaml:4"]
+    assert shown.splitlines() == [f"  {line}" for line in written]
+    shown = out(capsys, "show", one / "a" / "1", "--defaults").partition("Configuration\n")[2].partition("\n\n")[0]
+    assert shown.splitlines() == [f"  {line}" for line in config.splitlines()]
+
+
 def test_a_look_at_one(one, capsys):
     text = out(capsys, "show", one / "a" / "1")
     lines = text.splitlines()
@@ -222,6 +239,11 @@ def test_the_newest_is_shown(runs, capsys):
     assert out(capsys, "show", "--dir", runs).startswith("new/4  running")
     failed = out(capsys, "show", "new/1", "--dir", runs)
     assert "ValueError: no" in failed
+
+
+def test_one_of_each(tmp_path, capsys):
+    made(tmp_path, steps=1, epochs=1, samples=1, processes=2)
+    assert "\n1 step, 1 epoch, 1 sample, 2 processes, on " in out(capsys, "show", "--dir", tmp_path)
 
 
 def test_some_curves(one, capsys):
@@ -351,13 +373,16 @@ def test_several_lines_can_be_told_apart():
     [
         (([], []), "t: nothing"),
         (([1], [2.0]), "step 1"),
-        (([1, 2], [float("nan"), float("inf")]), "t: 2 values, none of them finite"),
-        (([1, 2, 3], [1.0, float("nan"), 1.0]), "1 values were not finite"),
+        (([1, 2], [float("nan"), float("inf")]), "t: no finite value among 2"),
+        (([1, 2, 3], [1.0, float("nan"), 1.0]), "not drawn, as not finite: 1"),
         (([0, 1], [0.0, 0.0]), "0"),
         (([0, 1], [1e300, -1e300]), "steps"),
         (([0, 10**15], [1e-300, 1e300]), "logarithmic"),
+        (([1, 2, 3], [1.0, 1.7e308, -1.7e308]), "not drawn, as not finite: 2"),
+        (([1], [1e-322]), "step 1"),
+        (([1, 2], [0.0, 5e-324]), "steps"),
     ],
-    ids=["none", "one", "no-finite", "gap", "flat", "huge", "long"],
+    ids=["none", "one", "no-finite", "gap", "flat", "huge", "long", "largest", "smallest", "close"],
 )
 def test_odd_curves(points, words):
     text = plot("t", {"a": points}, 60, 8)
@@ -402,6 +427,20 @@ ODD = {
 }
 
 
+def test_what_can_not_be_is_left_out(tmp_path, capsys):
+    folder = made(tmp_path)
+    (folder.path / "run.json").write_text(json.dumps({"state": "finished", "steps": -5, "seconds": -1, "began": -1}))
+    assert not {"steps", "seconds", "began"} & listing.read(folder.path).facts.keys()
+
+
+def test_no_line_floods_the_terminal(tmp_path, capsys):
+    folder = made(tmp_path, error="e" * 10**5)
+    (folder.path / "environment.json").write_text(json.dumps({"a": "x" * 10**6}))
+    text = out(capsys, "show", folder.path)
+    assert max(map(len, text.splitlines())) < 2100
+    assert "x... (1,000,005 letters)" in text
+
+
 def harmless(text):
     assert all(letter.isprintable() or letter == "\n" for letter in text), repr(text)
 
@@ -432,7 +471,7 @@ def test_a_record_of_odd_values(content, tmp_path, capsys):
     (folder.path / "run.json").write_text(json.dumps(content))
     table, _ = shown(folder.path, capsys)
     assert "default/1" in table
-    run_listing.read(folder.path)
+    listing.read(folder.path)
 
 
 @pytest.mark.parametrize("name", ["run.json", "curves.json", "environment.json", "config.yaml", "lock"])

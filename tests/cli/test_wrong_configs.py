@@ -4,20 +4,24 @@ Each case: the file, the overrides, and words that the message must hold. Nothin
 """
 
 import re
+import sys
+import types
 
 import pytest
-from treadle.trainer.build import check
-from treadle.trainer.command_line import options_of
+from treadle.trainer.building.build import check
+from treadle.trainer.commands.command_line import Options, config_of, options_of
 from treadle.trainer.config import load
 from treadle.trainer.config_values import ConfigError
 
 MODEL = "model: {class: cli_samples.Line}\n"
+ODD = "model: {class: cli_samples.Odd}\n"
 MANY = "model: {class: cli_samples.Many, hidden: 3}\n"
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
 MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 12))
 ECHOES = "vars:\n  a0: [x, x]\n" + "".join(
     f"  a{n}: ['${{vars.a{n - 1}}}', '${{vars.a{n - 1}}}']\n" for n in range(1, 40)
 )
+DEEP = "vars:\n" + "".join(f"  a{n}: x${{vars.a{n - 1}}}\n" for n in range(200, 0, -1)) + "  a0: 1\n"
 DOUBLES = "vars:\n  a0: xx\n" + "".join(f"  a{n}: '${{vars.a{n - 1}}}${{vars.a{n - 1}}}'\n" for n in range(1, 40))
 
 # name: (file, overrides, words of the message)
@@ -32,7 +36,17 @@ CASES = {
     "unclosed": ("trainer: {max_epochs: 1\nmodel: 1", [], ["run.yaml:2"]),
     "a colon too many": ("model: a: b\n", [], ["run.yaml:1", "quotes"]),
     "bad indentation": ("trainer:\n    max_epochs: 1\n  devices: 1\n", [], ["run.yaml:3", "indentation"]),
-    "control characters": ("model: \x07\n", [], ["run.yaml", "#x0007"]),
+    "control characters": ("seed: 1\nmodel: \x07\n", [], ["run.yaml:2", "#x0007"]),
+    "reference in brackets": (
+        "vars: {a: 1}\nseed: [${vars.a}, 1]\n",
+        [],
+        ["run.yaml:2", "in quotes", "${section.key}"],
+    ),
+    "text behind a value": ("seed: 1\nmodel: 'a' b\n", [], ["run.yaml:2", "all of it into quotes"]),
+    "star": ("model: *.txt\n", [], ["run.yaml:1", "'*'", "quotes"]),
+    "at": ("model: @x\n", [], ["run.yaml:1", "'@'", "quotes"]),
+    "no space behind a colon": ("model: {class: A, a:1}\n", [], ["run.yaml:1", "'a:1'", "a space"]),
+    "an alias within itself": ("vars: &v {a: *v}\n", [], ["run.yaml", "within its own anchor"]),
     "too deep": ("model: " + "[" * 20_000, [], ["run.yaml", "nested too deeply"]),
     "too long": ("a: b\n" * 300_000, [], ["run.yaml", "262,144 bytes"]),
     "a number too long": ("seed: " + "9" * 10_000, [], ["run.yaml:1", "can't be read as a number"]),
@@ -69,6 +83,13 @@ CASES = {
     "reference in a key": (MODEL + "seed: ${vars.${vars.a}}\nvars: {a: b}\n", [], ["run.yaml:2", "inside the key"]),
     "echoes": (MODEL + ECHOES, [], ["run.yaml:", "no end"]),
     "doubles": (MODEL + DOUBLES, [], ["run.yaml:", "no end"]),
+    "doubles with spaces": (MODEL + DOUBLES.replace("{vars", "{ vars"), [], ["run.yaml:", "no end"]),
+    "doubles behind backslashes": (MODEL + DOUBLES.replace("$", "\\\\$"), [], ["run.yaml:", "no end"]),
+    "doubles of odd keys": (MODEL + re.sub(r"a(\d)", r"a/\1", DOUBLES), [], ["run.yaml:", "no end"]),
+    "a long chain": (MODEL + DEEP, [], ["run.yaml:", "too many references"]),
+    "variable of a variable": (MODEL + "seed: ${oc.env:${vars.a}}\n", [], ["run.yaml:2", "own name", "${oc.env:NAME}"]),
+    "variable in quotes": (MODEL + "seed: ${oc.env:'A'}\n", [], ["run.yaml:2", "own name"]),
+    "makes a configuration": (MODEL + "seed: ${ oc.create :1}\n", [], ["run.yaml:2", "'oc.create' is not taken"]),
     "still missing": (MODEL + "seed: ???\n", [], ["run.yaml:2", "seed", "'???'"]),
     # -- overrides
     "no value": (MODEL, ["seed"], ["command line: seed", "key.path=value"]),
@@ -86,6 +107,8 @@ CASES = {
         ["trainer.callbacks.last.x=1"],
         ["'last'", "a number"],
     ),
+    "adding nothing": (MODEL, ["data.x+="], ["data.x=null", "~data.x to"]),
+    "not quite a class": (MODEL, ["optimizer=A.", "optimizer.lr=1"], ["'optimizer.lr'", "'A.'", "holds no keys"]),
     "adding to no list": (MODEL, ["model.lr+=1", "model.lr+=2", "seed=1", "seed+=2"], ["'seed+='", "list"]),
     "taking out nothing": (MODEL, ["~model.lrr"], ["'model.lrr'", "take out"]),
     "taking out near": (MODEL + "seed: 1\n", ["~sed"], ["'sed'", "'seed'?"]),
@@ -230,6 +253,20 @@ CASES = {
         ["model.lr='1e-3' must be float", "quotes"],
     ),
     "int": (MANY, ["model.hidden=3.0"], ["model.hidden=3.0 must be int", "write 3"]),
+    "an int in other words": (MODEL + "seed: 1e3\n", [], ["run.yaml:2: seed=1000.0", "int or null: write 1000."]),
+    "more than a float": (MODEL, [f"model.lr={'9' * 400}"], ["model.lr=999", "must be float"]),
+    "within an optional class": (
+        MODEL,
+        ["trainer.profiler={class: SimpleProfiler, x: 1}"],
+        ["command line: trainer.profiler.x", "SimpleProfiler has no argument"],
+    ),
+    "typed dict": (ODD, ["model.word={text: a, cuont: 2}"], ["model.word.cuont", "'count'?"]),
+    "typed dict's required": (ODD, ["model.word={count: 2}"], ["model.word: Word needs 'text'"]),
+    "typed dict's type": (ODD, ["model.word.count=x"], ["model.word.count='x' must be int"]),
+    "key of an enum": (ODD, ["model.by_color={GREEN: 1}"], ["by_color.GREEN", "'RED' or 'BLUE'"]),
+    "key of a literal": (ODD, ["model.by_word={c: 1}"], ["by_word.c", "'a' or 'b'"]),
+    "what a class settles itself": (ODD, ["model.wide={width: 1}"], ["model.wide.width", "It has factor, bias."]),
+    "missing by position": (ODD, ["model.placed={second: 3}"], ["model.placed: Placed needs 'first' (int)"]),
     "bool is no int": (MANY, ["model.hidden=true"], ["model.hidden=true must be int"]),
     "bool": (MANY, ["model.flag=1"], ["model.flag=1 must be true or false"]),
     "null": (MANY, ["model.hidden=null"], ["model.hidden=null must be int"]),
@@ -302,8 +339,9 @@ def test_all_problems_are_said_at_once(tmp_path, monkeypatch):
         ("folder.yaml", lambda folder: (folder / "folder.yaml").mkdir(), ["folder.yaml", "It is a folder"]),
         ("bytes.yaml", lambda folder: (folder / "bytes.yaml").write_bytes(b"a: \xff"), ["bytes.yaml", "UTF-8"]),
         ("pipe.yaml", lambda folder: __import__("os").mkfifo(folder / "pipe.yaml"), ["pipe.yaml", "no such file"]),
+        ("x" * 5000, lambda folder: None, ["xxx: can't be read", "too long"]),
     ],
-    ids=["misspelled", "folder-missing", "folder", "bytes", "pipe"],
+    ids=["misspelled", "folder-missing", "folder", "bytes", "pipe", "long"],
 )
 def test_files_that_are_none(name, make, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -330,3 +368,47 @@ def test_command_lines_that_are_none(arguments, words):
     with pytest.raises(ConfigError) as raised:
         options_of(arguments)
     assert [word for word in words if word not in str(raised.value)] == [], str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda folder: (folder / "config.yaml").write_text("- 1\n"), ["config.yaml:1", "holds a list"]),
+        (lambda folder: (folder / "config.yaml").write_bytes(b"\xff"), ["config.yaml", "UTF-8"]),
+        (lambda folder: (folder / "manifest.json").write_text("{}"), ["--from-run run", "manifest.json is damaged"]),
+        (lambda folder: None, ["--from-run run", "has no config.yaml"]),
+    ],
+    ids=["list", "bytes", "damaged", "empty"],
+)
+def test_runs_that_are_none(make, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    make(tmp_path / "run")
+    with pytest.raises(ConfigError) as raised:
+        config_of(Options(from_run="run"))
+    assert [word for word in words if word not in str(raised.value)] == [], str(raised.value)
+
+
+@pytest.mark.parametrize("secret", ["hush-hush", "h'u\"s\nh", "hush" * 50], ids=["plain", "escaped", "long"])
+@pytest.mark.parametrize(
+    "override", ["model.mode=${k}", "model.hidden=x${k}", "trainer.strategy=${k}", "optimizer=${k}"]
+)
+def test_secrets_are_not_said(override, secret, monkeypatch):
+    monkeypatch.setenv("TREADLE_KEY", secret)
+    with pytest.raises(ConfigError) as raised:
+        check(load([], [override.replace("${k}", "${oc.env:TREADLE_KEY}")], earlier=("run.yaml", MANY)))
+    assert "${oc.env:TREADLE_KEY}" in str(raised.value)
+    assert not any(piece in str(raised.value) for piece in ("hush", "h'u", "h\\'u"))
+
+
+def test_a_name_that_two_classes_have(monkeypatch):
+    for name in ("treadle_one", "treadle_two"):
+        module = types.ModuleType(name)
+        exec("import treadle\nclass Twin(treadle.Callback): ...", module.__dict__)
+        monkeypatch.setitem(sys.modules, name, module)
+    given = {"trainer": {"callbacks": ["Twin"]}, "model": "cli_samples.Line"}
+    with pytest.raises(
+        ConfigError, match=r"script: trainer.callbacks.0: 'Twin' may be treadle_one.Twin or treadle_two"
+    ):
+        check(load([], defaults=given))
+    check(load([], ["trainer.callbacks.0=treadle_one.Twin"], defaults=given))

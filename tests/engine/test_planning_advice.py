@@ -10,7 +10,7 @@ import torch
 from treadle.engine.planning.advice import advise, size
 from treadle.engine.planning.decoder import Decoder, Sizes, next_token_loss, tokens
 from treadle.engine.planning.gpus import GPU
-from treadle.engine.planning.screen import Schedule, curve, duration, screen
+from treadle.engine.planning.screen import Schedule, curve, duration, rounded, screen
 from treadle.engine.planning.simulation import simulate
 from treadle.strategies import DDP, FSDP, simulated
 
@@ -24,7 +24,8 @@ def gpu_of(mib, network=50e9):
     return GPU(
         name="small",
         half=1e14,
-        single=5e13,
+        tf32=5e13,
+        single=1e13,
         bandwidth=1e12,
         memory=mib * MIB,
         link=300e9,
@@ -77,22 +78,54 @@ def test_the_change_that_makes_it_fit_is_named(strategy, mib, words):
     assert all(word in hint for word in words), hint
 
 
+def test_a_model_without_blocks_gets_other_advice():
+    def again(**changes):
+        given = {"micro_batch": 64, "accumulate": 1}
+        given |= {name: changes.pop(name) for name in ("micro_batch", "accumulate") if name in changes}
+        return simulate(
+            lambda: torch.nn.Linear(512, 512), lambda samples: torch.zeros(samples, 512),
+            lambda model, batch: model(batch).exp().mean(), torch.optim.SGD, world_size=2,
+            strategy=simulated.varied(FSDP(), **changes), gpu=gpu_of(3.2), precision="32-true", **given,
+        )  # fmt: skip
+
+    plan = again()
+    assert not plan.fits
+    (hint,) = advise(plan, again)
+    assert "micro-batches of" in hint
+    assert "activation" not in hint
+
+
 def test_hybrid_sharding_is_suggested_where_it_is_faster():
-    again = planner(FSDP, 64, 1000, network=1e9)
+    again = planner(FSDP, 64, 1000, network=1e8)
     hints = advise(again(), again)
     assert any("data_parallel_replicate=16: shards of 4" in hint for hint in hints), hints
 
 
 def test_the_screen_holds_one_page():
     plan = planner(FSDP, 2048, 1000)()
-    text = screen(plan, "decoder", Schedule(samples=1_000_000, epochs=2, rates=[0, 1, 2, 1, 0]), ["a hint"])
+    text = screen(plan, "decoder", Schedule(steps=124, per_epoch=62, rates=[0, 1, 2, 1, 0]), ["a hint"])
     assert len(text.splitlines()) <= 24
     assert max(map(len, text.splitlines())) <= 100
     assert "16,384 samples = 8 per micro-batch x 1 accumulated x 2,048 processes" in text
-    assert "124 in all, 62 per epoch" in text  # 1,000,000 / 16,384 is 61.04
+    assert "124 in all, 62 per epoch" in text
     assert "extrapolation" in text
     low, likely, high = plan.band
-    assert low < plan.seconds < likely < high
+    assert low < likely < high
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_screen_is_as_wide_as_the_terminal(width):
+    plan = planner(FSDP, 2048, 1000)()
+    schedule = Schedule(steps=1, samples=100, per_epoch=1, rates=[1e-7, 0.00299])
+    lines = screen(plan, "decoder", schedule, ["a hint " * 20], gpu_from="assumed", width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert "1 in all, 1 per epoch, which has no more than 100 samples" in "\n".join(lines)
+    assert not any("e+" in line for line in lines)
+
+
+def test_the_screen_says_what_bounds_the_step():
+    assert "bound by the host" in screen(planner(FSDP, 2, 1000)(), "decoder", Schedule())
+    assert "waiting for other processes" in screen(planner(FSDP, 64, 1000, network=1e6)(), "decoder", Schedule())
 
 
 def test_numbers_in_words():
@@ -103,8 +136,14 @@ def test_numbers_in_words():
         "1.5 GiB",
         "1,024 TiB",
     ]
-    assert [duration(s) for s in (2e-5, 0.25, 3, 600, 9000, 1e6)] == [
-        "20 us", "250 ms", "3 s", "10 min", "2.5 h", "11.6 days",
+    assert size(1023.7 * 1024) == "1.0 MiB"
+    assert [duration(s) for s in (2e-5, 0.25, 3, 600, 9000, 1e6, 1e9)] == [
+        "20 us", "250 ms", "3 s", "10 min", "2.5 h", "11.6 days", "11,600 days",
+    ]  # fmt: skip
+    # what is rounded up is of the next unit
+    assert [duration(s) for s in (0.99997e-3, 0.99997, 119.9, 7199)] == ["1 ms", "1 s", "2 min", "2 h"]
+    assert [rounded(n) for n in (0, 0.0123, 1.5, 9867, 10910.4, 191_700, 5.61e6)] == [
+        "0", "0.0123", "1.5", "9,870", "10,900", "192,000", "5,610,000",
     ]  # fmt: skip
     assert curve([0.0, 0.5, 1.0]) == "▁▅█"
     assert curve([]) == ""
@@ -128,6 +167,12 @@ def test_the_command(capsys):
         (["--model", "7b", "--gpu", "h1000"], "Did you mean 'h100'"),
         (["--model", "7b", "--strategy", "fsdpp"], "Did you mean 'fsdp'"),
         (["--model", "7b", "--world-size", "0"], "no number of at least 1"),
+        (["--model", "7b", "--worldsize", "4"], "Did you mean '--world-size'?"),
+        (["--model", "7b", "--lr", "nan"], "'nan' is no number above 0"),
+        (["--model", "7b", "--strategy", "single", "--world-size", "2"], "is for one process"),
+        (["--model", "7b", "--strategy", "ddp", "--world-size", "4", "--replicate", "2"], "that is for 'fsdp'"),
+        (["--model", "7b", "--strategy", "ddp", "--checkpoint-activations"], "that is for 'fsdp'"),
+        (["--model", "7b", "--strategy", "fsdp_cpu_offload"], "cpu_offload"),
         (["--model", "7b", "--world-size", "6", "--replicate", "4"], "does not divide"),
         (["--model", "7b", "model.lr=1"], "overrides are for --config"),
         (["--config", "run.yaml", "--lr", "1"], "--lr is for --model"),

@@ -11,7 +11,9 @@ from treadle.__main__ import main
 TASK = """
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset, WeightedRandomSampler
+)
 import treadle
 
 
@@ -25,8 +27,9 @@ class Block(nn.Module):
 
 
 class Task(treadle.TaskModule):
-    def __init__(self, width: int = 8, manual: bool = False):
+    def __init__(self, width: int = 8, manual: bool = False, form: str = "plain"):
         super().__init__()
+        self.form = form
         self.automatic_optimization = not manual
         self.blocks = nn.Sequential(Block(width), Block(width))
         self.head = nn.Linear(width, 1)
@@ -43,7 +46,67 @@ class Task(treadle.TaskModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(100, self.head.in_features)), batch_size=4)
+        data = TensorDataset(torch.ones(100, self.head.in_features))
+        if self.form == "dropped":
+            return DataLoader(data, batch_size=6, drop_last=True)
+        if self.form == "sampled":
+            return DataLoader(data, batch_size=4, sampler=WeightedRandomSampler([1.0] * 100, 42))
+        if self.form == "own batches":
+            return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(range(50)), 4, False))
+        if self.form == "list":
+            return [(torch.ones(4, self.head.in_features),)] * 9
+        return DataLoader(data, batch_size=4)
+
+
+class Pair(Task):
+    def training_step(self, batch):
+        return super().training_step(batch["long"], 0) + super().training_step(batch["short"], 0)
+
+    def train_dataloader(self):
+        data = TensorDataset(torch.ones(100, self.head.in_features))
+        return {"long": DataLoader(data, batch_size=4), "short": DataLoader(data, batch_size=20)}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from torch.ones(100, 1, 8)
+
+
+class Late(treadle.TaskModule):
+    def __init__(self, schedule: str = "plateau"):
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
+        self.schedule = schedule
+
+    def setup(self, stage):
+        self.first = nn.Linear(8, 4 * self.trainer.world_size)
+
+    def configure_model(self):
+        self.second = nn.Linear(self.first.out_features, self.trainer.max_epochs)
+
+    def training_step(self, batch, batch_idx):
+        self.log("rate", self.optimizers().param_groups[0]["lr"], on_epoch=True)
+        return {"loss": self.second(self.first(batch[0])).mean() * self.rates[1], "weight": len(batch[0])}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        if self.schedule == "none":
+            return optimizer
+        if self.schedule == "plateau":
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        else:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
+
+    def train_dataloader(self):
+        if self.schedule == "stream":
+            return DataLoader(Stream(), batch_size=4)
+        return DataLoader(TensorDataset(torch.ones(100, 8)), batch_size=4)
+
+
+class Broken(Task):
+    def training_step(self, batch, batch_idx):
+        return self.missing(batch)
 """
 CONFIG = """
 trainer: {max_epochs: 2, strategy: fsdp, devices: 2, accumulate_grad_batches: 2, gradient_clip_val: 1.0}
@@ -87,6 +150,117 @@ def test_what_is_wrong_is_explained(here, capsys):
     assert "automatic_optimization=False" in err
 
 
+@pytest.mark.parametrize("schedule", ["none", "plateau", "steps", "stream"])
+def test_a_task_that_is_finished_by_the_run(here, capsys, schedule):
+    (here / "run.yaml").write_text(
+        "trainer: {max_epochs: 2, strategy: fsdp, devices: 2}\nmodel: {class: planned_task.Late, schedule: none}"
+    )
+    status, out, err = plan(capsys, "--no-advice", f"model.schedule={schedule}")
+    assert status == 0, err
+    assert "90, all trained" in out  # 8 to 4 x 2 processes, and those to 2 epochs, with biases
+    words = {
+        "none": "learning rate 0.1 throughout",
+        "plateau": "learning rate 0.1 at first, then as loss goes",
+        "steps": "learning rate 0.05 to 0.1",
+        "stream": "their length is not known",
+    }
+    assert words[schedule] in out
+    assert ("how many is not known" in out) == (schedule == "stream")
+
+
+def test_a_run_that_fails_is_no_run_that_does_not_fit(here, capsys):
+    status, _, err = plan(capsys, "model.class=planned_task.Broken")
+    assert status == 2
+    assert "planned_task.py" in err
+    assert "no attribute 'missing'" in err
+
+
+def subject_of(*arguments):
+    from treadle.trainer.commands.plan import parser
+    from treadle.trainer.commands.plan_config import of_config
+
+    return of_config(parser().parse_args(["--config", "run.yaml", *arguments]))
+
+
+def planned(*arguments):
+    """The plan and the schedule of the run."""
+    from treadle.engine.planning.simulation import simulate
+
+    subject = subject_of(*arguments)
+    settings = subject.settings
+    made = simulate(
+        subject.build_model, subject.make_batch, subject.loss, subject.optimizer,
+        strategy=subject.strategy(settings["world_size"]), step=subject.step, **settings,
+    )  # fmt: skip
+    return made, subject.schedule(made)
+
+
+FLAGS = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "enable_report": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "flags"),
+    [
+        ("Task", "plain", {}),
+        ("Task", "dropped", {}),
+        ("Task", "sampled", {"max_steps": 9}),
+        ("Task", "own batches", {}),
+        ("Task", "list", {"limit_train_batches": 5}),
+        ("Task", "plain", {"limit_train_batches": 0.3}),
+        ("Task", "plain", {"overfit_batches": 7}),
+        ("Task", "plain", {"fast_dev_run": 3}),
+        ("Pair", "plain", {}),
+    ],
+)
+def test_steps_and_rates_are_those_of_the_real_run(here, name, form, flags):
+    import planned_task
+
+    import treadle
+
+    given = [f"trainer.{flag}={value}" for flag, value in flags.items()]
+    _, schedule = planned("trainer.strategy=single", "trainer.devices=1", f"model.class=planned_task.{name}",
+                          f"model.form={form}", *given)  # fmt: skip
+    rates = []
+
+    class Watch(treadle.Callback):
+        def on_before_optimizer_step(self, trainer, task, optimizer):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    trainer = treadle.Trainer(
+        accelerator="cpu", max_epochs=2, accumulate_grad_batches=2, callbacks=[Watch()], **{**FLAGS, **flags}
+    )
+    trainer.fit(getattr(planned_task, name)(width=12, form=form))
+    assert schedule.steps == trainer.global_step
+    assert schedule.per_epoch == -(-trainer.num_training_batches // 2)
+    assert schedule.rates == pytest.approx(rates)
+
+
+def test_a_checkpoint_has_the_bytes_of_a_real_one(here):
+    import planned_task
+
+    import treadle
+
+    made, _ = planned("trainer.strategy=single", "trainer.devices=1", "model.width=64")
+    trainer = treadle.Trainer(accelerator="cpu", max_steps=1, **FLAGS)
+    trainer.fit(planned_task.Task(width=64))
+    trainer.save_checkpoint("saved")
+    written = sum(file.stat().st_size for file in here.glob("saved/**/*.safetensors"))
+    assert made.checkpoint <= written < made.checkpoint + 50_000  # what is saved beside: names, random states
+
+
+def test_machines_are_those_of_the_configuration(here, capsys):
+    _, out, _ = plan(capsys, "--no-advice", "trainer.num_nodes=3")
+    assert "on 6 x h100 (3 machines)" in out
+    _, out, _ = plan(capsys, "--no-advice", "--world-size", "8", "--per-machine", "4", "trainer.compile=true")
+    assert "on 8 x h100 (2 machines), fsdp, 32-true, compiled" in out
+    assert "assumed" in out
+    _, out, _ = plan(capsys, "--no-advice", "--gpu", "a100")
+    assert "assumed" not in out
+
+
 def sent_in_a_run():
     """What one process of the real run sends in its second step."""
     import planned_task
@@ -109,22 +283,12 @@ def sent_in_a_run():
         logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[Watch()],
     )  # fmt: skip
     trainer.fit(planned_task.Task(width=12))
-    return dict(written.found)
+    return dict(written.found), trainer.global_step
 
 
 def test_the_exchange_is_that_of_the_real_run(here):
-    import argparse
-
-    from treadle.engine.planning.simulation import simulate
-    from treadle.trainer.plan_command import _settings, parser
-    from treadle.trainer.plan_config import of_config
-
-    options: argparse.Namespace = parser().parse_args(["--config", "run.yaml"])
-    subject = of_config(options)
-    settings = _settings(options, subject)
-    made = simulate(
-        subject.build_model, subject.make_batch, subject.loss, subject.optimizer,
-        strategy=subject.strategy(2), step=subject.step, **settings,
-    )  # fmt: skip
+    made, schedule = planned()
     sizes = {f"{kind} bytes": number for kind, number in made.traffic.size.items()}
-    assert run(sent_in_a_run, 2)[0] == {**made.traffic.count, **sizes}
+    sent, steps = run(sent_in_a_run, 2)[0]
+    assert sent == {**made.traffic.count, **sizes}
+    assert schedule.per_epoch == steps

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from .. import callbacks, loggers, strategies
-from ..engine import profilers
-from .config_values import ConfigError, meant
-from .datamodule import DataModule
-from .task import TaskModule
+from ... import callbacks, loggers, strategies
+from ...engine import profilers
+from ..config_values import ConfigError, meant
+from ..datamodule import DataModule
+from ..task import TaskModule
 
 _SHELVES: tuple[tuple[type, str], ...] = (
     (callbacks.Callback, callbacks.__name__),
@@ -27,6 +27,7 @@ _SHELVES: tuple[tuple[type, str], ...] = (
     (torch.nn.Module, "torch.nn"),
 )
 """Where classes that extend the first are looked for under their bare names."""
+_ROOMS = [home for _, home in _SHELVES]
 
 
 def shelved() -> list[type]:
@@ -53,9 +54,8 @@ def short_names(base: Any) -> dict[str, str]:
             lazy = kind is base and name not in vars(module) and name[:1].isupper()
             if name != kind.__name__ and (lazy or _extends(getattr(module, name, None), base)):
                 found[name] = home
-    for cls in _extending(base) if isinstance(base, type) else ():
-        if not cls.__module__.startswith(("torch.", "treadle.")) and "<" not in cls.__qualname__:
-            found.setdefault(cls.__qualname__, cls.__module__)
+    for cls in _loaded(base):
+        found.setdefault(cls.__qualname__, cls.__module__)
     return found
 
 
@@ -67,6 +67,10 @@ def find(name: str, base: Any) -> Any:
     """
     known = short_names(base)
     if name in known:
+        kinds = [] if known[name] in _ROOMS else shelved() if base is object else [base]
+        paths = {f"{cls.__module__}.{name}" for kind in kinds for cls in _loaded(kind) if cls.__qualname__ == name}
+        if len(paths) > 1:
+            raise ConfigError(f"{name!r} may be {' or '.join(sorted(paths))}: write the path.")
         return _attribute(importlib.import_module(known[name]), name)
     if "." not in name:
         main = getattr(sys.modules.get("__main__"), name, None)
@@ -138,11 +142,13 @@ def _extends(one: Any, base: type) -> bool:
     return isinstance(one, type) and issubclass(one, base)
 
 
-def _extending(base: type) -> Iterator[type]:
+def _loaded(base: Any) -> Iterator[type]:
+    """The classes of users and their libraries that extend ``base``, as far as they are imported."""
     cls: type
-    for cls in type.__subclasses__(base):
-        yield cls
-        yield from _extending(cls)
+    for cls in type.__subclasses__(base) if isinstance(base, type) else ():
+        if not cls.__module__.startswith(("torch.", "treadle.")) and "<" not in cls.__qualname__:
+            yield cls
+        yield from _loaded(cls)
 
 
 def _importable_here() -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from .config_values import ConfigError, Path, Value, dotted, value_of
+from ..config_values import DEFAULT, ConfigError, Path, Value, dotted, value_of
 from .signatures import REQUIRED, Signature
 
 NOTHING: Mapping[str, Any] = {}
@@ -84,7 +84,8 @@ class Named(Recipe):
         return {key: item.make(supplied) for key, item in self.items.items()}
 
     def resolved(self) -> Value:
-        return Value({key: item.resolved() for key, item in self.items.items()}, self.value.source)
+        items = zip(self.value.data, self.items.values(), strict=True)  # keys as written: made ones may be paths
+        return Value({key: item.resolved() for key, item in items}, self.value.source)
 
 
 @dataclass(frozen=True)
@@ -129,14 +130,14 @@ class Object(Recipe):
         return made
 
     def _by_place(self, given: dict[str, Any]) -> list[Any]:
-        """What has to be passed by position, taken out of ``given``: what stands before ``*args`` that are given."""
+        """What has to be passed by position, taken out of ``given``: also what stands before ``*args``, if given."""
         several = next((one.name for one in self.signature.arguments.values() if one.several), None)
+        takes = self.signature
         found: list[Any] = []
-        if several is None or several in given:
-            for name in self.signature.positional:
-                if name not in given and self.signature.arguments[name].default is REQUIRED:
-                    break
-                found.append(given.pop(name, self.signature.arguments[name].default))
+        for name in takes.positional if several in given else takes.positional[: takes.by_place_only]:
+            if name not in given and takes.arguments[name].default is REQUIRED:
+                break
+            found.append(given.pop(name, takes.arguments[name].default))
         return found + (given.pop(several) if several in given else [])
 
     def _explained(self, error: Exception) -> Exception:
@@ -176,9 +177,9 @@ class Opaque:
 def default_value(default: Any) -> Value:
     """A default as a value; `Opaque` where it is no plain data."""
     try:
-        return value_of(_as_data(default), "default")
+        return value_of(_as_data(default), DEFAULT)
     except TypeError:
-        return Value(Opaque(_named(default)), "default")
+        return Value(Opaque(_named(default)), DEFAULT)
 
 
 def _named(default: Any) -> str:

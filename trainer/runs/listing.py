@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..callbacks.report_page import Points
-from .run_folder import CONFIG, CURVES, ENVIRONMENT, ERROR, RECORD
-from .run_lock import FILE, holder
+from ...callbacks.report_page import LARGEST, Points
+from .folder import CONFIG, CURVES, ENVIRONMENT, ERROR, RECORD
+from .lock import FILE, holder
 
-_LARGEST = 2**24  # bytes of a file that is read
-_HUGE = 1e300  # what is beyond can't be drawn
+_MOST_BYTES = 2**24  # of a file that is read
 
 _NUMBERS = ("began", "resumed", "ended", "updated", "seconds", "steps", "epochs", "samples", "processes", "pid")
 _WORDS = ("state", "stage", "note", "error", "task", "host")
@@ -31,7 +30,7 @@ class Run:
     Attributes:
         path: the folder.
         name: what it has in common with others.
-        number: tells it from those.
+        number: tells it from those; 0 where the folder's name is no number, as that of a copy.
         state: ``"running"``, ``"finished"``, ``"failed: <Error>"``, ``"interrupted"``; ``"killed"`` where the record
             says that it runs, but nobody holds the lock; ``"unreadable"``.
         facts: the record, as far as its values are of the right kinds.
@@ -44,6 +43,11 @@ class Run:
     state: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
+
+    @property
+    def label(self) -> str:
+        """Name and number, as its folders are called now."""
+        return f"{self.name}/{self.path.name}"
 
     @property
     def began(self) -> float:
@@ -163,7 +167,7 @@ def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
 def _points(curve: Any) -> tuple[Points, int]:
     steps, values = curve["steps"], curve["values"]
     kept = [(s, float(v)) for s, v in zip(steps, values, strict=True) if _is_number(s) and _is_number(v)]
-    kept = sorted((step, value) for step, value in kept if abs(step) < _HUGE and abs(value) < _HUGE)
+    kept = sorted((step, value) for step, value in kept if abs(step) <= LARGEST and abs(value) <= LARGEST)
     missing = curve.get("missing", 0)
     left = len(steps) - len(kept) + (missing if _is_number(missing) else 0)
     return ([step for step, _ in kept], [value for _, value in kept]), int(left)
@@ -210,11 +214,11 @@ def _text(path: Path) -> str:
             os.close(descriptor)
             raise ValueError("it is no plain file")
         with os.fdopen(descriptor, "rb") as file:
-            data = file.read(_LARGEST + 1)
+            data = file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from error
-    if len(data) > _LARGEST:
-        raise ValueError(f"it is larger than {_LARGEST:,} bytes")
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it is larger than {_MOST_BYTES:,} bytes")
     return data.decode("utf-8")
 
 
@@ -234,7 +238,7 @@ def _no_constant(text: str) -> Any:
 
 def _checked(found: dict[str, Any]) -> dict[str, Any]:
     """The facts of a record whose values are of the right kinds."""
-    facts = {name: found[name] for name in _NUMBERS if _is_number(found.get(name)) and abs(found[name]) < 1e15}
+    facts = {name: found[name] for name in _NUMBERS if _is_number(found.get(name)) and 0 <= found[name] < 1e15}
     facts |= {name: found[name] for name in _WORDS if isinstance(found.get(name), str)}
     metrics = found.get("metrics")
     if isinstance(metrics, dict):

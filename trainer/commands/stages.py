@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command_line import CONFIG, Options, config_of, options_of, told, usage
-from .config_values import ConfigError
+from ..config_values import WORDS_FOR_CHECKPOINTS, ConfigError, dotted, hidden, value_of, walk
+from ..runs.folder import CONFIG
+from .command_line import Options, config_of, options_of, refused, say, usage
 
 if TYPE_CHECKING:
-    from .build import Checked
-    from .datamodule import DataModule
-    from .task import TaskModule
-    from .trainer import Trainer
+    from ...callbacks import Callback
+    from ..building.build import Checked
+    from ..config import Config
+    from ..datamodule import DataModule
+    from ..task import TaskModule
+    from ..trainer import Trainer
 
 
 @dataclass
@@ -64,31 +67,34 @@ def run(
         sys.path.insert(0, here)  # as for python -m: modules beside the configuration can be named in it
     options = options_of(arguments)
     if options.help == "":
-        print(usage(stage, program))
+        say(usage(stage, program))
         return None
     config = config_of(options, defaults)
     # From here on torch is needed; what is wrong with the files themselves was said without waiting for it.
     if options.help is not None:
         from .config_help import about, target_of
 
-        print(about(target_of(options.help, config.plain(), {"model": model, "data": data}), options.help))
+        say(about(target_of(options.help, config.plain(), {"model": model, "data": data}), options.help))
         return None
-    from .build import check
+    from ..building.build import check
     from .printed import as_yaml
 
     checked = check(config, model, data)
     text = as_yaml(checked.resolved(), config.secrets, f"{program}, with everything filled in")
     if options.show:
-        print(text, end="")
+        say(text.rstrip("\n"))
         return None
-    return _execute(stage, checked, text, options, keep)
+    try:
+        return _execute(stage, checked, text, options, keep)
+    except ConfigError as error:
+        raise ConfigError(*(hidden(problem, config.secrets) for problem in error.problems)) from error
 
 
 def _execute(stage: str, checked: Checked, text: str, options: Options, keep: bool) -> Session:
     """The Trainer comes first: where it starts other processes, this one only waits for them."""
-    from ..engine import seed_everything
-    from .build import located
-    from .trainer import Trainer
+    from ...engine import seed_everything
+    from ..building.build import located
+    from ..trainer import Trainer
 
     if checked.seed is not None:
         seed_everything(checked.seed)
@@ -100,23 +106,45 @@ def _execute(stage: str, checked: Checked, text: str, options: Options, keep: bo
                 folder = stack.enter_context(_run_folder(checked, flags, options))
                 folder.write_config(text)
                 flags = folder.flags(flags)
+            elif stage != "fit":
+                flags["callbacks"] = _looking_in(options.from_run, flags)
             about = "trainer"
             trainer = Trainer(**flags)
+        except ConfigError:
+            raise
         except (ValueError, TypeError, OSError) as error:
             raise located(checked.config, error, about) from error
         trainer.config = text
         model, data = checked.task(), checked.datamodule()
+        _refuse_kept_secrets(checked.config, {"model": model, "data": data})
         more: dict[str, Any] = {}
         if stage == "predict" and not keep:
             more["return_predictions"] = False
             _say_where_predictions_go(trainer)
-        result = getattr(trainer, stage)(model, datamodule=data, ckpt_path=checked.ckpt_path, **more)
+        try:
+            result = getattr(trainer, stage)(model, datamodule=data, ckpt_path=checked.ckpt_path, **more)
+        except ValueError as error:
+            if str(error).startswith("ckpt_path="):
+                raise located(checked.config, error) from error
+            raise
     return Session(trainer, model, data, result)
 
 
+def _refuse_kept_secrets(config: Config, owners: Mapping[str, TaskModule | DataModule | None]) -> None:
+    """Raise a ConfigError if hyperparameters, which are saved and logged, hold what is to be written nowhere."""
+    for section, owner in owners.items():
+        kept = value_of(dict(owner.hparams) if owner is not None else {}, "")
+        for path, value in walk(kept, (section,)):
+            if isinstance(value.data, int | float | str) and hidden(str(value.data), config.secrets) != str(value.data):
+                raise ConfigError(
+                    f"{config.where(dotted(path))}: {dotted(path)} holds a secret, and save_hyperparameters() would "
+                    f"put it into checkpoints and logs: leave it out there, with ignore={[path[1]]!r}."
+                )
+
+
 def _say_where_predictions_go(trainer: Trainer) -> None:
-    from ..callbacks import Callback
-    from ..strategies import warn
+    from ...callbacks import Callback
+    from ...strategies import warn
 
     hooks = ("on_predict_batch_end", "on_predict_epoch_end", "on_predict_end")
     if not any(getattr(type(one), hook) is not getattr(Callback, hook) for one in trainer.callbacks for hook in hooks):
@@ -126,22 +154,50 @@ def _say_where_predictions_go(trainer: Trainer) -> None:
         )
 
 
+def _looking_in(earlier: str | None, flags: Mapping[str, Any]) -> list[Callback]:
+    """The callbacks, for which ``last`` and ``best`` are checkpoints of the earlier run."""
+    from ...callbacks import ModelCheckpoint
+    from ..defaults import as_callbacks
+    from ..runs.folder import CHECKPOINTS
+
+    callbacks = as_callbacks("callbacks", flags["callbacks"])
+    if earlier is not None and (Path(earlier) / CHECKPOINTS).is_dir() and not flags["barebones"]:
+        saves = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
+        for one in saves:
+            one.dirpath = one.dirpath or str(Path(earlier) / CHECKPOINTS)
+        if not saves and flags["enable_checkpointing"] is not False:
+            callbacks.append(ModelCheckpoint(Path(earlier) / CHECKPOINTS))
+    return callbacks
+
+
 def _run_folder(checked: Checked, flags: Mapping[str, Any], options: Options) -> Any:
     """The folder of the run: a new one, or the earlier run's own where that is gone on with."""
-    from .run_folder import RunFolder
+    from ..runs.folder import RunFolder
 
-    earlier = options.from_run
-    if checked.ckpt_path in ("last", "auto") and earlier is not None and (Path(earlier) / CONFIG).is_file():
-        return RunFolder.open(earlier, flags)
-    return RunFolder.create(checked.run_dir, checked.run_name, flags)
+    earlier, word = options.from_run, checked.ckpt_path
+    if earlier is None or word not in WORDS_FOR_CHECKPOINTS:
+        return RunFolder.create(checked.run_dir, checked.run_name, flags)
+    file = Path(earlier) / CONFIG
+    if not file.is_file():
+        raise ConfigError(
+            f"--from-run {earlier} is not a run's folder, in which ckpt_path={word} could look. Name the folder, to go "
+            "on in it; or give ckpt_path=CHECKPOINT, to begin a new run."
+        )
+    for key in ("run.name", "run.dir"):
+        source = checked.config.where(key)
+        if source != "defaults" and f"{file}:" not in source:
+            raise ConfigError(
+                f"{source}: {key} is for a new run, but with ckpt_path={word} the one in {earlier} goes on where it "
+                f"is. Leave {key} out; or give ckpt_path=CHECKPOINT, to begin a new run."
+            )
+    return RunFolder.open(earlier, flags)
 
 
 def _main(stage: str, arguments: Sequence[str]) -> int:
     try:
         run(stage, arguments, f"treadle {stage}", keep=False)
     except ConfigError as error:
-        print(told(f"treadle {stage}", error), file=sys.stderr)
-        return 2
+        return refused(f"treadle {stage}", error)
     return 0
 
 

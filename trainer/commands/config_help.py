@@ -9,14 +9,14 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from . import catalog
-from .annotation_words import words_for
-from .config import SECTIONS
-from .config_values import ConfigError, meant, plain
+from ..building import catalog
+from ..building.annotation_words import words_for
+from ..building.recipes import Opaque, default_value
+from ..building.signatures import REQUIRED, described, signature
+from ..config import SECTIONS
+from ..config_values import ConfigError, meant, plain
+from ..trainer import Trainer
 from .printed import word
-from .recipes import Opaque, default_value
-from .signatures import REQUIRED, described, signature
-from .trainer import Trainer
 
 
 def about(target: Any, title: str = "") -> str:
@@ -80,7 +80,7 @@ def _default(default: Any) -> str:
     value = default_value(default)
     if isinstance(value.data, Opaque):
         return value.data.words
-    return repr(plain(value)) if isinstance(value.data, dict | list) else word(value.data, {})
+    return repr(plain(value)) if isinstance(value.data, dict | list) else word(value.data)
 
 
 def _wrapped(text: str, indent: str) -> list[str]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .config import COMMAND_LINE, SECTIONS, Config, load
-from .config_values import ConfigError, meant
+from ..config import COMMAND_LINE, SECTIONS, Config, load
+from ..config_files import read_text
+from ..config_values import ConfigError, meant, printable
+from ..runs.folder import CONFIG
 
-CONFIG = "config.yaml"  # as RunFolder writes it
 PART = "config"
+GRACE = 3.0  # seconds; launchers look after their processes several times a second
 
 WORDS = {
     "fit": "train a task",
@@ -114,8 +119,8 @@ def config_of(options: Options, defaults: Mapping[str, Any] | None = None) -> Co
     Raises:
         ConfigError: it can't be read, merged or resolved.
     """
-    texts = [] if options.from_run is None else [earlier(options.from_run)]
-    return load(options.files, options.overrides, defaults=defaults, texts=texts)
+    before = None if options.from_run is None else earlier(options.from_run)
+    return load(options.files, options.overrides, defaults=defaults, earlier=before)
 
 
 def earlier(place: str | Path) -> tuple[str, str]:
@@ -125,30 +130,51 @@ def earlier(place: str | Path) -> tuple[str, str]:
         ConfigError: there is none.
     """
     folder = Path(place)
-    manifest = folder / "manifest.json"
-    if folder.is_file():
-        return str(folder), folder.read_text(encoding="utf-8")
-    if manifest.is_file():
-        from ..engine import checkpoint
-        from ..engine.manifest import read_manifest
-        from ..engine.parts import has_part
+    if (folder / "manifest.json").is_file():
+        return str(folder), _of_checkpoint(folder)
+    file = folder / CONFIG if folder.is_dir() else folder
+    if not file.is_file():
+        what = f"has no {CONFIG} and is no checkpoint" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(f"--from-run {place}: {what}.")
+    return str(file), read_text(file)
 
+
+def _of_checkpoint(folder: Path) -> str:
+    from ...engine import checkpoint
+    from ...engine.manifest import read_manifest
+    from ...engine.parts import has_part
+
+    try:
         if has_part(read_manifest(folder).files, PART):
             text = checkpoint.read_part(folder, PART).get("yaml")
             if isinstance(text, str):
-                return str(folder), text
-        raise ConfigError(
-            f"--from-run {place}: this checkpoint holds no configuration: its run was not started from one."
-        )
-    if not (folder / CONFIG).is_file():
-        what = f"has no {CONFIG} and is no checkpoint" if folder.is_dir() else "is no folder"
-        raise ConfigError(f"--from-run {place}: {what}.")
-    return str(folder / CONFIG), (folder / CONFIG).read_text(encoding="utf-8")
+                return text
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--from-run {error}") from error
+    raise ConfigError(f"--from-run {folder}: this checkpoint holds no configuration: its run was not started from one.")
 
 
-def told(program: str, error: ConfigError) -> str:
-    """An error as it is printed."""
-    problems = str(error).splitlines()
-    if len(problems) == 1:
-        return f"{program}: {problems[0]}"
-    return "\n  ".join([f"{program}: {len(problems)} problems", *problems])
+def say(text: str) -> None:
+    """Print a text, of all processes of a job on rank zero alone."""
+    if not any(_not_first()):
+        print(text)
+
+
+def refused(program: str, error: ConfigError) -> int:
+    """Say what is wrong, once for all processes of a job; returns the exit status.
+
+    The others give rank zero time to say it, and the launcher to end them. Who is still there, on another machine or
+    because rank zero sees nothing wrong, says it too.
+    """
+    time.sleep(GRACE * sum(_not_first()))
+    problems = ["\n".join(map(printable, problem.splitlines())) for problem in error.problems]
+    if len(problems) > 1:
+        print("\n  ".join([f"{program}: {len(problems)} problems", *problems]), file=sys.stderr)
+    else:
+        print(f"{program}: {problems[0]}", file=sys.stderr)
+    return 2
+
+
+def _not_first() -> list[bool]:
+    """Whether a launcher started this process as another than the first of the job, and than its machine's first."""
+    return [os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK")]

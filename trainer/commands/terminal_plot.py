@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..callbacks.report_page import Chart, Points, number_text, ticks
+from ...callbacks.report_page import Chart, Points, number_text, ticks
 
 _MARKS = "*+ox#%@&"  # of one line each, where there is only ASCII
 _COLOURS = (34, 33, 32, 31, 35, 36)  # ANSI's: blue, yellow, green, red, magenta, cyan
@@ -37,7 +37,7 @@ def plot(
     drawn = {name: points for name, points in chart.lines.items() if points[0]}
     heading = f"{title} (logarithmic)" if chart.logarithmic else title
     if not drawn:
-        return f"{heading}: {chart.missing:,} values, none of them finite" if chart.missing else f"{heading}: nothing"
+        return f"{heading}: no finite value among {chart.missing:,}" if chart.missing else f"{heading}: nothing"
     labels = _labels(chart, height)
     left = max(map(len, labels.values())) + 2
     several = len(drawn) > 1
@@ -59,7 +59,7 @@ def plot(
         line = f"{mark}{name}  {number_text(values[-1])}"
         rows.append(" " * left + (_coloured(line, place) if colour and several else line))
     if chart.missing:
-        rows.append(" " * left + f"{chart.missing:,} values were not finite")
+        rows.append(" " * left + f"not drawn, as not finite: {chart.missing:,}")
     return "\n".join(rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,13 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine.planning.decoder import Decoder, Sizes, next_token_loss, sizes_of, tokens
-from ..engine.planning.screen import Schedule
-from ..strategies import Strategy, simulated
-from .plan_command import warmed_up
+from ...engine.planning.decoder import Decoder, next_token_loss, sizes_of, tokens
+from ...engine.planning.screen import Schedule
+from ...strategies import Strategy, simulated
 
 if TYPE_CHECKING:
-    from ..engine.planning.plan import Plan
+    from ...engine.planning.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,9 @@ class Subject:
         loss: what is trained on.
         optimizer: makes one.
         strategy: makes one for so many processes.
+        schedule: how long the run of a plan is, with its learning rates.
         step: the method of the model that returns the loss, where that is not `loss`.
-        settings: what `simulate` is given beside these.
-        length: ``samples``, ``epochs`` and ``steps`` of the run, as far as they are known.
-        rates: learning rates over so many steps, given also how many an epoch has; none where it has no schedule.
+        settings: what `simulate` is given beside these, and ``per_machine`` where the run says it.
     """
 
     name: str
@@ -44,18 +43,9 @@ class Subject:
     loss: Callable[[Any, Any], Tensor]
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     strategy: Callable[[int], Strategy]
+    schedule: Callable[[Plan], Schedule]
     step: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    length: dict[str, int] = field(default_factory=dict)
-    rates: Callable[[int, int | None], list[float]] | None = None
-
-    def schedule(self, plan: Plan, length: dict[str, Any]) -> Schedule:
-        """How long the run is, with its learning rates."""
-        schedule = Schedule(**length)
-        total = schedule.total(plan)
-        if total is None or self.rates is None:
-            return schedule
-        return replace(schedule, rates=self.rates(total, schedule.per_epoch(plan)))
 
 
 def of_model(options: argparse.Namespace) -> Subject:
@@ -66,11 +56,7 @@ def of_model(options: argparse.Namespace) -> Subject:
     """
     sizes = sizes_of(options.model)
     if options.length is not None:
-        sizes = Sizes(**{**vars(sizes), "length": options.length})
-
-    def rates(steps: int, per_epoch: int | None) -> list[float]:
-        return [] if options.lr is None else warmed_up(options.lr, options.warmup_steps, steps)
-
+        sizes = replace(sizes, length=options.length)
     return Subject(
         name=options.model,
         build_model=partial(Decoder, sizes),
@@ -78,17 +64,42 @@ def of_model(options: argparse.Namespace) -> Subject:
         loss=next_token_loss,
         optimizer=partial(torch.optim.AdamW, fused=True),
         strategy=partial(varied_by, options, options.strategy or "fsdp"),
+        schedule=partial(_schedule, options),
         settings={"world_size": 1, "precision": "bf16-mixed"},
-        rates=rates,
     )
 
 
+def _schedule(options: argparse.Namespace, plan: Plan) -> Schedule:
+    per_epoch = None if options.samples is None else -(-options.samples // plan.samples)
+    whole = None if per_epoch is None or options.max_epochs is None else per_epoch * options.max_epochs
+    known = [steps for steps in (whole, options.max_steps) if steps is not None]
+    steps = min(known) if known else None
+    rates = [] if steps is None or options.lr is None else warmed_up(options.lr, options.warmup_steps or 0, steps)
+    return Schedule(steps=steps, samples=options.samples, per_epoch=per_epoch, rates=rates)
+
+
+def warmed_up(peak: float, warmup: int, steps: int, points: int = 80) -> list[float]:
+    """Learning rates of a linear warm-up, then half a cosine down to a tenth, evenly over a run."""
+
+    def rate(step: float) -> float:
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        done = (step - warmup) / max(1, steps - warmup)
+        return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
+
+    return [rate(at * steps / (points - 1)) for at in range(points)]
+
+
 def varied_by(options: argparse.Namespace, name: str | Strategy, world_size: int) -> Strategy:
-    """The strategy that was asked for, with what the options change of it."""
+    """The strategy that was asked for, with what the options change of it.
+
+    Raises:
+        ValueError: for an unknown name, or options that the strategy has no use for.
+    """
+    made = name if isinstance(name, Strategy) else simulated.called(name, world_size)
     changes: dict[str, Any] = {}
     if options.replicate is not None:
         changes["replicate"] = options.replicate
     if options.checkpoint_activations:
         changes["recompute"] = True
-    made = name if isinstance(name, Strategy) else simulated.called(name, world_size)
     return simulated.varied(made, **changes)

@@ -143,7 +143,8 @@ class RunLock:
 
     def _take_from_system(self) -> bool:
         """Whether the file system keeps locks."""
-        descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
+        # Not through a link: a folder from elsewhere could have the file of someone else emptied here.
+        descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             for rest in range(20, -1, -1):
                 try:
@@ -151,7 +152,7 @@ class RunLock:
                     break
                 except BlockingIOError:
                     if not rest:
-                        raise self._in_use(_read(self.file)) from None
+                        raise self._in_use(_read(self.file), certain=True) from None
                 time.sleep(0.025)  # who only looks whether it is free holds it for a moment
             before = _read(self.file)
             if before is not None and before.by == "beat" and before.is_alive(self.file):
@@ -215,10 +216,11 @@ class RunLock:
             with contextlib.suppress(OSError):
                 os.utime(self.file)
 
-    def _in_use(self, found: Holder | None) -> ValueError:
+    def _in_use(self, found: Holder | None, certain: bool = False) -> ValueError:
+        """The error; where that process may be gone for all that is known here, with what helps."""
         who = "another job" if found is None else str(found)
         hint = ""
-        if found is not None and found.place != _place():
+        if not certain and found is not None and found.place != _place():
             hint = f" If that process is gone, which can't be seen from here, delete {self.file}."
         return ValueError(f"{self.folder} is in use by {who}. Wait for it, or begin a new run.{hint}")
 

@@ -8,13 +8,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .config_files import scalar
-from .config_values import Value
-from .recipes import Opaque
+from ..building.recipes import Opaque
+from ..config_files import scalar
+from ..config_values import Value, apart
 
 _BARE = re.compile(r"[A-Za-z_./~][\w./+*()@ -]*")
 _OTHERS_READ = ("yes", "no", "on", "off", "y", "n")  # as true and false, by YAML 1.1
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")  # which JSON may hold and YAML may not
+_MEANT_AS_TEXT = re.compile(r"(\\*)\$\{")  # OmegaConf halves the backslashes before it
 _WIDEST = 56  # of what comments are lined up behind
 Line = tuple[str, str]
 
@@ -27,22 +28,22 @@ def as_yaml(root: Value, secrets: Mapping[str, str] | None = None, head: str = "
         secrets: text that is not to be written, and what stands for it.
         head: lines to begin with, as remarks.
     """
-    lines = list(_mapping(root, "", dict(secrets or {})))
+    lines = list(_mapping(root, "", secrets or {}))
     width = min(_WIDEST, max((len(text) for text, source in lines if source), default=0))
     shown = [f"{text:<{width}}  # {source}" if source else text for text, source in lines]
     return "\n".join([*(f"# {line}" for line in head.splitlines()), *shown]) + "\n"
 
 
-def _mapping(value: Value, indent: str, secrets: dict[str, str]) -> Iterator[Line]:
+def _mapping(value: Value, indent: str, secrets: Mapping[str, str]) -> Iterator[Line]:
     for key, item in value.data.items():
-        name = word(key, secrets)
+        name = _text(key) if isinstance(key, str) else str(key)
         if isinstance(item.data, Opaque):
             yield f"{indent}# {name}: {item.data.words}", item.source
         else:
             yield from _entry(f"{indent}{name}:", item, indent + "  ", secrets)
 
 
-def _entry(begin: str, value: Value, indent: str, secrets: dict[str, str]) -> Iterator[Line]:
+def _entry(begin: str, value: Value, indent: str, secrets: Mapping[str, str]) -> Iterator[Line]:
     """A value behind ``key:`` or ``-``, on the same line where it is short."""
     data = value.data
     if isinstance(data, dict):
@@ -56,12 +57,12 @@ def _entry(begin: str, value: Value, indent: str, secrets: dict[str, str]) -> It
         for item in data:
             yield from _item(item, indent, secrets)
     elif isinstance(data, list):
-        yield f"{begin} [{', '.join(word(item.data, secrets, within=True) for item in data)}]", value.source
+        yield f"{begin} [{', '.join(_written(item, secrets, within=True) for item in data)}]", value.source
     else:
-        yield f"{begin} {word(data, secrets)}", value.source
+        yield f"{begin} {_written(value, secrets)}", value.source
 
 
-def _item(value: Value, indent: str, secrets: dict[str, str]) -> Iterator[Line]:
+def _item(value: Value, indent: str, secrets: Mapping[str, str]) -> Iterator[Line]:
     """An item of a list: the first line of a mapping stands behind the dash."""
     if not isinstance(value.data, dict) or not value.data:
         yield from _entry(f"{indent}-", value, indent + "  ", secrets)
@@ -77,7 +78,13 @@ def _item(value: Value, indent: str, secrets: dict[str, str]) -> Iterator[Line]:
     yield from lines
 
 
-def word(data: Any, secrets: Mapping[str, str], within: bool = False) -> str:
+def _written(value: Value, secrets: Mapping[str, str], within: bool = False) -> str:
+    if not isinstance(value.data, str) and value.text is not None and value.text in secrets:  # a number, by now
+        return json.dumps(secrets[value.text])
+    return word(value.data, secrets, within)
+
+
+def word(data: Any, secrets: Mapping[str, str] | None = None, within: bool = False) -> str:
     """A single value as YAML.
 
     Args:
@@ -93,9 +100,16 @@ def word(data: Any, secrets: Mapping[str, str], within: bool = False) -> str:
         return ".nan" if math.isnan(data) else ".inf" if data > 0 else "-.inf"
     if not isinstance(data, str):
         return repr(data)
-    text = data.replace("${", "\\${")
-    for secret, reference in secrets.items():
-        text = text.replace(secret, reference)
+    return _text("".join(_escaped(*part) + part[1] for part in apart(data, secrets or {})), within)
+
+
+def _escaped(text: str, reference: str) -> str:
+    """A text that is to be read as it is, before a reference, if one follows."""
+    text = _MEANT_AS_TEXT.sub(r"\1\1\\${", text)
+    return text + text[len(text.rstrip("\\")) :] if reference else text
+
+
+def _text(text: str, within: bool = False) -> str:
     bare = _BARE.fullmatch(text) and not within and text == text.strip() and isinstance(scalar(text), str)
     if bare and text.lower() not in _OTHERS_READ:
         return text

@@ -13,12 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .run_lock import RunLock
+from .lock import FILE, RunLock
 
 if TYPE_CHECKING:
-    from ..callbacks import Callback
-    from ..callbacks.report_page import Points
-    from ..strategies import World
+    from ...callbacks import Callback, ModelCheckpoint, RunReport
+    from ...callbacks.report_page import Points
+    from ...strategies import World
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 ENVIRONMENT, RECORD, CURVES, ERROR = "environment.json", "run.json", "curves.json", "error.json"
@@ -76,7 +76,7 @@ class RunFolder:
         with world.together():
             if world.is_main:
                 path = _claim(_absolute(directory) / name)
-                lock, facts = RunLock(path), {"format": 1, "name": name, "number": int(path.name), "began": time.time()}
+                lock, facts = _lock(path), {"format": 1, "name": name, "number": int(path.name), "began": time.time()}
         return cls._begin(world, path, lock, facts)
 
     @classmethod
@@ -97,13 +97,10 @@ class RunFolder:
         found = _absolute(path)
         with world.together():
             if world.is_main:
-                from .run_listing import read
+                from .listing import read
 
                 read(found)  # before anything is written into a folder that may be someone else's
-                try:
-                    lock = RunLock(found)
-                except OSError as error:
-                    raise OSError(error.errno, f"can't go on in {found}: {error.strerror or error}.") from error
+                lock = _lock(found)
                 run = read(found)
                 # A record that can't be read is no reason to lose the checkpoints that stand beside it.
                 began = {"format": 1, "name": run.name, "number": run.number, "began": run.began or time.time()}
@@ -116,8 +113,8 @@ class RunFolder:
         try:
             with world.together():
                 if lock is not None:
-                    from ..engine.machine import environment
-                    from ..strategies import announce
+                    from ...engine.machine import environment
+                    from ...strategies import announce
 
                     folder._write(ENVIRONMENT, json.dumps(environment(), indent=2, ensure_ascii=False))
                     folder.record({"state": "running", "host": lock.own.host, "pid": lock.own.pid})
@@ -139,7 +136,7 @@ class RunFolder:
             settings: the flags so far.
 
         Raises:
-            ValueError: ``default_root_dir`` names another place.
+            ValueError: ``default_root_dir`` names another place, or a callback writes into another run's folder.
         """
         flags = dict(settings or {})
         root = flags.get("default_root_dir")
@@ -151,30 +148,42 @@ class RunFolder:
         flags["default_root_dir"] = str(self.path)
         plain = not flags.get("barebones")
         if plain and flags.get("logger") in (None, True):
-            from ..loggers import TensorBoardLogger
+            from ...loggers import TensorBoardLogger
 
             flags["logger"] = TensorBoardLogger(self.path, name="", version="")
         flags["callbacks"] = self._callbacks(flags, plain)
         return flags
 
     def _callbacks(self, flags: Mapping[str, Any], plain: bool) -> list[Callback]:
-        from ..callbacks import ModelCheckpoint, OnExceptionCheckpoint, RunReport
-        from ..callbacks.run_record import RunRecord
-        from .defaults import as_callbacks
+        from ...callbacks import ModelCheckpoint, OnExceptionCheckpoint, RunReport
+        from ...callbacks.run_record import RunRecord
+        from ..defaults import as_callbacks
 
         callbacks = as_callbacks("callbacks", flags.get("callbacks"))
         saves = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
         reports = [one for one in callbacks if isinstance(one, RunReport)]
         for given in saves:
-            given.dirpath = given.dirpath or str(self.path / CHECKPOINTS)
+            given.dirpath = self._place(given) or str(self.path / CHECKPOINTS)
         for report in reports:
-            report.dirpath = report.dirpath or self.path
+            report.dirpath = self._place(report) or self.path
         none_saves = all(isinstance(one, OnExceptionCheckpoint) for one in saves)
         if plain and flags.get("enable_checkpointing") is not False and none_saves:
             callbacks.append(ModelCheckpoint(self.path / CHECKPOINTS))
         if plain and flags.get("enable_report") is not False and not reports:
             callbacks.append(RunReport(self.path))
         return [*callbacks, RunRecord(self.record)]
+
+    def _place(self, callback: ModelCheckpoint | RunReport) -> Any:
+        """Where a callback was told to write, which may not be another run's folder: it would write over that."""
+        if callback.dirpath is not None:
+            place = _absolute(callback.dirpath)
+            for folder in (place, place.parent):
+                if folder != self.path and (folder / RECORD).is_file():
+                    raise ValueError(
+                        f"this {type(callback).__name__} has its place in {folder}, the folder of another run. "
+                        "Make a new one for each run, or give it a dirpath of its own."
+                    )
+        return callback.dirpath
 
     # -- what is in it -------------------------------------------------------------------------------------------
 
@@ -212,17 +221,15 @@ class RunFolder:
             self._write(CURVES, json.dumps({"format": 1, "charts": drawn}, separators=(",", ":")), durable=False)
         self._write(RECORD, json.dumps(_plain(self._facts), indent=2, ensure_ascii=False), durable=False)
 
-    def finish(self, state: str = "finished", best: Mapping[str, Any] | None = None, **facts: Any) -> None:
+    def finish(self, state: str = "finished", **facts: Any) -> None:
         """Note how the run ended, and let go of the folder.
 
         Args:
             state: ``"finished"``, ``"interrupted"`` or ``"failed: <Error>"``.
-            best: the best value: ``{"metric": name, "value": number}``. Default: what was noted last.
-            facts: further facts to note.
+            facts: further facts to note, as `record` takes them.
         """
-        facts = {"ended": self._facts.get("ended") or time.time(), **facts}
         try:
-            self.record({**facts, "state": state, **({} if best is None else {"best": dict(best)})})
+            self.record({"ended": self._facts.get("ended") or time.time(), **facts, "state": state})
         finally:
             self.release()
 
@@ -238,7 +245,7 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Note what ended the block, if that is not known, and let go of the folder. An error goes its way."""
-        from ..callbacks.run_record import ended_by
+        from ...callbacks.run_record import ended_by
 
         if isinstance(error, SystemExit) and not error.code:
             error = None
@@ -247,7 +254,7 @@ class RunFolder:
         try:
             self.finish(**end)
         except OSError as refused:
-            from ..strategies import warn
+            from ...strategies import warn
 
             warn(f"how the run ended could not be written into {self.path}: {refused}")
 
@@ -258,10 +265,11 @@ class RunFolder:
 
     def _write(self, name: str, text: str, durable: bool = True) -> None:
         """Write a file in one move: whoever reads it sees the old or the new one."""
-        from ..engine import disk
+        from ...engine import disk
 
         part = self.path / f".{name}.tmp"
         try:
+            part.unlink(missing_ok=True)  # what is there may be a link to a file that is not ours
             disk.write_bytes(part, text.encode("utf-8", errors="replace"))
             if durable:
                 disk.fsync(part)
@@ -302,9 +310,16 @@ def _claim(home: Path) -> Path:
         raise OSError(error.errno, text) from error
 
 
+def _lock(folder: Path) -> RunLock:
+    try:
+        return RunLock(folder)
+    except OSError as error:
+        raise OSError(error.errno, f"can't lock {folder / FILE}: {error.strerror or error}.") from error
+
+
 def _world(settings: Mapping[str, Any] | None) -> World:
     """The job's processes, those that a Trainer with these flags has."""
-    from ..strategies import World
+    from ...strategies import World
 
     known = ("accelerator", "devices", "num_nodes")
     return World.from_env(**{name: settings[name] for name in known if settings and settings.get(name) is not None})
@@ -315,7 +330,7 @@ def _absolute(path: str | Path) -> Path:
 
 
 def _curve(steps: Any, values: Any) -> dict[str, Any]:
-    from ..callbacks.report_page import thinned
+    from ...callbacks.report_page import thinned
 
     kept = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
     drawn_steps, drawn = thinned(kept, _MOST_POINTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -10,19 +11,19 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..strategies import strategy_names
-from ..strategies.devices import ACCELERATORS
-from . import flags
+from ...strategies import strategy_names
+from ...strategies.devices import ACCELERATORS
+from .. import flags
+from ..config import SECTIONS, Config
+from ..config_values import DEFAULT, ConfigError, Value, closest, meant
+from ..datamodule import DataModule
+from ..optimizers import SchedulerConfig
+from ..settings import TrainerSettings
+from ..task import TaskModule
+from ..trainer import Trainer
 from .annotations import Checker
-from .config import SECTIONS, Config
-from .config_values import ConfigError, Value, closest, meant
-from .datamodule import DataModule
-from .optimizers import SchedulerConfig
 from .recipes import Object, Plain, Recipe, default_value
-from .settings import TrainerSettings
 from .signatures import Signature, signature
-from .task import TaskModule
-from .trainer import Trainer
 
 _ELSEWHERE = {"seed_everything": "seed", "optimizers": "optimizer", "scheduler": "lr_scheduler", "datamodule": "data"}
 _HOW = tuple(field.name for field in fields(SchedulerConfig) if field.name not in ("scheduler", "reduce_on_plateau"))
@@ -98,7 +99,7 @@ class Checked:
             name: self.trainer[name].resolved() if name in self.trainer else default_value(argument.default)
             for name, argument in _flags().arguments.items()
         }
-        found = {"trainer": Value(trainer, "default"), "model": self.model.resolved()}
+        found = {"trainer": Value(trainer, DEFAULT), "model": self.model.resolved()}
         if self.data is not None:
             found["data"] = self.data.resolved()
         if self.optimizers is not None:
@@ -109,11 +110,11 @@ class Checked:
                 found["lr_scheduler"] = replace(made := scheduler.resolved(), data={**made.data, **how})
         simple = {"seed": self.seed, "ckpt_path": self.ckpt_path}
         for name, value in simple.items():
-            found[name] = self.config.root.data.get(name, Value(value, "default"))
+            found[name] = self.config.root.data.get(name, Value(value, DEFAULT))
         run = {"name": self.run_name, "dir": self.run_dir}
         own = self.config.section("run")
         given = {} if own is None else own.data
-        found["run"] = Value({key: given.get(key, Value(value, "default")) for key, value in run.items()}, "default")
+        found["run"] = Value({key: given.get(key, Value(value, DEFAULT)) for key, value in run.items()}, DEFAULT)
         return Value(found, "")
 
 
@@ -159,7 +160,7 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
     Raises:
         ConfigError: names every problem with file, line and key.
     """
-    checker = Checker()
+    checker = Checker(config.secrets)
     root = config.root
     for key, item in root.data.items():
         if key not in SECTIONS:
@@ -178,7 +179,7 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
     if task is None and not checker.problems:
         checker.problems.append("there is no model: add a section 'model: {class: my_module.MyTask}', or model=...")
     if checker.problems or task is None:
-        raise ConfigError("\n".join(checker.problems))
+        raise ConfigError(*checker.problems)
     return Checked(config, trainer, task, module, optimizers, seed, ckpt_path, run["name"], run["dir"])
 
 
@@ -287,10 +288,10 @@ def located(config: Config, error: Exception, section: str = "trainer") -> Confi
 
     Args:
         config: the configuration.
-        error: what was said; it begins with the name of a flag, as ``devices=0``, if it is about one.
+        error: what was said; it begins with the name of a flag or section, as ``devices=0``, if it is about one.
         section: what it is about otherwise.
     """
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    name = text.partition("=")[0].strip()
-    key = f"trainer.{name}" if name in _flags().arguments else section
+    name = (re.match(r"\w*", text) or [""])[0]
+    key = f"trainer.{name}" if name in _flags().arguments else name if name in SECTIONS else section
     return ConfigError(f"{config.where(key)}: {key}: {text}")

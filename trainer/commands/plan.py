@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import math
+import shutil
 import sys
+import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ...strategies.messages import nearest
+
 if TYPE_CHECKING:
+    from ...engine.planning.gpus import GPU
     from .plan_subject import Subject
 
 DESCRIPTION = """\
@@ -39,7 +44,8 @@ def parser(program: str = "treadle plan") -> argparse.ArgumentParser:
     add("--config", action="append", metavar="FILE", help="a run's configuration; a later one wins over those before")
     add("--model", metavar="NAME", help="instead: gpt-162m, llama-1b, 7b, 8b, 70b, 405b, trained with AdamW")
     add("--world-size", type=_whole, metavar="N", help="processes. Default: what the configuration says, or 1")
-    add("--gpu", metavar="NAME", default="h100", help="what each has: h100, h200, b200, a100, ... Default: h100")
+    add("--gpu", metavar="NAME", help="what each has: h100, h200, b200, a100, ... Default: the one here, or h100")
+    add("--per-machine", type=_whole, metavar="N", help="GPUs of a machine. Default: the configuration's, or 8")
     add("--strategy", metavar="NAME", help="auto, single, ddp, fsdp. Default: the configuration's, or fsdp for --model")
     add("--replicate", type=_whole, metavar="N", help="shards in N replicas: hybrid sharding")
     add("--checkpoint-activations", action="store_true", help="compute the activations of every block again")
@@ -49,13 +55,13 @@ def parser(program: str = "treadle plan") -> argparse.ArgumentParser:
     )
     add("--precision", metavar="NAME", help="as Trainer(precision=...). Default: the configuration's, or bf16-mixed")
     add("--compile", action="store_true", help="the model is compiled: pointwise operations are fused")
-    add("--clip", type=float, metavar="NORM", help="gradients are clipped to this norm")
+    add("--clip", type=_positive, metavar="NORM", help="gradients are clipped to this norm")
     add("--length", type=_whole, metavar="N", help="tokens of a sample, for --model")
     add("--samples", type=_whole, metavar="N", help="samples of an epoch")
     add("--max-epochs", type=_whole, metavar="N", help="epochs")
     add("--max-steps", type=_whole, metavar="N", help="optimizer steps")
-    add("--lr", type=float, metavar="X", help="for --model: learning rate, a warm-up and then half a cosine")
-    add("--warmup-steps", type=int, metavar="N", default=0, help="for --lr: steps of the warm-up. Default: 0")
+    add("--lr", type=_positive, metavar="X", help="for --model: learning rate, a warm-up and then half a cosine")
+    add("--warmup-steps", type=_whole, metavar="N", help="for --lr: steps of the warm-up. Default: none")
     add("--no-advice", action="store_true", help="plan what is asked for, and nothing beside it")
     add("overrides", nargs="*", metavar="key=value", help="for --config: values in the place of the files'")
     return made
@@ -65,6 +71,16 @@ def _whole(text: str) -> int:
     if not text.replace(",", "").isdecimal() or int(text.replace(",", "")) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
     return int(text.replace(",", ""))
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return number
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,21 +93,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 1 where the run would not fit, 2 where it can not be planned.
     """
     try:
-        options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-        _check(options)
+        options = _parsed(sys.argv[1:] if arguments is None else arguments)
         text, fits = run(options)
-    except (ValueError, TypeError, OSError) as error:
-        print(f"treadle plan: {error}", file=sys.stderr)
+    except Exception as error:
+        if not _ours(error):
+            traceback.print_exc()
+        print(f"treadle plan: {error if _ours(error) else 'the run to be planned fails, see above'}", file=sys.stderr)
         return 2
     print(text)
     return 0 if fits else 1
+
+
+def _ours(error: Exception) -> bool:
+    """Whether Treadle says what is wrong, rather than the code of a task, its data or torch."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    package = __name__.partition(".")[0]
+    return last is not None and last.tb_frame.f_globals.get("__name__", "").partition(".")[0] == package
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    options, left = (made := parser()).parse_known_intermixed_args(arguments)
+    for unknown in left:
+        name = unknown.partition("=")[0]
+        raise ValueError(f"there is no option {name}.{nearest(name, made._option_string_actions)}")
+    _check(options)
+    return options
 
 
 def _check(options: argparse.Namespace) -> None:
     if (options.model is None) == (not options.config):
         raise ValueError("say what to plan, either --config run.yaml or --model 7b; `treadle plan --help` tells more.")
     if options.config:
-        given = {"--length": options.length, "--lr": options.lr, "--warmup-steps": options.warmup_steps or None}
+        given = {"--length": options.length, "--lr": options.lr, "--warmup-steps": options.warmup_steps}
         for name in (name for name, value in given.items() if value is not None):
             raise ValueError(f"{name} is for --model; a configuration says it itself.")
     elif options.overrides:
@@ -104,17 +139,18 @@ def run(options: argparse.Namespace) -> tuple[str, bool]:
     Returns:
         The screen, and whether the run would fit.
     """
-    from ..engine.planning.advice import advise
-    from ..engine.planning.plan import Plan
-    from ..engine.planning.screen import screen
-    from ..engine.planning.simulation import simulate
-    from ..strategies import simulated
+    from ...engine.planning.advice import advise
+    from ...engine.planning.plan import Plan
+    from ...engine.planning.screen import screen
+    from ...engine.planning.simulation import simulate
+    from ...strategies import simulated
 
     subject = _subject(options)
     settings = _settings(options, subject)
+    gpu, source = _gpu(options, settings.pop("per_machine", None))
 
     def again(**changes: Any) -> Plan:
-        conditions = dict(settings)
+        conditions = {**settings, "gpu": gpu}
         conditions.update({name: changes.pop(name) for name in ("micro_batch", "accumulate") if name in changes})
         strategy = simulated.varied(subject.strategy(settings["world_size"]), **changes)
         parts = (subject.build_model, subject.make_batch, subject.loss, subject.optimizer)
@@ -122,8 +158,25 @@ def run(options: argparse.Namespace) -> tuple[str, bool]:
 
     plan = again()
     hints = [] if options.no_advice else advise(plan, again)
-    schedule = subject.schedule(plan, _schedule(options, subject))
-    return screen(plan, subject.name, schedule, hints), plan.fits
+    return screen(plan, subject.name, subject.schedule(plan), hints, gpu_from=source, width=_width()), plan.fits
+
+
+def _width() -> int:
+    return min(100, max(60, shutil.get_terminal_size().columns)) if sys.stdout.isatty() else 100
+
+
+def _gpu(options: argparse.Namespace, per_machine: int | None) -> tuple[GPU, str]:
+    """What each process has, and how that is known where it was not asked for."""
+    from ...engine.planning.gpus import gpu_called, gpu_here
+
+    here = gpu_here() if options.gpu is None else None
+    found = here or gpu_called("h100" if options.gpu is None else options.gpu)
+    per_machine = options.per_machine or per_machine
+    if per_machine is not None:
+        found = replace(found, per_machine=per_machine)
+    if options.gpu is not None:
+        return found, ""
+    return found, "the one here" if here else "assumed, as none is known here: --gpu names another"
 
 
 def _subject(options: argparse.Namespace) -> Subject:
@@ -146,23 +199,6 @@ def _settings(options: argparse.Namespace, subject: Subject) -> dict[str, Any]:
         "clip": options.clip,
         "compiled": options.compile or None,
     }
-    settings: dict[str, Any] = {"gpu": options.gpu, **subject.settings}
+    settings = dict(subject.settings)
     settings.update((name, value) for name, value in asked.items() if value is not None)
     return settings
-
-
-def _schedule(options: argparse.Namespace, subject: Subject) -> dict[str, Any]:
-    asked = {"samples": options.samples, "epochs": options.max_epochs, "steps": options.max_steps}
-    return {**subject.length, **{name: value for name, value in asked.items() if value is not None}}
-
-
-def warmed_up(peak: float, warmup: int, steps: int, points: int = 80) -> list[float]:
-    """Learning rates of a linear warm-up, then half a cosine down to a tenth, evenly over a run."""
-
-    def rate(step: float) -> float:
-        if step < warmup:
-            return peak * (step + 1) / warmup
-        done = (step - warmup) / max(1, steps - warmup)
-        return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
-
-    return [rate(at * steps / (points - 1)) for at in range(points)]

@@ -5,20 +5,26 @@ from __future__ import annotations
 import collections.abc
 import enum
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path as FilePath
-from typing import Any, Literal, Union
+from typing import Any, Literal, NotRequired, Required, Union
 
 import torch
 
+from ..config_files import scalar
+from ..config_values import ConfigError, Path, Value, dotted, hidden, meant, plain
+from ..datamodule import DataModule
+from ..task import TaskModule
 from . import catalog
 from .annotation_words import (
     DICTS,
     LISTS,
     PATHS,
     PLAIN,
+    WRITTEN,
     has_shape,
     shown_value,
     simplified,
@@ -26,12 +32,8 @@ from .annotation_words import (
     unknown,
     words_for,
 )
-from .config_files import scalar
-from .config_values import ConfigError, Path, Value, dotted, meant, plain
-from .datamodule import DataModule
 from .recipes import Named, Object, Plain, Recipe, Several
 from .signatures import REQUIRED, Argument, Signature, signature
-from .task import TaskModule
 
 
 class Checker:
@@ -39,14 +41,16 @@ class Checker:
 
     Attributes:
         problems: what is wrong, one sentence or two each, in the order of the configuration.
+        secrets: what is not to be written there, and what stands for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, secrets: Mapping[str, str] | None = None) -> None:
         self.problems: list[str] = []
+        self.secrets = secrets or {}
 
     def report(self, value: Value, path: Path, words: str) -> None:
         """Note that something is wrong."""
-        self.problems.append(f"{value.source}: {dotted(path)}{words}")
+        self.problems.append(hidden(f"{value.source}: {dotted(path)}{words}", self.secrets))
 
     def check(self, value: Value, annotation: Any, path: Path, lenient: bool = True) -> Recipe | None:
         """A recipe for ``value`` as ``annotation`` wants it; None if that can't be, which is reported.
@@ -77,8 +81,10 @@ class Checker:
             return self._callable(value, inner, annotation, path)
         if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
             return self._enum(value, annotation, path)
-        if kind in PATHS or kind in (torch.dtype, torch.device):
+        if kind in WRITTEN:
             return self._written(value, kind, path)
+        if typing.is_typeddict(kind):
+            return self._typed_dict(value, kind, path)
         if isinstance(kind, type):
             return self.object(value, kind, path)
         return self._anything(value, path)
@@ -87,7 +93,7 @@ class Checker:
 
     def _wrong(self, value: Value, annotation: Any, path: Path, more: str = "") -> Any:
         """Report a value of another type; returns None, as there is no recipe then."""
-        shown = shown_value(value)
+        shown = shown_value(value, self.secrets)
         end = "" if more.endswith("?") else "."
         self.report(value, path, f"={shown} must be {words_for(annotation)}{'.' if not end else ''}{more}{end}")
         return None
@@ -96,18 +102,20 @@ class Checker:
         data, wanted = value.data, type(None) if annotation is None else annotation
         if type(data) is wanted:
             return Plain(value, data)
-        if wanted is float and type(data) is int:
+        if wanted is float and type(data) is int and abs(data) <= sys.float_info.max:
             return Plain(value, float(data))
         if wanted is str and lenient and value.text is not None and data is not None:
             return Plain(Value(value.text, value.source), value.text)
-        more = ""
+        return self._wrong(value, annotation, path, self._remedy(data, wanted))
+
+    def _remedy(self, data: Any, wanted: Any) -> str:
         if wanted is str and isinstance(data, bool | int | float):
-            more = ": put it into quotes"
-        elif wanted is int and isinstance(data, float) and data.is_integer():
-            more = f": write {int(data)}"
-        elif wanted in (int, float) and isinstance(data, str) and type(scalar(data)) in (int, wanted):
-            more = ": take it out of its quotes"
-        return self._wrong(value, annotation, path, more)
+            return ": put it into quotes"
+        if wanted is int and isinstance(data, float) and data.is_integer():
+            return f": write {int(data)}"
+        if wanted in (int, float) and isinstance(data, str) and type(_scalar(data)) in (int, wanted):
+            return ": take it out of its quotes"
+        return ""
 
     def _literal(self, value: Value, allowed: tuple[Any, ...], path: Path) -> Recipe | None:
         for one in allowed:
@@ -168,15 +176,26 @@ class Checker:
         keys, kind = inner if len(inner) == 2 else (Any, Any)
         found: dict[Any, Recipe | None] = {}
         for key, item in value.data.items():
-            if keys in (int, str) and type(key) is not keys:
-                if keys is int:
-                    self.report(item, (*path, key), f": the key {key!r} must be {words_for(keys)}.")
-                    continue
-                key = str(key)
-            found[key] = self.check(item, kind, (*path, key))
+            name = Checker().check(Value(key, item.source, str(key)), keys, path)
+            if name is None:
+                self.report(item, (*path, key), f": the key {key!r} must be {words_for(keys)}.")
+            else:
+                found[name.make()] = self.check(item, kind, (*path, key))
         if len(found) < len(value.data) or None in found.values():
             return None
         return Named(value, {key: one for key, one in found.items() if one is not None})
+
+    def _typed_dict(self, value: Value, kind: Any, path: Path) -> Recipe | None:
+        if not isinstance(value.data, dict):
+            return self._wrong(value, kind, path)
+        takes: dict[str, Argument] = {}
+        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+            said = typing.get_origin(hint)  # __required_keys__ misses it where annotations are strings
+            needed = said is Required or (name in kind.__required_keys__ and said is not NotRequired)
+            inner = typing.get_args(hint)[0] if said in (Required, NotRequired) else hint
+            takes[name] = Argument(name, inner, REQUIRED if needed else None)
+        found = self.arguments(value, value.data, Signature(takes), kind.__name__, path)
+        return None if found is None else Named(value, found)
 
     def _union(self, value: Value, members: tuple[Any, ...], path: Path) -> Recipe | None:
         """The member that the value is of; else that which it has the shape of, whose problems are then told."""
@@ -184,13 +203,14 @@ class Checker:
         numbers = any(one in (int, float, bool) for one in members)
         for strict in (True,) if numbers else (True, False):
             for member in sorted(members, key=lambda one: one is not type(value.data)):
-                trial = Checker()
+                trial = Checker(self.secrets)
                 if (found := trial.check(value, member, path, lenient=not strict)) is not None:
                     return found
         like = [member for member in members if has_shape(value, simplified(member))]
         if len(like) == 1:
             return self.check(value, like[0], path)
-        return self._wrong(value, Union[members], path)  # noqa: UP007
+        remedies = (self._remedy(value.data, member) for member in members)
+        return self._wrong(value, Union[members], path, next(filter(None, remedies), ""))  # noqa: UP007
 
     # -- classes -------------------------------------------------------------------------------------------------
 
@@ -251,7 +271,11 @@ class Checker:
         if isinstance(data, dict):
             self.report(value, path, f" names no class: add 'class: {example}', say, to its keys.")
         else:
-            self.report(value, path, f"={shown_value(value)} must be {words_for(base)}, as {{class: {example}, ...}}.")
+            self.report(
+                value,
+                path,
+                f"={shown_value(value, self.secrets)} must be {words_for(base)}, as {{class: {example}, ...}}.",
+            )
         return None
 
     def _find(self, value: Value, base: Any, path: Path) -> Any:
@@ -355,3 +379,10 @@ class Checker:
             return None
         found = [self.object(item, inner[0], (*path, number), supplied) for number, item in enumerate(value.data)]
         return Several(value, list, [one for one in found if one is not None])
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return scalar(text)
+    except ValueError:  # a number of more digits than Python reads
+        return text

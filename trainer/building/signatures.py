@@ -9,7 +9,7 @@ import sys
 import textwrap
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 REQUIRED = inspect.Parameter.empty
@@ -41,48 +41,48 @@ class Signature:
     Attributes:
         arguments: by name, in order.
         open: whether it takes other names too, and does with them what nobody knows.
-        positional: those that have to be passed by position if there are ``several``.
+        positional: those that may be passed by position, as those before ``*args`` must be.
+        by_place_only: how many of them must be in any case.
     """
 
     arguments: dict[str, Argument]
     open: bool = False
     positional: tuple[str, ...] = ()
+    by_place_only: int = 0
 
 
 def signature(target: Callable[..., Any]) -> Signature:
     """What ``target``, a class or function, takes. A class that hands ``**kwargs`` up takes what its bases take."""
     if not isinstance(target, type):
-        own = _own(target, bound=False)
-        return Signature({}, open=True) if own is None else Signature(own[0], open=own[1], positional=own[2])
-    arguments: dict[str, Argument] = {}
-    positional: tuple[str, ...] = ()
+        return _own(target, bound=False)
     chain = [cls for cls in target.__mro__ if "__init__" in vars(cls)]
+    if not chain or chain == [object]:
+        new = vars(target).get("__new__")
+        return Signature({}) if new is None else _own(getattr(new, "__func__", new), bound=True)
+    found = Signature({})
+    settled: set[str] = set()  # what a class on the way gives its base itself
     for number, cls in enumerate(chain):
         if cls is object or cls.__module__ in _HAND_ON:
             continue
         own = _own(vars(cls)["__init__"], bound=True)
-        if own is None:
-            return Signature(arguments, open=True, positional=positional)
-        found, more, first = own
-        arguments |= {name: one for name, one in found.items() if name not in arguments}
-        positional = positional if number else first
-        if not more:
+        more = {name: one for name, one in own.arguments.items() if name not in {*settled, *found.arguments}}
+        first = found if number else own
+        found = Signature({**found.arguments, **more}, own.open, first.positional, first.by_place_only)
+        handed = _handed_up(vars(cls)["__init__"]) if own.open else None
+        if handed is None:
             break
-        if not hands_up(vars(cls)["__init__"]):
-            return Signature(arguments, open=True, positional=positional)
-    if not chain or chain == [object]:
-        new = vars(target).get("__new__")
-        if new is not None and (own := _own(getattr(new, "__func__", new), bound=True)) is not None:
-            return Signature(own[0], open=own[1], positional=own[2])
-    return Signature(arguments, positional=positional)
+        base = next((one for one in chain[number + 1 :] if one.__module__ not in _HAND_ON), object)
+        settled |= {*handed.keywords, *_own(vars(base)["__init__"], bound=True).positional[: handed.by_place]}
+        found = replace(found, open=False)
+    return found
 
 
-def _own(function: Any, bound: bool) -> tuple[dict[str, Argument], bool, tuple[str, ...]] | None:
-    """A function's own arguments, whether it takes others, and those before ``*args``; None if nobody knows."""
+def _own(function: Any, bound: bool) -> Signature:
+    """A function's own arguments; those of one that nobody can look into may be any."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError):
-        return None
+        return Signature({}, open=True)
     parameters = parameters[1:] if bound else parameters
     hints = _hints(function)
     arguments: dict[str, Argument] = {}
@@ -90,11 +90,9 @@ def _own(function: Any, bound: bool) -> tuple[dict[str, Argument], bool, tuple[s
         if one.kind is not one.VAR_KEYWORD:
             several = one.kind is one.VAR_POSITIONAL
             arguments[one.name] = Argument(one.name, hints(one.name), () if several else one.default, several)
-    more = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    several = any(one.several for one in arguments.values())
-    first = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    by_place = [one.name for one in parameters if one.kind is one.POSITIONAL_ONLY]
-    return arguments, more, tuple(first if several else by_place)
+    only = sum(one.kind is one.POSITIONAL_ONLY for one in parameters)
+    positional = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return Signature(arguments, any(one.kind is one.VAR_KEYWORD for one in parameters), tuple(positional), only)
 
 
 def _hints(function: Any) -> Callable[[str], Any]:
@@ -115,22 +113,40 @@ def _hints(function: Any) -> Callable[[str], Any]:
     return find
 
 
-def hands_up(init: Any) -> bool:
-    """Whether the only thing that a constructor does with its ``**kwargs`` is ``super().__init__(**kwargs)``."""
+@dataclass(frozen=True)
+class _Handed:
+    """What a constructor gives ``super().__init__`` itself, beside its ``**kwargs``.
+
+    Attributes:
+        keywords: by name.
+        by_place: how many by position.
+    """
+
+    keywords: set[str]
+    by_place: int
+
+
+def _handed_up(init: Any) -> _Handed | None:
+    """What goes with ``**kwargs`` in ``super().__init__(..., **kwargs)``; None if a constructor uses them otherwise."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(init)))
     except (OSError, TypeError, SyntaxError):
-        return False
+        return None
     function = tree.body[0]
     if not isinstance(function, ast.FunctionDef) or function.args.kwarg is None:
-        return False
+        return None
     name = function.args.kwarg.arg
     uses = sum(isinstance(node, ast.Name) and node.id == name for node in ast.walk(function))
-    handed = 0
-    for node in ast.walk(function):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__":
-            handed += sum(k.arg is None and isinstance(k.value, ast.Name) and k.value.id == name for k in node.keywords)
-    return uses == handed > 0
+    calls = [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__"
+        for one in node.keywords
+        if one.arg is None and isinstance(one.value, ast.Name) and one.value.id == name
+    ]
+    if not calls or len(calls) != uses or any(isinstance(one, ast.Starred) for one in calls[0].args):
+        return None
+    return _Handed({one.arg for one in calls[0].keywords if one.arg is not None}, len(calls[0].args))
 
 
 def described(target: Any) -> dict[str, str]:

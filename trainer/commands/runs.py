@@ -10,12 +10,14 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..callbacks.report_page import duration, number_text
-from . import run_listing
-from .run_listing import Run
+from ...callbacks.report_page import duration, number_text
+from ..config_values import DEFAULT, printable
+from ..runs import listing
+from ..runs.listing import Run
 from .terminal_plot import plot
 
 DESCRIPTION = """\
@@ -31,7 +33,8 @@ A run is running, finished, failed, interrupted (Ctrl-C), killed (its process is
 unreadable. Nothing in the folders is changed, and nothing in them is run."""
 
 STATES = ("running", "finished", "failed", "interrupted", "killed", "unreadable")
-_WIDEST = 120
+_NARROWEST, _WIDEST = 24, 120  # letters in a row
+_LONGEST = 2000  # letters of a line that is shown
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,6 +59,7 @@ def show_parser(program: str = "treadle runs show") -> argparse.ArgumentParser:
     made.add_argument("--dir", default="runs", help="where the runs are (default: runs)")
     made.add_argument("--name", help="only those of this name")
     made.add_argument("--metric", action="append", metavar="NAME", help="draw this curve only; may be given repeatedly")
+    made.add_argument("--defaults", action="store_true", help="show the configuration with the defaults in it")
     made.add_argument("--width", type=int, help="letters in a row (default: as the terminal has them)")
     made.add_argument("--ascii", action="store_true", help="draw with plain letters")
     made.add_argument("--json", action="store_true", help="print all of it as JSON, an object")
@@ -76,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             said = _list(parser().parse_args(arguments))
     except (ValueError, OSError) as error:
-        print(_printable(f"treadle runs: {error}"), file=sys.stderr)
+        print(printable(f"treadle runs: {error}"), file=sys.stderr)
         return 2
     try:
         print(said.encode(_encoding(), "replace").decode(_encoding()), flush=True)
@@ -89,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _list(given: argparse.Namespace) -> str:
-    runs = _named(run_listing.find(Path(given.dir)), given.name)
+    runs = _named(listing.find(Path(given.dir)), given.name)
     if given.state is not None:
         _check("--state", given.state, STATES)
         runs = [run for run in runs if run.state.partition(":")[0] == given.state]
@@ -98,7 +102,7 @@ def _list(given: argparse.Namespace) -> str:
     if not runs:
         return f"no such runs in {given.dir}" if given.name or given.state else f"no runs in {given.dir}"
     rows = [("run", "state", "began", "took", "steps", "epochs", "best"), *map(_row, runs)]
-    rows = [tuple(map(_printable, row)) for row in rows]
+    rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     right = {3, 4, 5}
     return "\n".join(
@@ -113,7 +117,7 @@ def _list(given: argparse.Namespace) -> str:
 def _row(run: Run) -> tuple[str, ...]:
     best, took = run.best, run.seconds
     return (
-        f"{run.name}/{run.number}",
+        run.label,
         run.state,
         _ago(run.began),
         "" if took is None else duration(took),
@@ -142,10 +146,12 @@ def _check(option: str, value: str, valid: Iterable[str]) -> None:
 
 
 def _show(given: argparse.Namespace) -> str:
+    if given.width is not None and not _NARROWEST <= given.width <= 1000:
+        raise ValueError(f"--width {given.width} is not between {_NARROWEST} and 1000 letters.")
     run = _chosen(given.run, Path(given.dir), given.name)
     problems = [run.problem] if run.problem else []
     parts: dict[str, Any] = {"config": "", "environment": {}, "charts": {}}
-    for name, look in (("config", run_listing.config), ("environment", run_listing.environment), ("charts", _curves)):
+    for name, look in (("config", listing.config), ("environment", listing.environment), ("charts", _curves)):
         try:
             parts[name] = look(run)
         except ValueError as error:
@@ -153,21 +159,34 @@ def _show(given: argparse.Namespace) -> str:
     charts = _selected(parts["charts"], given.metric)
     if given.json:
         return json.dumps({**run.summary(), **parts, "charts": charts, "problems": problems}, indent=2)
-    width = given.width or min(shutil.get_terminal_size().columns, _WIDEST)
+    width = min(shutil.get_terminal_size().columns, _WIDEST) if given.width is None else given.width
     lines = [*_head(run), *(f"can't be shown: {problem}" for problem in problems)]
-    config = [f"  {line}" for line in parts["config"].rstrip().splitlines()]
-    lines += _section("Configuration", config)
+    config = parts["config"].rstrip().splitlines()
+    config = config if given.defaults else list(_without_defaults(config))
+    lines += _section("Configuration", [f"  {line}" for line in config])
     lines += _section("Environment", _table(parts["environment"]))
     lines += _section("Last values", _table({name: _value(value) for name, value in sorted(run.metrics.items())}))
-    text = "\n".join(map(_printable, lines))
+    text = "\n".join(map(_cut, map(printable, lines)))
     ascii = given.ascii or not _can_print("⣿└─│┤")
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     for title, curves in charts.items():
-        clean = {_printable(name): (curve["steps"], curve["values"]) for name, curve in curves.items()}
+        clean = {printable(name): (curve["steps"], curve["values"]) for name, curve in curves.items()}
         missing = sum(curve["missing"] for curve in curves.values())
-        drawn = plot(_printable(title), clean, max(24, width), ascii=ascii, colour=colour)
-        text += "\n\n" + drawn + (f"\n{missing:,} values that are not finite are left out" if missing else "")
+        drawn = plot(printable(title), clean, max(_NARROWEST, width), ascii=ascii, colour=colour)
+        text += "\n\n" + drawn + (f"\nnot drawn, as not finite: {missing:,}" if missing else "")
     return text
+
+
+def _without_defaults(lines: Sequence[str]) -> Iterator[str]:
+    """What somebody has written of a configuration, as `printed.as_yaml` marks it, and what it stands in."""
+    written = [line for line in lines if f"  # {DEFAULT}" not in line]
+    for line, after in pairwise([*written, ""]):
+        if not line.endswith(":") or _indent(after) > _indent(line):
+            yield line
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _chosen(wanted: str | None, directory: Path, name: str | None) -> Run:
@@ -175,9 +194,9 @@ def _chosen(wanted: str | None, directory: Path, name: str | None) -> Run:
     if wanted is not None and not (wanted.isascii() and wanted.isdigit()):
         for path in (Path(wanted), directory / wanted):
             if path.is_dir():
-                return run_listing.read(path)
+                return listing.read(path)
         raise ValueError(f"there is no run {wanted!r}: give its number, its name and number (default/3), or its path.")
-    runs = _named(run_listing.find(directory), name)
+    runs = _named(listing.find(directory), name)
     if not runs:
         raise ValueError(f"there are no runs in {directory}.")
     if wanted is None:
@@ -186,26 +205,27 @@ def _chosen(wanted: str | None, directory: Path, name: str | None) -> Run:
     if not found:
         raise ValueError(f"there is no run {wanted} in {directory}; `treadle runs {directory}` lists those there are.")
     if len(found) > 1:
-        names = ", ".join(f"{run.name}/{run.number}" for run in found)
+        names = ", ".join(run.label for run in found)
         raise ValueError(f"{wanted} is the number of {names}: give the name too.")
     return found[0]
 
 
 def _head(run: Run) -> Iterator[str]:
     facts = run.facts
-    yield f"{run.name}/{run.number}  {run.state}" + (f" ({facts['note']})" if _says_more(facts.get("note")) else "")
+    yield f"{run.label}  {run.state}" + (f" ({facts['note']})" if _says_more(facts.get("note")) else "")
     yield str(run.path)
     began = f"began {_when(run.began)}, {_ago(run.began)}"
-    resumed = f"; gone on with {_when(facts['resumed'])}" if "resumed" in facts else ""
+    resumed = f"; resumed {_when(facts['resumed'])}" if "resumed" in facts else ""
     took = "" if run.seconds is None else f"; took {duration(run.seconds)}"
     yield began + resumed + took
-    counts = [f"{_count(facts[name])} {name}" for name in ("steps", "epochs", "samples") if name in facts]
+    counts = [_counted(facts[f"{name}s"], name) for name in ("step", "epoch", "sample") if f"{name}s" in facts]
     more = [str(facts["task"])] if "task" in facts else []
     if (processes := facts.get("processes", 1)) != 1:
-        more.append(f"{_count(processes)} processes")
+        more.append(_counted(processes, "process", "processes"))
     if facts.get("host"):
         more.append(f"on {facts['host']}")
-    yield ", ".join(counts + more)
+    if counts or more:
+        yield ", ".join(counts + more)
     if run.best is not None:
         saved = f", {run.best['checkpoint']}" if run.best.get("checkpoint") else ""
         yield f"best {run.best['metric']} {_value(run.best['value'])}{saved}"
@@ -223,7 +243,7 @@ def _curves(run: Run) -> dict[str, dict[str, dict[str, Any]]]:
             name: {"steps": points[0], "values": points[1], "missing": missing}
             for name, (points, missing) in curves.items()
         }
-        for title, curves in run_listing.charts(run).items()
+        for title, curves in listing.charts(run).items()
     }
 
 
@@ -257,6 +277,10 @@ def _count(value: Any) -> str:
     return "" if value is None else f"{int(value):,}"
 
 
+def _counted(value: Any, one: str, many: str = "") -> str:
+    return f"{_count(value)} {one if value == 1 else many or one + 's'}"
+
+
 def _when(moment: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
@@ -274,9 +298,8 @@ def _ago(moment: float) -> str:
     return f"{int(seconds)} s ago"
 
 
-def _printable(text: str) -> str:
-    """What stands in a file may hold a terminal's commands; they are shown, not obeyed."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(text).replace("\t", "    "))
+def _cut(line: str) -> str:
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}... ({len(line):,} letters)"
 
 
 def _encoding() -> str:

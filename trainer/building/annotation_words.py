@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import collections.abc
-import dataclasses
 import enum
 import inspect
 import os
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any, Literal, Union
 
+import torch
+
+from ..config_values import Value, hidden, meant, plain
 from . import catalog
-from .config_values import Value, meant, plain
 from .signatures import Argument
 
 LISTS = {
@@ -29,6 +31,8 @@ LISTS = {
 DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 PLAIN = (type(None), bool, int, float, str)
 PATHS = (FilePath, os.PathLike)
+WRITTEN = (*PATHS, torch.dtype, torch.device)
+"""What is made of one word of text."""
 
 
 def unknown(name: str, key: Any, known: list[str]) -> str:
@@ -60,8 +64,8 @@ def has_shape(value: Value, member: Any) -> bool:
     if isinstance(value.data, list):
         return kind in LISTS or kind is tuple
     if isinstance(value.data, dict):
-        is_class = isinstance(kind, type) and kind not in (*PLAIN, *LISTS, tuple) and kind not in DICTS
-        return (is_class and ("class" in value.data or dataclasses.is_dataclass(kind))) or kind in DICTS
+        others = (*PLAIN, *LISTS, *WRITTEN, tuple, type, collections.abc.Callable)
+        return isinstance(kind, type) and kind not in others and not issubclass(kind, enum.Enum)
     if isinstance(value.data, str):
         return kind is Literal or (isinstance(kind, type) and catalog.is_shelved(kind))
     return False
@@ -108,8 +112,8 @@ def joined(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-def shown_value(value: Value) -> str:
+def shown_value(value: Value, secrets: Mapping[str, str]) -> str:
     data = plain(value)
     if data is None or isinstance(data, bool):
         return {None: "null", True: "true", False: "false"}[data]
-    return f"{data!r:.100}"
+    return f"{hidden(repr(data), secrets):.100}"
