@@ -20,11 +20,12 @@ def advise(plan: Plan, again: Again) -> list[str]:
 
     Args:
         plan: what was asked for.
-        again: plans the same run with changes: those of `simulated.varied`, ``micro_batch`` and ``accumulate``.
+        again: plans the same run with changes: those of `simulated.varied`, and ``micro_batch``, ``accumulate`` and
+            ``precision``.
     """
     if not plan.fits:
         return [_made_to_fit(plan, again)]
-    found = []
+    found = _mixed(plan, again)
     if plan.grid["shard"] > 1:
         found += _hybrid(plan, again)
         found += _half(plan, again)
@@ -76,6 +77,14 @@ def _smaller(now: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:
     return attempt(f"take micro-batches of {samples}, {times} accumulated", micro_batch=samples, accumulate=times)
 
 
+def _mixed(plan: Plan, again: Again) -> list[str]:
+    """Multiply matrices in half precision; parameters and optimizer states keep theirs."""
+    if plan.precision.name != "32-true":
+        return []
+    name = "16-mixed" if plan.gpu.name == "v100" else "bf16-mixed"  # Volta has no bfloat16
+    return _compared(plan, again(precision=name), f"mixed precision (precision={name})")
+
+
 def _hybrid(plan: Plan, again: Again) -> list[str]:
     """Shard within a machine, replicate over machines: then parameters are gathered by the fast links alone."""
     inside = max(1, plan.gpu.per_machine // plan.grid["tensor"])
@@ -100,7 +109,8 @@ def _compared(plan: Plan, other: Plan, words: str) -> list[str]:
     if gain < _WORTH:
         return []
     room = "" if other.fits else f", but would not fit ({size(other.reserved)} held)"
-    return [f"{words} would be {gain:.0%} faster, with {size(other.reserved)} held{room}"]
+    faster = f"{gain:.0%} faster" if gain < 1 else f"{1 + gain:.1f} times as fast"
+    return [f"{words} would be {faster}, with {size(other.reserved)} held{room}"]
 
 
 def size(number: float) -> str:

@@ -34,10 +34,10 @@ def gpu_of(mib, network=50e9):
     )
 
 
-def planner(strategy, world_size, mib, micro_batch=8, network=50e9):
+def planner(strategy, world_size, mib, micro_batch=8, network=50e9, precision="bf16-mixed"):
     def again(**changes):
-        own = {"micro_batch": micro_batch, "accumulate": 1}
-        own |= {name: changes.pop(name) for name in ("micro_batch", "accumulate") if name in changes}
+        own = {"micro_batch": micro_batch, "accumulate": 1, "precision": precision}
+        own |= {name: changes.pop(name) for name in own if name in changes}
         return simulate(
             partial(Decoder, SIZES),
             partial(tokens, SIZES),
@@ -46,7 +46,6 @@ def planner(strategy, world_size, mib, micro_batch=8, network=50e9):
             world_size=world_size,
             strategy=simulated.varied(strategy(), **changes),
             gpu=gpu_of(mib, network),
-            precision="bf16-mixed",
             **own,
         )
 
@@ -99,6 +98,15 @@ def test_hybrid_sharding_is_suggested_where_it_is_faster():
     again = planner(FSDP, 64, 1000, network=1e8)
     hints = advise(again(), again)
     assert any("data_parallel_replicate=16: shards of 4" in hint for hint in hints), hints
+
+
+def test_mixed_precision_is_suggested_where_it_is_faster():
+    again = planner(DDP, 2, 8000, micro_batch=1024, precision="32-true")
+    plan = again()
+    (hint,) = advise(plan, again)
+    gain = plan.band[1] / again(precision="bf16-mixed").band[1] - 1
+    assert 0.5 < gain < 1
+    assert hint.startswith(f"mixed precision (precision=bf16-mixed) would be {gain:.0%} faster")
 
 
 def test_the_screen_holds_one_page():

@@ -151,7 +151,8 @@ def run(options: argparse.Namespace) -> tuple[str, bool]:
 
     def again(**changes: Any) -> Plan:
         conditions = {**settings, "gpu": gpu}
-        conditions.update({name: changes.pop(name) for name in ("micro_batch", "accumulate") if name in changes})
+        own = ("micro_batch", "accumulate", "precision")
+        conditions.update({name: changes.pop(name) for name in own if name in changes})
         strategy = simulated.varied(subject.strategy(settings["world_size"]), **changes)
         parts = (subject.build_model, subject.make_batch, subject.loss, subject.optimizer)
         return simulate(*parts, strategy=strategy, step=subject.step, **conditions)
