@@ -12,11 +12,11 @@ from ..callbacks.file_names import folders
 from ..engine import CheckpointStore, checkpoint
 from ..engine.manifest import Manifest
 from ..strategies import announce, warn
+from .config_values import WORDS_FOR_CHECKPOINTS
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-WORDS = ("last", "best", "auto")
 _ELSEWHERE = {
     "hpc": "checkpoints made for a scheduler's signal are like all others here: say 'auto'",
     "registry": "there is no model registry: give a checkpoint's directory",
@@ -62,14 +62,14 @@ def find_checkpoint(trainer: Trainer, stage: str, ckpt_path: Any) -> Path | None
     found = Found()
     with world.together():
         if world.is_main:
-            word = ckpt_path if isinstance(ckpt_path, str) and ckpt_path in WORDS else None
+            word = ckpt_path if isinstance(ckpt_path, str) and ckpt_path in WORDS_FOR_CHECKPOINTS else None
             found = Found(_given(Path(ckpt_path))) if word is None else _search(trainer, stage, word)
     found = world.broadcast(found)
     for sentence in found.skipped:
         warn(f"ckpt_path={ckpt_path!r} skips a checkpoint: {sentence}")
     if ckpt_path == "auto" and found.path is None:
         announce(f"ckpt_path='auto': a fresh start, as there is nothing to go on from in {_join(found.places)}")
-    elif ckpt_path in WORDS:
+    elif ckpt_path in WORDS_FOR_CHECKPOINTS:
         what = "goes on from" if stage == "fit" else "takes the weights of"
         announce(f"ckpt_path={ckpt_path!r}: {stage} {what} {found.path} (optimizer step {found.step:,})")
     return found.path
@@ -97,9 +97,13 @@ def _given(path: Path) -> Path:
         raise ValueError(
             f"ckpt_path={str(path)!r} does not exist. Give a checkpoint's directory, 'last', 'best' or 'auto'."
         )
-    if not (path / checkpoint.MANIFEST).is_file() and (inside := CheckpointStore(path).find()):
-        names = ", ".join(one.name for one in inside[:5])
-        raise ValueError(f"ckpt_path={str(path)!r} is no checkpoint, but a folder of checkpoints: give one of {names}.")
+    if not (path / checkpoint.MANIFEST).is_file():
+        inside = CheckpointStore(path).find() or CheckpointStore(path / "checkpoints").find()
+        if inside:
+            names = ", ".join(str(one.relative_to(path)) for one in inside[:5])
+            raise ValueError(
+                f"ckpt_path={str(path)!r} is no checkpoint, but a folder with checkpoints in it: give one of {names}."
+            )
     checkpoint.verify(path, digests=False)  # they are compared when it is read
     return path
 
@@ -114,10 +118,9 @@ def _search(trainer: Trainer, stage: str, word: str) -> Found:
         return _best(trainer, stage)
     found = _newest(trainer, recover=stage == "fit", resumable=stage == "fit")
     if found.path is None and word == "last":
-        raise ValueError(
-            "; ".join([f"ckpt_path='last', but there is no intact checkpoint in {_join(found.places)}", *found.skipped])
-            + ". Give a path, or say 'auto' to start afresh where there is none."
-        )
+        reasons = [f"ckpt_path='last', but there is no intact checkpoint in {_join(found.places)}", *found.skipped]
+        fresh = ", or say 'auto' to start afresh where there is none" if stage == "fit" else ""
+        raise ValueError("; ".join(reasons) + f". Give a path{fresh}.")
     return found
 
 

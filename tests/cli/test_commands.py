@@ -215,8 +215,9 @@ def test_print_config_runs_nothing(here, capsys):
         "bell",
     ],
 )
-def test_errors_are_words_and_status_2(arguments, words, capsys):
+def test_errors_are_words_and_status_2(arguments, words, here, capsys):
     assert main(["fit", "--config", "run.yaml", *arguments]) == 2
+    assert list(here.glob("runs/*/*")) == []
     said = capsys.readouterr().err
     assert [word for word in words if word not in said] == [], said
     assert "Traceback" not in said

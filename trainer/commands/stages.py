@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..building.build import Checked
     from ..config import Config
     from ..datamodule import DataModule
+    from ..runs.folder import RunFolder
     from ..task import TaskModule
     from ..trainer import Trainer
 
@@ -170,13 +171,15 @@ def _looking_in(earlier: str | None, flags: Mapping[str, Any]) -> list[Callback]
     return callbacks
 
 
-def _run_folder(checked: Checked, flags: Mapping[str, Any], options: Options) -> Any:
+def _run_folder(
+    checked: Checked, flags: Mapping[str, Any], options: Options
+) -> AbstractContextManager[RunFolder, bool | None]:
     """The folder of the run: a new one, or the earlier run's own where that is gone on with."""
     from ..runs.folder import RunFolder
 
     earlier, word = options.from_run, checked.ckpt_path
     if earlier is None or word not in WORDS_FOR_CHECKPOINTS:
-        return RunFolder.create(checked.run_dir, checked.run_name, flags)
+        return _new_folder(checked, flags)
     file = Path(earlier) / CONFIG
     if not file.is_file():
         raise ConfigError(
@@ -191,6 +194,19 @@ def _run_folder(checked: Checked, flags: Mapping[str, Any], options: Options) ->
                 f"is. Leave {key} out; or give ckpt_path=CHECKPOINT, to begin a new run."
             )
     return RunFolder.open(earlier, flags)
+
+
+@contextmanager
+def _new_folder(checked: Checked, flags: Mapping[str, Any]) -> Iterator[RunFolder]:
+    """A new run's folder, which goes again where the run is refused before it begins."""
+    from ..runs.folder import RunFolder
+
+    with RunFolder.create(checked.run_dir, checked.run_name, flags) as folder:
+        try:
+            yield folder
+        except ConfigError:
+            folder.discard()
+            raise
 
 
 def _main(stage: str, arguments: Sequence[str]) -> int:

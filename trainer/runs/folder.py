@@ -233,6 +233,16 @@ class RunFolder:
         finally:
             self.release()
 
+    def discard(self) -> None:
+        """Remove the folder, unless there is more in it than what a run has from its beginning."""
+        files = {CONFIG, ENVIRONMENT, RECORD, CURVES, ERROR, FILE}
+        if self.lock is not None and set(os.listdir(self.path)) <= files:
+            self.release()
+            self.lock = None
+            for name in files:
+                (self.path / name).unlink(missing_ok=True)
+            self.path.rmdir()
+
     def release(self) -> None:
         """Let go of the folder; another job may go on in it."""
         if self.lock is not None:
