@@ -29,12 +29,16 @@ class RunRecord(Service):
         write: takes facts by name, those that have changed; and charts of curves, or None where they have not.
         every_seconds: seconds between two calls while a stage is under way, at least, and a hundred times as long as
             one takes.
+
+    Attributes:
+        began: whether it came to training, or to another stage.
     """
 
     after_task = 3  # what others did at the same time is in it
 
     def __init__(self, write: Write, every_seconds: float = 3.0) -> None:
         self.every_seconds = every_seconds
+        self.began = False
         self._write = write
         self._due = math.inf
         self._end: dict[str, Any] = {}
@@ -43,6 +47,7 @@ class RunRecord(Service):
         """It runs."""
         super().setup(trainer, pl_module, stage)
         self._due, self._end = math.inf, {}
+        self.began |= stage != "fit"
         if trainer.is_global_zero:
             facts = {"state": "running", "stage": stage, "ended": None, "note": None, "error": None}
             self._safely(
@@ -53,6 +58,10 @@ class RunRecord(Service):
         """From here on there is something to tell."""
         if trainer.is_global_zero:
             self._safely(self._tell, trainer, {})
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """There is something left to train."""
+        self.began = True
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Tell, if that is long ago: an epoch may take days."""

@@ -74,6 +74,21 @@ class Line(tl.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+class Deeper(Line):
+    """The same with more numbers."""
+
+    def __init__(self, lr: float = 1e-2, backbone: nn.Module | None = None) -> None:
+        super().__init__(lr, backbone or nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+
+
+class Interrupts(tl.Callback):
+    """Somebody presses Ctrl-C in the third step."""
+
+    def on_train_batch_start(self, trainer: tl.Trainer, pl_module: tl.TaskModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise KeyboardInterrupt
+
+
 class Bare(Line):
     """Has no optimizer of its own."""
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import cli_samples
@@ -109,14 +110,43 @@ def test_what_can_not_be_gone_on_with_leaves_no_folder(here, capsys):
     assert [str(path.relative_to(here)) for path in here.glob("runs/*/*")] == ["runs/default/1"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("trainer.precision=fp17", "fp17"),
+        ("model.class=cli_samples.Deeper", "another model"),
+        ("trainer.max_epochs=1", "nothing is left to train"),
+    ],
+    ids=["flag", "model", "done"],
+)
+def test_a_run_that_can_not_go_on_is_as_it_was(wrong, words, here):
+    assert main(["fit", "--config", "run.yaml", "trainer.max_epochs=1"]) == 0
+    folder = here / "runs" / "default" / "1"
+    before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    line = ["fit", "--from-run", "runs/default/1", "ckpt_path=last", wrong]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            status, said = main(line), ""
+        except ValueError as error:
+            status, said = 1, str(error)
+    assert status == {"fp17": 2, "another model": 1}.get(words, 0)
+    if words != "fp17":
+        assert words in " ".join([said, *(str(one.message) for one in warned)])
+    assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
+    assert main(["fit", "--from-run", "runs/default/1", "ckpt_path=last", "trainer.max_epochs=2"]) == 0
+    assert (folder / "config.1.yaml").read_bytes() == before["config.yaml"]
+
+
 def test_a_repeated_run_still_says_where_each_value_is_from(here, capsys):
     assert main(["fit", "--config", "run.yaml", "model.lr=0.03", "trainer.max_epochs=1"]) == 0
     assert main(["fit", "--from-run", "runs/default/1", "trainer.max_epochs=2"]) == 0
     capsys.readouterr()
     assert main(["fit", "--from-run", "runs/default/2", "--print-config"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"  lr: 0.03 +# command line, runs/default/2/config.yaml:\d+\n", printed)
-    assert re.search(r"  devices: auto +# default, runs/default/2/config.yaml:\d+\n", printed)
+    assert re.search(r"  lr: 0.03 +# command line\n", printed)
+    assert re.search(r"  devices: auto +# default\n", printed)
+    assert main(["fit", "--from-run", "runs/default/2", "~model.lr", "model.lrr=1"]) == 2
 
 
 def test_optimizer_section_trains(here):
@@ -139,10 +169,29 @@ def test_evaluation(here, capsys):
 
 def test_evaluation_of_an_earlier_run(here, capsys):
     assert main(["fit", "--config", "run.yaml"]) == 0
-    for word in ("last", "best"):
+    (saved,) = (here / "runs" / "default" / "1" / "checkpoints").glob("*.ckpt")
+    for words in (["ckpt_path=last"], ["ckpt_path=best"], []):
         capsys.readouterr()
-        assert main(["validate", "--from-run", "runs/default/1", f"ckpt_path={word}"]) == 0
-        assert "runs/default/1/checkpoints/" in capsys.readouterr().err
+        assert main(["validate", "--from-run", "runs/default/1", *words]) == 0
+        assert f"takes the weights of {saved}" in capsys.readouterr().err
+    assert main(["validate", "--from-run", str(saved)]) == 0
+    with pytest.warns(UserWarning, match="the weights are those that the task is built with"):
+        assert main(["validate", "--config", "run.yaml"]) == 0
+    assert sorted(path.name for path in here.iterdir()) == ["run.yaml", "runs"]
+
+
+def test_an_interrupt_says_how_to_go_on(here, capsys):
+    line = ["fit", "--config", "run.yaml", "trainer.callbacks+=cli_samples.Interrupts"]
+    assert main(line) == 130
+    said = capsys.readouterr().err
+    assert "interrupted in step 3. To go on from its newest checkpoint: treadle fit --from-run runs/default/1" in said
+
+
+def test_who_imports_what_is_not_there_is_named(here, capsys):
+    (here / "first_of_two.py").write_text("import second_of_two\n")
+    (here / "second_of_two.py").write_text("\nimport no_such_package\n")
+    assert main(["fit", "--config", "run.yaml", "model.class=first_of_two.Mine"]) == 2
+    assert "second_of_two.py:2 imports 'no_such_package', which is not there" in capsys.readouterr().err
 
 
 def test_secrets_are_kept_nowhere(here, monkeypatch, capsys):

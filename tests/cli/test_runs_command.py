@@ -207,7 +207,7 @@ def test_a_look_leaves_the_defaults_out(one, capsys):
     config = "trainer:\n  callbacks:\n    - class: Timer  # a.yaml:2\n      verbose: true  # default\n"
     config += "  devices: auto  # default, runs/1/config.yaml:5\nrun:\n  dir: runs  # default\nseed: 3  # a.yaml:4\n"
     (one / "a" / "1" / "config.yaml").write_text(config)
-    shown = out(capsys, "show", one / "a" / "1").partition("Configuration\n")[2].partition("\n\n")[0]
+    shown = out(capsys, "show", one / "a" / "1").partition("Configuration, without defaults\n")[2].partition("\n\n")[0]
     written = ["trainer:", "  callbacks:", "    - class: Timer  # a.yaml:2", "seed: 3  # a.yaml:4"]
     assert shown.splitlines() == [f"  {line}" for line in written]
     shown = out(capsys, "show", one / "a" / "1", "--defaults").partition("Configuration\n")[2].partition("\n\n")[0]
@@ -222,7 +222,7 @@ def test_a_look_at_one(one, capsys):
     assert lines[2].startswith("began ")
     assert lines[3].startswith("100 steps, 2 epochs, 400 samples, MyTask, 2 processes, on ")
     assert lines[4] == "best val_loss 1.5, checkpoints/a.ckpt"
-    for title in ("Configuration", "Environment", "Last values", "loss", "lr"):
+    for title in ("Configuration, without defaults", "Environment", "Last values", "loss", "lr"):
         assert title in lines
     assert "    max_epochs: 2" in lines
     assert "  val_loss  1.5" in lines

@@ -35,6 +35,13 @@ from .annotation_words import (
 from .recipes import Named, Object, Plain, Recipe, Several
 from .signatures import REQUIRED, Argument, Signature, signature
 
+_USUAL = (
+    "AdamW",
+    "EarlyStopping",
+    "CSVLogger",
+    "CosineAnnealingLR",
+)  # named first where any would do
+
 
 class Checker:
     """Turns values into recipes, and collects what is wrong with them.
@@ -267,7 +274,8 @@ class Checker:
         if isinstance(data, dict) and (target is not None or not catalog.is_shelved(base)):
             return self._built(value, target or base, "", path, base, supplied)
         own = base in (TaskModule, DataModule)  # of which the user's are wanted, not whichever happens to be loaded
-        example = "my_module.MyClass" if own else next(iter(sorted(catalog.short_names(base))), "my_module.MyClass")
+        short = () if own else catalog.short_names(base)
+        example = next((name for name in (*_USUAL, *sorted(short)) if name in short), "my_module.MyClass")
         if isinstance(data, dict):
             self.report(value, path, f" names no class: add 'class: {example}', say, to its keys.")
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,12 @@ def imported(name: str) -> Any:
             module = importlib.import_module(path)
         except ModuleNotFoundError as error:
             if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
+                place = traceback.extract_tb(error.__traceback__)
+                asking = next(
+                    (f"{f.filename}:{f.lineno}" for f in reversed(place) if "importlib" not in f.filename), path
+                )
                 raise ConfigError(
-                    f"{path!r} can't be imported: it imports {error.name!r}, which is not there."
+                    f"{path!r} can't be imported: {asking} imports {error.name!r}, which is not there."
                 ) from error
             if module is None:
                 hint = meant(parts[0], _importable_here())

@@ -30,7 +30,8 @@ def as_yaml(root: Value, secrets: Mapping[str, str] | None = None, head: str = "
     """
     lines = list(_mapping(root, "", secrets or {}))
     width = min(_WIDEST, max((len(text) for text, source in lines if source), default=0))
-    shown = [f"{text:<{width}}  # {source}" if source else text for text, source in lines]
+    # Of a value that an earlier run has handed on, only where that had it from.
+    shown = [f"{text:<{width}}  # {source.partition(', ')[0]}" if source else text for text, source in lines]
     return "\n".join([*(f"# {line}" for line in head.splitlines()), *shown]) + "\n"
 
 

@@ -161,9 +161,10 @@ def _show(given: argparse.Namespace) -> str:
         return json.dumps({**run.summary(), **parts, "charts": charts, "problems": problems}, indent=2)
     width = min(shutil.get_terminal_size().columns, _WIDEST) if given.width is None else given.width
     lines = [*_head(run), *(f"can't be shown: {problem}" for problem in problems)]
-    config = parts["config"].rstrip().splitlines()
-    config = config if given.defaults else list(_without_defaults(config))
-    lines += _section("Configuration", [f"  {line}" for line in config])
+    title, config = "Configuration", parts["config"].rstrip().splitlines()
+    if not given.defaults:
+        title, config = "Configuration, without defaults", list(_without_defaults(config))
+    lines += _section(title, [f"  {line}" for line in config])
     lines += _section("Environment", _table(parts["environment"]))
     lines += _section("Last values", _table({name: _value(value) for name, value in sorted(run.metrics.items())}))
     text = "\n".join(map(_cut, map(printable, lines)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config import COMMAND_LINE
 from ..config_values import WORDS_FOR_CHECKPOINTS, ConfigError, dotted, hidden, value_of, walk
 from ..runs.folder import CONFIG
 from .command_line import Options, config_of, options_of, refused, say, usage
@@ -100,15 +102,17 @@ def _execute(stage: str, checked: Checked, text: str, options: Options, keep: bo
     if checked.seed is not None:
         seed_everything(checked.seed)
     flags = checked.settings().flags()
+    folder: RunFolder | None = None
     with ExitStack() as stack:
         about = "run"
         try:
             if stage == "fit" and not flags["fast_dev_run"]:
                 folder = stack.enter_context(_run_folder(checked, flags, options))
-                folder.write_config(text)
                 flags = folder.flags(flags)
+                folder.write_config(text)
             elif stage != "fit":
                 flags["callbacks"] = _looking_in(options.from_run, flags)
+                flags["logger"] = flags["logger"] or False  # what is measured is printed
             about = "trainer"
             trainer = Trainer(**flags)
         except ConfigError:
@@ -118,15 +122,22 @@ def _execute(stage: str, checked: Checked, text: str, options: Options, keep: bo
         trainer.config = text
         model, data = checked.task(), checked.datamodule()
         _refuse_kept_secrets(checked.config, {"model": model, "data": data})
+        ckpt_path = checked.ckpt_path if stage == "fit" else _weights(checked, options, trainer)
         more: dict[str, Any] = {}
         if stage == "predict" and not keep:
             more["return_predictions"] = False
             _say_where_predictions_go(trainer)
         try:
-            result = getattr(trainer, stage)(model, datamodule=data, ckpt_path=checked.ckpt_path, **more)
+            result = getattr(trainer, stage)(model, datamodule=data, ckpt_path=ckpt_path, **more)
         except ValueError as error:
             if str(error).startswith("ckpt_path="):
                 raise located(checked.config, error) from error
+            raise
+        except KeyboardInterrupt:
+            if folder is not None and trainer.is_global_zero:
+                place = os.path.relpath(folder.path)
+                words = f"interrupted in step {trainer.global_step + 1:,}. To go on from its newest checkpoint:"
+                print(f"{words} treadle fit --from-run {place} ckpt_path=last", file=sys.stderr)
             raise
     return Session(trainer, model, data, result)
 
@@ -144,15 +155,35 @@ def _refuse_kept_secrets(config: Config, owners: Mapping[str, TaskModule | DataM
 
 
 def _say_where_predictions_go(trainer: Trainer) -> None:
-    from ...callbacks import Callback
+    from ...callbacks import BasePredictionWriter, Callback
     from ...strategies import warn
 
     hooks = ("on_predict_batch_end", "on_predict_epoch_end", "on_predict_end")
-    if not any(getattr(type(one), hook) is not getattr(Callback, hook) for one in trainer.callbacks for hook in hooks):
+    ours = Callback.__module__.partition(".")[0]  # of ours the writers alone take them
+    takers = [one for one in trainer.callbacks if isinstance(one, BasePredictionWriter) or _home(one) != ours]
+    if not any(getattr(type(one), hook) is not getattr(Callback, hook) for one in takers for hook in hooks):
         warn(
             "no callback takes the predictions: unless predict_step writes them itself they are lost. Add an extension "
             "of BasePredictionWriter to trainer.callbacks."
         )
+
+
+def _home(callback: Callback) -> str:
+    return type(callback).__module__.partition(".")[0]
+
+
+def _weights(checked: Checked, options: Options, trainer: Trainer) -> str | None:
+    """The checkpoint to evaluate: that of the earlier run, unless another is named."""
+    from ...strategies import warn
+
+    if checked.ckpt_path is not None or checked.config.where("ckpt_path") == COMMAND_LINE:
+        return checked.ckpt_path
+    if options.from_run is None:
+        warn("no ckpt_path: the weights are those that the task is built with.")
+        return None
+    if not (Path(options.from_run) / CONFIG).is_file():
+        return options.from_run
+    return "best" if any(one.monitor is not None for one in trainer.checkpoint_callbacks) else "last"
 
 
 def _looking_in(earlier: str | None, flags: Mapping[str, Any]) -> list[Callback]:
@@ -214,6 +245,8 @@ def _main(stage: str, arguments: Sequence[str]) -> int:
         run(stage, arguments, f"treadle {stage}", keep=False)
     except ConfigError as error:
         return refused(f"treadle {stage}", error)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -18,10 +19,12 @@ from .lock import FILE, RunLock
 if TYPE_CHECKING:
     from ...callbacks import Callback, ModelCheckpoint, RunReport
     from ...callbacks.report_page import Points
+    from ...callbacks.run_record import RunRecord
     from ...strategies import World
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 ENVIRONMENT, RECORD, CURVES, ERROR = "environment.json", "run.json", "curves.json", "error.json"
+_TOLD = (CONFIG, ENVIRONMENT, RECORD, CURVES, ERROR)  # what a folder tells of its run
 _MOST_POINTS = 256  # twice as many are kept of a curve, for a look at it; the loggers have every value
 
 
@@ -51,6 +54,9 @@ class RunFolder:
         self._facts = facts
         self._before = float(facts.get("seconds", 0.0))
         self._began = time.monotonic()
+        self._earlier: dict[str, bytes] | None = None  # the files of a run that is gone on with
+        self._aside: Path | None = None  # where the configuration among them is kept
+        self._watch: RunRecord | None = None
 
     @classmethod
     def create(
@@ -81,7 +87,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path, settings: Mapping[str, Any] | None = None) -> RunFolder:
-        """Go on in a folder that is there.
+        """Go on in a folder that is there. Should it never come to training, its files will be as they were.
 
         Args:
             path: the folder.
@@ -94,6 +100,7 @@ class RunFolder:
         world = _world(settings)
         lock: RunLock | None = None
         facts: dict[str, Any] = {}
+        earlier: dict[str, bytes] = {}
         found = _absolute(path)
         with world.together():
             if world.is_main:
@@ -102,14 +109,24 @@ class RunFolder:
                 read(found)  # before anything is written into a folder that may be someone else's
                 lock = _lock(found)
                 run = read(found)
+                files = [found / name for name in _TOLD if (found / name).is_file()]
+                earlier = {file.name: file.read_bytes() for file in files}
                 # A record that can't be read is no reason to lose the checkpoints that stand beside it.
                 began = {"format": 1, "name": run.name, "number": run.number, "began": run.began or time.time()}
                 facts = {**began, **run.facts, "resumed": time.time(), "ended": None, "note": None, "error": None}
-        return cls._begin(world, found, lock, facts)
+        return cls._begin(world, found, lock, facts, earlier)
 
     @classmethod
-    def _begin(cls, world: World, path: Path, lock: RunLock | None, facts: dict[str, Any]) -> RunFolder:
+    def _begin(
+        cls,
+        world: World,
+        path: Path,
+        lock: RunLock | None,
+        facts: dict[str, Any],
+        earlier: dict[str, bytes] | None = None,
+    ) -> RunFolder:
         folder = cls(Path(world.broadcast(str(path))), lock, facts)
+        folder._earlier = earlier
         try:
             with world.together():
                 if lock is not None:
@@ -138,6 +155,9 @@ class RunFolder:
         Raises:
             ValueError: ``default_root_dir`` names another place, or a callback writes into another run's folder.
         """
+        from ...callbacks.run_record import RunRecord
+
+        self._watch = RunRecord(self.record)
         flags = dict(settings or {})
         root = flags.get("default_root_dir")
         if root is not None and _absolute(root) != self.path:
@@ -151,12 +171,11 @@ class RunFolder:
             from ...loggers import TensorBoardLogger
 
             flags["logger"] = TensorBoardLogger(self.path, name="", version="")
-        flags["callbacks"] = self._callbacks(flags, plain)
+        flags["callbacks"] = [*self._callbacks(flags, plain), self._watch]
         return flags
 
     def _callbacks(self, flags: Mapping[str, Any], plain: bool) -> list[Callback]:
         from ...callbacks import ModelCheckpoint, OnExceptionCheckpoint, RunReport
-        from ...callbacks.run_record import RunRecord
         from ..defaults import as_callbacks
 
         callbacks = as_callbacks("callbacks", flags.get("callbacks"))
@@ -171,7 +190,7 @@ class RunFolder:
             callbacks.append(ModelCheckpoint(self.path / CHECKPOINTS))
         if plain and flags.get("enable_report") is not False and not reports:
             callbacks.append(RunReport(self.path))
-        return [*callbacks, RunRecord(self.record)]
+        return callbacks
 
     def _place(self, callback: ModelCheckpoint | RunReport) -> Any:
         """Where a callback was told to write, which may not be another run's folder: it would write over that."""
@@ -188,9 +207,14 @@ class RunFolder:
     # -- what is in it -------------------------------------------------------------------------------------------
 
     def write_config(self, text: str) -> None:
-        """Keep what the run was configured with, as YAML."""
-        if self.lock is not None:
-            self._write(CONFIG, text)
+        """Keep what the run was configured with, as YAML. Where it goes on, what it began with is ``config.1.yaml``."""
+        if self.lock is None:
+            return
+        if (old := (self._earlier or {}).get(CONFIG)) is not None and old != text.encode():
+            free = next(name for n in itertools.count(1) if not (self.path / (name := f"config.{n}.yaml")).exists())
+            self._write(free, old)
+            self._aside = self.path / free
+        self._write(CONFIG, text)
 
     def record(self, facts: Mapping[str, Any], charts: Mapping[str, Mapping[str, Points]] | None = None) -> None:
         """Note how the run stands.
@@ -235,13 +259,25 @@ class RunFolder:
 
     def discard(self) -> None:
         """Remove the folder, unless there is more in it than what a run has from its beginning."""
-        files = {CONFIG, ENVIRONMENT, RECORD, CURVES, ERROR, FILE}
-        if self.lock is not None and set(os.listdir(self.path)) <= files:
+        files = (*_TOLD, FILE)
+        if self.lock is not None and set(os.listdir(self.path)) <= set(files):
             self.release()
             self.lock = None
             for name in files:
                 (self.path / name).unlink(missing_ok=True)
             self.path.rmdir()
+
+    def _put_back(self, earlier: Mapping[str, bytes]) -> None:
+        """Leave the folder as it was found."""
+        if self.lock is not None:
+            for name in _TOLD:
+                if name in earlier:
+                    self._write(name, earlier[name])
+                else:
+                    (self.path / name).unlink(missing_ok=True)
+            if self._aside is not None:
+                self._aside.unlink(missing_ok=True)
+            self.release()
 
     def release(self) -> None:
         """Let go of the folder; another job may go on in it."""
@@ -257,6 +293,9 @@ class RunFolder:
         """Note what ended the block, if that is not known, and let go of the folder. An error goes its way."""
         from ...callbacks.run_record import ended_by
 
+        if self._earlier is not None and self._watch is not None and not self._watch.began:
+            self._put_back(self._earlier)
+            return
         if isinstance(error, SystemExit) and not error.code:
             error = None
         state = str(self._facts.get("state"))
@@ -273,14 +312,14 @@ class RunFolder:
         with contextlib.suppress(OSError), open(self.path / ERROR, "x", encoding="utf-8", errors="replace") as file:
             file.write(json.dumps(facts, ensure_ascii=False))
 
-    def _write(self, name: str, text: str, durable: bool = True) -> None:
+    def _write(self, name: str, content: str | bytes, durable: bool = True) -> None:
         """Write a file in one move: whoever reads it sees the old or the new one."""
         from ...engine import disk
 
         part = self.path / f".{name}.tmp"
         try:
             part.unlink(missing_ok=True)  # what is there may be a link to a file that is not ours
-            disk.write_bytes(part, text.encode("utf-8", errors="replace"))
+            disk.write_bytes(part, content if isinstance(content, bytes) else content.encode(errors="replace"))
             if durable:
                 disk.fsync(part)
             disk.replace(part, self.path / name)
