@@ -88,12 +88,12 @@ def run(
         say(text.rstrip("\n"))
         return None
     try:
-        return _execute(stage, checked, text, options, keep)
+        return _execute(stage, program, checked, text, options, keep)
     except ConfigError as error:
         raise ConfigError(*(hidden(problem, config.secrets) for problem in error.problems)) from error
 
 
-def _execute(stage: str, checked: Checked, text: str, options: Options, keep: bool) -> Session:
+def _execute(stage: str, program: str, checked: Checked, text: str, options: Options, keep: bool) -> Session:
     """The Trainer comes first: where it starts other processes, this one only waits for them."""
     from ...engine import seed_everything
     from ..building.build import located
@@ -136,8 +136,8 @@ def _execute(stage: str, checked: Checked, text: str, options: Options, keep: bo
         except KeyboardInterrupt:
             if folder is not None and trainer.is_global_zero:
                 place = os.path.relpath(folder.path)
-                words = f"interrupted in step {trainer.global_step + 1:,}. To go on from its newest checkpoint:"
-                print(f"{words} treadle fit --from-run {place} ckpt_path=last", file=sys.stderr)
+                words = f"interrupted in step {trainer.global_step + 1:,}. To go on from the newest checkpoint:"
+                print(f"{words} {program} --from-run {place} ckpt_path=auto", file=sys.stderr)
             raise
     return Session(trainer, model, data, result)
 
