@@ -40,20 +40,30 @@ def start_anew(root: Any) -> None:
     forget_gradients(root)
     if hasattr(root, "reset_iter_state"):  # torch 2.13
         root.reset_iter_state()
-    else:
-        put_away(root)
+        return
+    for state, group in _sharded_groups(root):
+        for each in (state, group):
+            each._training_state = type(each._training_state).IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        group._all_gather_result = None  # of values that may be old
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
+        group.comm_ctx.reduce_scatter_state = None
+        group._to_sharded()
 
 
 def forget_gradients(root: nn.Module) -> None:
     """Drop the gradients of whole parameters, which wait to be reduced; an optimizer's ``zero_grad`` knows shards."""
-    for held in _sharded_parameters(root):
-        held.unsharded_accumulated_grad = None
-        if hasattr(held, "_unsharded_param"):  # after the first gathering
-            held._unsharded_param.grad = None
+    for _, group in _sharded_groups(root):
+        for held in group.fsdp_params:
+            held.unsharded_accumulated_grad = None
+            if hasattr(held, "_unsharded_param"):  # after the first gathering
+                held._unsharded_param.grad = None
 
 
-def _sharded_parameters(root: nn.Module) -> Iterator[Any]:
-    """torch's records of them; it has no public way to waiting gradients (2.13)."""
+def _sharded_groups(root: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """torch's records of modules and of their parameters; it has no public way to waiting gradients (2.13)."""
     for part in root.modules():
         get_state: Any = getattr(part, "_get_fsdp_state", None)
         if get_state is not None:
@@ -62,4 +72,4 @@ def _sharded_parameters(root: nn.Module) -> Iterator[Any]:
             if groups is None:  # older ones (2.6) have one group each
                 groups = [group for group in (state._fsdp_param_group,) if group is not None]
             for group in groups:
-                yield from group.fsdp_params
+                yield state, group
