@@ -81,6 +81,13 @@ class Deeper(Line):
         super().__init__(lr, backbone or nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
 
 
+class Takes(tl.Callback):
+    """Takes predictions."""
+
+    def on_predict_batch_end(self, *_: Any) -> None:
+        pass
+
+
 class Interrupts(tl.Callback):
     """Somebody presses Ctrl-C in the third step."""
 

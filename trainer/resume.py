@@ -13,6 +13,7 @@ from ..engine import CheckpointStore, checkpoint
 from ..engine.manifest import Manifest
 from ..strategies import announce, warn
 from .config_values import WORDS_FOR_CHECKPOINTS
+from .runs.folder import CHECKPOINTS
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -98,7 +99,7 @@ def _given(path: Path) -> Path:
             f"ckpt_path={str(path)!r} does not exist. Give a checkpoint's directory, 'last', 'best' or 'auto'."
         )
     if not (path / checkpoint.MANIFEST).is_file():
-        inside = CheckpointStore(path).find() or CheckpointStore(path / "checkpoints").find()
+        inside = CheckpointStore(path).find() or CheckpointStore(path / CHECKPOINTS).find()
         if inside:
             names = ", ".join(str(one.relative_to(path)) for one in inside[:5])
             raise ValueError(
@@ -193,7 +194,7 @@ def _places(trainer: Trainer) -> tuple[list[Path], list[Path]]:
             continue
         logger = next((logger for logger in trainer.loggers if logger.root_dir), None)
         if logger is None:
-            own[Path(os.path.abspath(trainer.default_root_dir)) / "checkpoints"] = None
+            own[Path(os.path.abspath(trainer.default_root_dir)) / CHECKPOINTS] = None
         # To ask for a version that nobody has given would claim the next free one.
         elif getattr(logger, "_version", None) is not None and logger.log_dir:
             own[Path(os.path.abspath(logger.log_dir)) / "checkpoints"] = None

@@ -162,8 +162,13 @@ def test_evaluation(here, capsys):
         capsys.readouterr()
         assert main([stage, "--config", "run.yaml", f"ckpt_path={saved}"]) == 0
         assert name in capsys.readouterr().out
-    with pytest.warns(UserWarning, match="no callback takes the predictions"):
-        assert main(["predict", "--config", "run.yaml", f"ckpt_path={saved}"]) == 0
+    line = ["predict", "--config", "run.yaml", f"ckpt_path={saved}"]
+    for more in ([], ["trainer.enable_progress_bar=true"]):  # a bar hears of predictions, but keeps none
+        with pytest.warns(UserWarning, match="no callback takes the predictions"):
+            assert main([*line, *more]) == 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="no callback takes")
+        assert main([*line, "trainer.callbacks+=cli_samples.Takes"]) == 0
     assert [path.name for path in (here / "runs" / "default").iterdir()] == ["1"]
 
 
@@ -177,6 +182,8 @@ def test_evaluation_of_an_earlier_run(here, capsys):
     assert main(["validate", "--from-run", str(saved)]) == 0
     with pytest.warns(UserWarning, match="the weights are those that the task is built with"):
         assert main(["validate", "--config", "run.yaml"]) == 0
+    with pytest.warns(UserWarning, match="the weights are those that the task is built with"):
+        assert main(["validate", "--from-run", "runs/default/1/config.yaml"]) == 0
     assert sorted(path.name for path in here.iterdir()) == ["run.yaml", "runs"]
 
 

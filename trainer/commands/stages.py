@@ -155,35 +155,42 @@ def _refuse_kept_secrets(config: Config, owners: Mapping[str, TaskModule | DataM
 
 
 def _say_where_predictions_go(trainer: Trainer) -> None:
-    from ...callbacks import BasePredictionWriter, Callback
     from ...strategies import warn
 
-    hooks = ("on_predict_batch_end", "on_predict_epoch_end", "on_predict_end")
-    ours = Callback.__module__.partition(".")[0]  # of ours the writers alone take them
-    takers = [one for one in trainer.callbacks if isinstance(one, BasePredictionWriter) or _home(one) != ours]
-    if not any(getattr(type(one), hook) is not getattr(Callback, hook) for one in takers for hook in hooks):
+    if not any(map(_takes_predictions, trainer.callbacks)):
         warn(
             "no callback takes the predictions: unless predict_step writes them itself they are lost. Add an extension "
             "of BasePredictionWriter to trainer.callbacks."
         )
 
 
-def _home(callback: Callback) -> str:
-    return type(callback).__module__.partition(".")[0]
+def _takes_predictions(callback: Callback) -> bool:
+    """Whether it may: of ours the writers do, and LambdaCallback; bars and monitors only count."""
+    from ...callbacks import BasePredictionWriter, Callback
+
+    hooks = ("on_predict_batch_end", "on_predict_epoch_end", "on_predict_end")
+    if any(hook in vars(callback) for hook in hooks):
+        return True
+    counts = type(callback).__module__.startswith(f"{__name__.partition('.')[0]}.")
+    if counts and not isinstance(callback, BasePredictionWriter):
+        return False
+    return any(getattr(type(callback), hook) is not getattr(Callback, hook) for hook in hooks)
 
 
 def _weights(checked: Checked, options: Options, trainer: Trainer) -> str | None:
     """The checkpoint to evaluate: that of the earlier run, unless another is named."""
+    from ...engine.checkpoint import MANIFEST
     from ...strategies import warn
 
     if checked.ckpt_path is not None or checked.config.where("ckpt_path") == COMMAND_LINE:
         return checked.ckpt_path
-    if options.from_run is None:
-        warn("no ckpt_path: the weights are those that the task is built with.")
-        return None
-    if not (Path(options.from_run) / CONFIG).is_file():
-        return options.from_run
-    return "best" if any(one.monitor is not None for one in trainer.checkpoint_callbacks) else "last"
+    earlier = options.from_run
+    if earlier is not None and (Path(earlier) / MANIFEST).is_file():
+        return earlier
+    if earlier is not None and (Path(earlier) / CONFIG).is_file():
+        return "best" if any(one.monitor is not None for one in trainer.checkpoint_callbacks) else "last"
+    warn("no ckpt_path: the weights are those that the task is built with.")
+    return None
 
 
 def _looking_in(earlier: str | None, flags: Mapping[str, Any]) -> list[Callback]:
