@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from ..strategies import warn
 from .random_state import RandomStream, host_state, set_host_state
+from .source_libraries import parts_of
 
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -34,7 +36,9 @@ class Draws:
     ) -> None:
         self.stream = stream
         found = _within(samplers, Sampler, ("sampler", "batch_sampler"))
-        self.private = generators_of([source, *found, *_within([dataset], Dataset)])
+        datasets = [part for each in _within([dataset], Dataset) for part in (each, *parts_of(each))]
+        self.private = generators_of([source, *found, *datasets])
+        self.counting_epochs = [each for each in {id(d): d for d in datasets}.values() if _counts_epochs(each)]
         self.stateful = [sampler for sampler in found if stateful(sampler) is not None]
         self._counting = [
             sampler
@@ -53,6 +57,7 @@ class Draws:
             "stream": self.stream.now(),
             "generators": self.private_states(),
             "samplers": self.sampler_states(),
+            "epochs": self.epochs(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -64,6 +69,16 @@ class Draws:
         """As `load`, where no sampler has been asked for anything since."""
         self.stream.go_to(state["stream"])
         self.load_private(state["generators"])
+        self.load_epochs(state)
+
+    def epochs(self) -> list[int]:
+        """The epochs that datasets count by themselves."""
+        return [dataset.epoch for dataset in self.counting_epochs]
+
+    def load_epochs(self, state: dict[str, Any]) -> None:
+        """Put back the epochs that datasets count by themselves; checkpoints from before they were noted have none."""
+        for dataset, epoch in zip(self.counting_epochs, state.get("epochs", ()), strict=False):
+            dataset.epoch = epoch
 
     def private_states(self) -> list[Any]:
         """Where the private generators are now."""
@@ -170,7 +185,25 @@ def left_as_it_is(loader: Any) -> Iterator[None]:
 
 def stateful(value: Any) -> Any:
     """``value``, if it can say and take back where it is; else None."""
-    return value if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else None
+    if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        return None
+    try:
+        inspect.signature(value.state_dict).bind()
+    except TypeError:  # it asks for what only its own loader knows: MosaicML's StreamingDataset
+        return None
+    except ValueError:  # written in C
+        pass
+    return value
+
+
+def _counts_epochs(dataset: Any) -> bool:
+    """Whether a stream, or a part of one, counts its epochs in a plain ``epoch``, and cannot be told them."""
+    return (
+        not (isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset))
+        and type(getattr(dataset, "__dict__", {}).get("epoch")) is int
+        and not hasattr(dataset, "set_epoch")
+        and stateful(dataset) is None
+    )
 
 
 def generators_within(dataset: Any) -> list[Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sized
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from ..strategies import World, warn
-from .order import sized
 
 _LOOKED_AT = 256  # numbers at either end
 
@@ -64,3 +64,13 @@ def say_other_length(saved: int | None, now: int | None) -> None:
             "of the epoch is not what it would have been, and a sample may be missing or seen twice. Resume from an "
             "epoch's end to train on other data."
         )
+
+
+def sized(value: Any) -> int | None:
+    """``len(value)``, or None where it has none."""
+    if not isinstance(value, Sized):
+        return None
+    try:
+        return len(value)
+    except TypeError:  # a DataLoader over a stream has __len__ and no length
+        return None

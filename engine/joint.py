@@ -9,6 +9,7 @@ from typing import Any
 
 from ..strategies import World
 from .combined import CombinedLoader, joint_length, least, rows
+from .draws import states_of
 from .loader import Cursor, Loader
 from .order import GroupPlanner, Micro
 from .random_state import RandomStream, State, isolated_random_state, random_state, seed_everything, seed_from
@@ -131,9 +132,7 @@ class JointLoader(Loader):
             loader.limit = source.limit_of(number)
             if loader._plan.draws_later:
                 self._refuse_shared_generators(loader)
-        shared = all(loader._plan.planner.size > 1 for loader in self.loaders)
-        planner = GroupPlanner(*((world.rank, world.size) if shared else (0, 1)), accumulate)
-        self._plan = JointBatches(self.loaders, source, planner)
+        self._plan = JointBatches(self.loaders, source, GroupPlanner(world.rank, world.size, accumulate))
         self._reads = [generator for loader in self.loaders for generator in loader._reads]
 
     @property
@@ -225,10 +224,21 @@ class JointLoader(Loader):
             self.loaders[number].draw_from(stream)
         self.epoch, self.samples, self.batches = state["epoch"], state["samples"], state["batches"]
         plan.passes = list(state["passes"])
-        if widths != [loader._plan.width for loader in self.loaders]:
+        if widths != [loader._plan.full for loader in self.loaders]:
             self.batches = plan.behind()  # another number of processes, each with fewer or more batches
         plan.order = {} if state["running"] else None
         self._resuming, self._micro = state["running"], None
+
+    def reading_state(self) -> dict[str, Any]:
+        """See `Loader.reading_state`."""
+        return {**super().reading_state(), "loaders": [loader.reading_state() for loader in self.loaders]}
+
+    def load_reading_state(self, state: dict[str, Any] | list[Any]) -> None:
+        """See `Loader.load_reading_state`."""
+        super().load_reading_state(state)
+        within = state["loaders"] if isinstance(state, dict) else []
+        for loader, each in zip(self.loaders, within, strict=False):
+            loader.load_reading_state({**each, "generators": states_of(loader._reads)})  # which are put back already
 
     def check(self, state: dict[str, Any]) -> None:
         """See that the same loaders were saved, in the same mode.

@@ -11,13 +11,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from ..strategies import World
+from ..strategies import World, warn
 from .cursor import Cursor
 from .draws import Draws, fitting, generators_within, load_states, say_begin_anew, stateful, states_of
-from .fingerprint import check_same_data, say_other_length
+from .fingerprint import say_other_length
 from .order import GroupPlanner, Micro, ShardedBatches, set_epoch, shards_itself, sized
 from .random_state import RandomStream, State
 from .reading import SeededSamples, SeededStream, read_here
+from .source_libraries import not_repeatable, state_gap
 from .stream import Counted, StreamedBatches, follow_iterator, other_batches
 
 _NO_MORE = object()
@@ -81,15 +82,15 @@ class Loader:
         self._prepare(source, world, shard, (lambda: 1) if evaluation else accumulate, split)
 
     def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
-        rank, size = (world.rank, world.size) if shard and not shards_itself(source) else (0, 1)
-        planner = GroupPlanner(rank, size, accumulate)
+        own = not shard or shards_itself(source)
+        planner = GroupPlanner(world.rank, world.size, accumulate, own)
         if isinstance(source, DataLoader):
             self._prepare_view(source, planner)
         else:
             # A list draws nothing, so nothing has to be lent to it.
             lent = not isinstance(source, list | tuple)
             self._plan = StreamedBatches(source, None, planner, Draws(self._stream, source), lent, stateful(source))
-        if split and size > 1:
+        if split and planner.size > 1:
             self._plan.split()
 
     def _prepare_view(self, source: DataLoader[Any], planner: GroupPlanner) -> None:
@@ -106,14 +107,19 @@ class Loader:
             counted = source.batch_size
             if counted is not None:
                 settings["collate_fn"] = Counted(source.collate_fn)
-            draws = Draws(self._stream, source, dataset=None if workers else source.dataset)
+            draws = Draws(self._stream, source, dataset=source.dataset)
             # A subclass's own __iter__ may draw the workers' seed late, or anything else.
             lent = not workers or type(source).__iter__ is not DataLoader.__iter__
             # A loader that knows where it is knows it of its workers too.
             knows = stateful(view)
             if knows is None and not workers:
                 knows = stateful(source.dataset)
-            streamed = self._plan = StreamedBatches(source, counted, planner, draws, lent, knows)
+            gap = state_gap(source.dataset)
+            if gap:
+                knows = None
+            if not self.evaluation and (reason := not_repeatable(source.dataset)):
+                warn(f"a run cannot resume exactly within an epoch of this stream: {reason}.")
+            streamed = self._plan = StreamedBatches(source, counted, planner, draws, lent, knows, gap)
             if source.persistent_workers and not isinstance(source.dataset, IterDataPipe):
                 settings["dataset"] = streamed.seeded = SeededStream(source.dataset)
             follow_iterator(view, streamed)
@@ -154,7 +160,7 @@ class Loader:
         if batches is None:
             batches = self._begin()
         micros = self._plan.micros
-        cursor, stream, move = self._cursor, self._stream, self.move
+        cursor, stream, move, planner = self._cursor, self._stream, self.move, self._plan.planner
         outer = cursor.micro  # of a loop around this one, such as training around a validation
         micro: Micro | None = None
         try:
@@ -171,7 +177,9 @@ class Loader:
                 self.samples += micro.everyone
                 self.batches += 1
                 if drawn is not None:
-                    stream.state = self._drawn = drawn
+                    self._drawn = drawn
+                    if planner.shares is None:  # else each rank has drawn something else
+                        stream.state = drawn
                 yield batch if move is None else move(batch)
             if micros:
                 raise other_batches(self.source)
@@ -209,12 +217,12 @@ class Loader:
         set_epoch(self.source, 0 if self._repeats else self.epoch)
         limit = None if self.limit is None else max(0, self.limit - self.batches)
         if isinstance(plan, StreamedBatches):
-            plan.begin(self.epoch, self.samples, limit)
+            plan.begin(self.epoch, self.samples, limit, self.batches)
             iterator = plan.start(lambda: iter(self._view), self._started)
             self._started = getattr(self._view, "persistent_workers", False)
             batches = plan.batches(iterator)
             return self._after(passing, batches) if passing else batches
-        plan.begin(self.epoch, self.samples, limit, passing)
+        plan.begin(self.epoch, self.samples, limit, self.batches, passing)
         return self._after(passing, iter(self._view)) if passing else iter(self._view)
 
     def _after(self, passing: int, batches: Iterator[Any]) -> Iterator[Any]:
@@ -225,7 +233,7 @@ class Loader:
                 micro, drawn = plan.micros.popleft()
                 self.samples += micro.everyone
                 self.batches += 1
-                if drawn is not None:
+                if drawn is not None and plan.planner.shares is None:
                     self._stream.state = drawn
             yield from batches
             return
@@ -336,13 +344,18 @@ class Loader:
     # -- position ------------------------------------------------------------------------------------------------
 
     def agree(self, world: World) -> None:
-        """See that the data is the same on every process, and take rank zero's private generators: one order."""
-        if world.size == 1 or self._plan.planner.size == 1:
+        """See what the ranks read: shares of the same data, drawn in one order, or data of their own.
+
+        Raises:
+            ValueError: on every rank, if their data is neither the same nor shares of it.
+        """
+        if world.size == 1:
             return
-        if isinstance(self._plan, ShardedBatches):
-            check_same_data(self.source.dataset, world)  # type: ignore[attr-defined]
-        if self._plan.draws.private:
-            self._plan.draws.load_private(world.broadcast(self._plan.draws.private_states()))
+        plan = self._plan
+        plan.agree(world)
+        # Each order is rank zero's.
+        if plan.planner.shares is None and plan.draws.private:
+            plan.draws.load_private(world.broadcast(plan.draws.private_states()))
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, the samples of it that were yielded (over all processes), and what its order was drawn from.
@@ -359,14 +372,17 @@ class Loader:
             "samples": self.samples,
             "batches": self.batches,
             "order": plan.order,
-            "width": plan.width,
+            "width": plan.full,
             "length": sized(getattr(self.source, "dataset", None)),
             "items": plan.items(self.samples, self.batches) + self._ahead,
             "generators": plan.draws.private_states(),
+            "epochs": plan.draws.epochs(),
             "samplers": plan.draws.sampler_states(),
             "started": self._started,
+            "own": plan.planner.shares is not None,
             "source": plan.state(drawn) if isinstance(plan, StreamedBatches) else None,
             "workers": plan.workers if isinstance(plan, StreamedBatches) else None,
+            **({"first_digest": plan.first_digest} if isinstance(plan, StreamedBatches) and plan.order else {}),
             **({"first": self._first} if self._repeats else {}),
         }
 
@@ -392,14 +408,21 @@ class Loader:
             say_other_length(state.get("length"), sized(getattr(self.source, "dataset", None)))
         plan.draws.load_private(state["generators"])
         plan.draws.load_samplers(state)
+        plan.draws.load_epochs(state)
         self.epoch, self.samples, self.batches = state["epoch"], state["samples"], state["batches"]
         if isinstance(plan, StreamedBatches):
-            plan.load_state(state["source"])
+            if state.get("own") and state["width"] != plan.full and state["order"] is not None:
+                warn(
+                    "the checkpoint was saved within an epoch in which each rank read a stream of its own, by another "
+                    f"number of ranks. Each rank passes over {plan.batches_of(state['items'])} batches: exact only "
+                    "where the stream is dealt to the ranks sample by sample."
+                )
+            plan.load_state(state["source"], state.get("first_digest", ""))
             plan.workers = state.get("workers")
             self.close()  # workers of another time, if there are any, have drawn other numbers
         self._ahead = 0
         items = state.get("items", plan.items(self.samples, self.batches))
-        if state.get("width") != plan.width:  # another number of processes, each with fewer or more batches
+        if state.get("width") != plan.full:  # another number of processes, each with fewer or more batches
             self.batches = plan.batches_of(items)
         self._ahead = items - plan.items(self.samples, self.batches)
         plan.order = state["order"]
@@ -417,13 +440,19 @@ class Loader:
         if text := self._plan.draws.difference(state):
             raise ValueError(f"{text}: pass the same kind of sampler, or resume with weights only.")
 
-    def reading_state(self) -> list[Any]:
-        """Where the generators of the dataset's own are, of which each process has its own."""
-        return states_of(self._reads)
+    def reading_state(self) -> dict[str, Any]:
+        """What this rank alone knows: its dataset's generators, and its place in data of its own."""
+        planner = self._plan.planner
+        own = None if planner.shares is None else self.state_dict()
+        return {"generators": states_of(self._reads), "own": own, "ranks": planner.world_size}
 
-    def load_reading_state(self, states: list[Any]) -> None:
-        """Put them back; those of another dataset are left, which a warning says of a training loader."""
-        if fitting(self._reads, states):
-            load_states(self._reads, states)
+    def load_reading_state(self, state: dict[str, Any] | list[Any]) -> None:
+        """Resume from `reading_state`; generators of another dataset are left, which a warning says of training."""
+        if isinstance(state, list):  # of a checkpoint from before ranks had data of their own
+            state = {"generators": state, "own": None}
+        if state["own"] is not None and state["ranks"] == self._plan.planner.world_size:
+            self.load_state_dict(state["own"])
+        if fitting(self._reads, state["generators"]):
+            load_states(self._reads, state["generators"])
         elif not self.evaluation:
-            say_begin_anew(getattr(self.source, "dataset", self.source), self._reads, states)
+            say_begin_anew(getattr(self.source, "dataset", self.source), self._reads, state["generators"])

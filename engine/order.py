@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from ..strategies import World
 from .draws import Draws
+from .fingerprint import check_same_data, sized
 from .random_state import RandomStream, State, seed_from
+from .rank_shares import RankShares, Share
 
 # These draw when an epoch begins and never again, so nothing has to be lent to them later.
 _DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+_DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,19 +56,50 @@ def share(count: int, rank: int, size: int) -> slice:
     return slice(start, start + base + (rank < extra))
 
 
+def steady(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Return an iterator over the same items that ``iter`` leaves as it is.
+
+    ``itertools.islice``, ``zip`` and ``for`` call ``iter`` on what they are given. A user-defined iterator whose
+    ``__iter__`` rewinds it would begin anew with each call. Iterators written in C and generators don't.
+    """
+    return _nexts(iterator) if type(iterator).__flags__ & _DEFINED_IN_PYTHON else iterator
+
+
+def _nexts(iterator: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        yield item
+
+
 class GroupPlanner:
     """Cuts a stream of batches into groups that form one optimizer step each, with exact weights.
 
     Args:
         rank: this process.
-        size: number of processes.
+        size: world size.
         accumulate: returns how many micro-batches form a group; asked anew for each group.
+        own: each rank reads data of its own, so that nothing is dealt.
+
+    Attributes:
+        shares: what all ranks hold, where each reads data of its own; else None.
     """
 
-    def __init__(self, rank: int, size: int, accumulate: Callable[[], int]) -> None:
-        self.rank = rank
-        self.size = size
+    def __init__(self, rank: int, size: int, accumulate: Callable[[], int], own: bool = False) -> None:
+        self.world_rank = rank
+        self.world_size = size
         self.accumulate = accumulate
+        self.shares: RankShares | None = None
+        self.rank, self.size = rank, size
+        if own and size > 1:
+            self.keep_own()
+
+    def keep_own(self) -> None:
+        """Deal nothing: each rank reads data of its own."""
+        self.rank, self.size = 0, 1
+        self.shares = RankShares(self.world_size)
 
     def plan(self, sizes: list[tuple[int, int]]) -> list[Micro]:
         """Return the facts of one group's micro-batches.
@@ -76,8 +112,8 @@ class GroupPlanner:
             total += everyone
         micros, last = [], len(sizes) - 1
         for number, (own, everyone) in enumerate(sizes):
-            # Gradients are averaged over the processes, hence `size`; every sample then weighs 1 / total.
-            scale = self.size * own / total if total else 0.0
+            # Gradients are averaged over the ranks, hence the world size; every sample then weighs 1 / total.
+            scale = self.world_size * own / total if total else 0.0
             micros.append(Micro(own, scale, number == last, total, everyone))
         return micros
 
@@ -113,6 +149,7 @@ class ShardedBatches:
         self.sampler: Iterable[Any] = unit.sampler if self.plain else unit
         self.batch_size = int(getattr(batches, "batch_size", None) or 1) if self.plain else 1
         self.drop_last = bool(getattr(batches, "drop_last", False))
+        self.dataset = loader.dataset
         self.planner = planner
         self.merge_tail = merge_tail and self.batched
         self.positions = positions
@@ -124,9 +161,18 @@ class ShardedBatches:
         self.noted: deque[list[Any]] | None = None
         self.begin(0, 0, None)
 
-    def begin(self, epoch: int, skip: int, limit: int | None, passed: int = 0) -> None:
-        """Say what the next iteration is: its epoch, samples to pass over, most batches to yield, batches to pass."""
+    def begin(self, epoch: int, skip: int, limit: int | None, done: int = 0, passed: int = 0) -> None:
+        """Set what the next iteration is.
+
+        Args:
+            epoch: its number.
+            skip: samples of it that were yielded before, over all ranks.
+            limit: the most batches to yield.
+            done: batches of this rank that these samples were in.
+            passed: batches to pass over beyond these.
+        """
         self.epoch, self.skip, self.limit = epoch, skip, limit
+        self.done = done
         self.passed, self.passed_samples = passed, 0
         self.micros: deque[tuple[Micro, State | None]] = deque()
         if self.noted:
@@ -196,7 +242,25 @@ class ShardedBatches:
         Raises:
             TypeError: if the user's sampler has no length.
         """
+        shares = self.planner.shares
+        if shares is not None and shares.batches is not None:
+            return shares.batches if limit is None else min(shares.batches, limit)
         return self._rounds(len(self.sampler), limit)  # type: ignore[arg-type]
+
+    def agree(self, world: World) -> None:
+        """See that the ranks share out one dataset, or how long each one's own data is. All ranks must ask."""
+        if self.planner.shares is None:
+            check_same_data(self.dataset, world)
+        else:
+            self.planner.shares.agree(self.share(), world, type(self.dataset).__name__)
+
+    def share(self) -> Share:
+        """How long this rank's own data is."""
+        count = sized(self.sampler)
+        if count is None:
+            return Share(None, self.batch_size, None)
+        samples = count - count % self.batch_size if self.drop_last and self.plain else count
+        return Share(samples if self.plain or not self.batched else None, self.batch_size, self._rounds(count))
 
     def _rounds(self, items: int, limit: int | None = None) -> int:
         """Batches this process makes of so many of the user's sampler's last items, no more than ``limit``."""
@@ -214,10 +278,13 @@ class ShardedBatches:
 
     @property
     def width(self) -> int:
-        """Items of the user's sampler in a full batch, over all processes."""
+        """Items of the user's sampler in a full batch, over all the ranks that share it out."""
         return self.batch_size * self.planner.size
 
-    full = width  # those of a batch sampler of the user's own are batches
+    @property
+    def full(self) -> int:
+        """Samples in a full batch, over all ranks; batches, where a batch sampler of the user's own cuts them."""
+        return self.batch_size * self.planner.world_size
 
     @property
     def left_out(self) -> int:
@@ -226,14 +293,14 @@ class ShardedBatches:
         return count % self.width if self.drop_last and count is not None else 0
 
     def items(self, samples: int, batches: int) -> int:
-        """Items of the user's sampler in this epoch's first ``batches``, which hold ``samples``."""
-        return batches * self.width if self.batched and not self.plain else samples
+        """Items of the ranks' samplers in this epoch's first ``batches``, which hold ``samples``."""
+        return batches * self.full if self.batched and not self.plain else samples
 
     def batches_of(self, items: int) -> int:
         """Batches of this process that ``items`` of the user's sampler stand for: with those to come, an epoch's."""
         count = sized(self.sampler)
-        if count is None:
-            return -(-items // self.width)
+        if count is None or self.planner.shares is not None:
+            return -(-items // self.full)
         return self._rounds(count) - self._rounds(max(0, count - items))
 
     def __len__(self) -> int:
@@ -258,8 +325,10 @@ class ShardedBatches:
                 draws.note_counts()
             else:
                 draws.load(self.order)
-            batches = self._batches(seed_from(self.order["stream"], self.epoch))
+            batches = self._batches(seed_from(self.order["stream"], self._purpose()))
             first = list(itertools.islice(batches, 1))
+            if self.planner.shares is not None:
+                self._keep_in_step(now)
             if again:  # what it draws here is in there already
                 draws.stream.go_to(now["stream"])
                 if self.draws_at_once or self.limit == 0:  # with nothing left to yield, nothing was drawn again
@@ -267,13 +336,24 @@ class ShardedBatches:
                     draws.load_samplers(now)
         return itertools.chain(first, batches)
 
+    def _purpose(self) -> int | str:
+        """What the seed of the epoch's workers is for: ranks with data of their own draw numbers of their own."""
+        rank = 0 if self.planner.shares is None else self.planner.world_rank
+        return f"epoch {self.epoch} of rank {rank}" if rank else self.epoch
+
+    def _keep_in_step(self, before: dict[str, Any]) -> None:
+        """Let the run's stream follow from what all ranks know: each has drawn an order of its own length."""
+        stream = self.draws.stream
+        stream.go_to(before["stream"])
+        stream.advance()
+
     def _pull(self, block: int) -> Iterator[Any]:
         """The user's sampler, item by item, drawing from the stream and not from the process's own state."""
         self._rest = None
         if type(self.sampler) is RandomSampler and self.sampler.generator is not None:
             # It draws once more at its end, which workers reach at another time than the loop does.
             return iter(list(self.sampler))
-        source = iter(self.sampler)
+        source = steady(iter(self.sampler))
         if self.draws_at_once:
             return source
         # A sampler that draws as it goes has a stream of its own from here, or the workers' reading ahead and the
@@ -283,17 +363,17 @@ class ShardedBatches:
 
     def _global_batches(self) -> Iterator[tuple[list[Any], list[int] | None]]:
         """Global batches as flat indices; with the sizes of the user's own batches where those must be kept."""
-        size = self.planner.size
-        width = self.batch_size * size
+        size, width = self.planner.size, self.width
+        skip = self.skip if self.planner.shares is None else 0  # of data of its own a rank passes over batches
         items = self._pull(width)
         if self.plain:
-            next(itertools.islice(items, self.skip, self.skip), None)
+            next(itertools.islice(items, skip, skip), None)
             while chunk := list(itertools.islice(items, width)):
                 if len(chunk) == width or not self.drop_last:
                     yield chunk, None
             return
         skipped = 0
-        while skipped < self.skip and (item := next(items, None)) is not None:
+        while skipped < skip and (item := next(items, None)) is not None:
             skipped += len(item) if self.batched else 1
         while batches := list(itertools.islice(items, size)):
             if not self.batched:
@@ -303,24 +383,51 @@ class ShardedBatches:
             elif not self.drop_last:
                 yield list(itertools.chain.from_iterable(batches)), None
 
-    def _batches(self, epoch_seed: int) -> Iterator[Any]:
-        rank, size = self.planner.rank, self.planner.size
-        consumed = self.skip
-        micros, noted, positions, batched = self.micros, self.noted, self.positions, self.batched
+    def _groups(self) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
+        """Groups of global batches, each with the samples of its batches."""
         batches: Iterator[Any] = itertools.islice(self._global_batches(), self.limit)
         if self.merge_tail:
-            batches = _merge_tail(batches, size)
+            batches = _merge_tail(batches, self.planner.size)
         for indices, _ in itertools.islice(batches, self.passed):
             self.passed_samples += len(indices)
-        consumed += self.passed_samples
-        planned: list[int] | None = None
         while group := list(itertools.islice(batches, self.planner.accumulate())):
-            lengths = [len(indices) for indices, _ in group]
-            if lengths != planned:  # most groups are like the one before
-                planned = lengths if group[0][1] is None else None  # batches of the user's own may be cut otherwise
+            yield group, [len(indices) for indices, _ in group]
+
+    def _own_groups(self, shares: RankShares) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
+        """As `_groups`, where each rank reads data of its own: until the last rank has read it."""
+        batches, stand_in = self._global_batches(), list[Any]()
+        for indices, _ in itertools.islice(batches, self.done):
+            stand_in = indices[:1]
+        first, left, name = self.done, self.limit, type(self.sampler).__name__
+        passed = self.passed
+        while left is None or left > 0:
+            width = passed or self.planner.accumulate()
+            group = list(itertools.islice(batches, width if left is None else min(left, width)))
+            totals = shares.totals(first, [len(indices) for indices, _ in group], width, name)[:left]
+            if not totals:
+                return
+            stand_in = group[-1][0][:1] if group else stand_in
+            group += [(stand_in, [0])] * (len(totals) - len(group))
+            first, left = first + len(totals), None if left is None else left - len(totals)
+            if passed:
+                self.passed_samples, passed = sum(totals), 0
+            else:
+                yield group, totals
+
+    def _batches(self, epoch_seed: int) -> Iterator[Any]:
+        rank, size, shares = self.planner.rank, self.planner.size, self.planner.shares
+        micros, noted, positions, batched = self.micros, self.noted, self.positions, self.batched
+        consumed: int | None = None
+        planned: list[int] | None = None
+        for group, totals in self._groups() if shares is None else self._own_groups(shares):
+            if consumed is None:
+                consumed = self.skip + self.passed_samples
+            if totals != planned:  # most groups are like the one before
+                # Batches of the user's own may be cut otherwise, and those of ranks with data of their own too.
+                planned = totals if group[0][1] is None and shares is None else None
                 parts = [_part(indices, widths, rank, size) for indices, widths in group]
-                plan = self.planner.plan([(p.stop - p.start, n) for p, n in zip(parts, lengths, strict=True)])
-            drawn = self.drawn
+                plan = self.planner.plan([(p.stop - p.start, n) for p, n in zip(parts, totals, strict=True)])
+            drawn = self.drawn if shares is None else None
             for number, micro in enumerate(plan):
                 indices = group[number][0]
                 # An empty share takes part with one sample of weight zero, so that the collectives match.
@@ -328,7 +435,7 @@ class ShardedBatches:
                 if noted is not None:
                     noted.append(list(indices[parts[number]]))
                 if positions:
-                    first = consumed + parts[number].start
+                    first = consumed + parts[number].start  # with data of its own, each rank has a seed of its own
                     own = [(epoch_seed, first + offset, index) for offset, index in enumerate(own)]
                 micros.append((micro, drawn))
                 consumed += micro.everyone
@@ -363,16 +470,6 @@ def _merge_tail(batches: Iterator[Any], size: int) -> Iterator[Any]:
         held = indices, widths
     if held is not None:
         yield held
-
-
-def sized(value: Any) -> int | None:
-    """``len(value)``, or None where it has none."""
-    if not isinstance(value, Sized):
-        return None
-    try:
-        return len(value)
-    except TypeError:  # a DataLoader over a stream has __len__ and no length
-        return None
 
 
 def shards_itself(loader: Any) -> bool:

@@ -98,6 +98,13 @@ class RandomStream:
         else:
             self.state = dict(state)
 
+    def advance(self) -> None:
+        """Draw one number from each generator."""
+        with self.drawing():
+            random.random()
+            np.random.random()
+            torch.rand(())
+
 
 def seed_from(state: State, purpose: int | str) -> int:
     """A 63-bit number that follows from a stream's state and an epoch or other purpose, without drawing from it."""

@@ -11,11 +11,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ..strategies import warn
+from ..strategies import World, announce, warn
+from .digest import digest
 from .draws import Draws, stateful
-from .order import GroupPlanner, Micro, sized
+from .order import GroupPlanner, Micro, sized, steady
 from .random_state import RandomStream, State, seed_from
+from .rank_shares import RankShares, Share
 from .reading import LEFT_AS_IT_IS, SeededStream, seed_epoch
+from .source_libraries import split_over
 
 
 class Counted:
@@ -26,6 +29,12 @@ class Counted:
 
     def __call__(self, samples: Any) -> tuple[int, Any]:
         return len(samples), self.collate(samples)
+
+
+def ordinal(number: int) -> str:
+    """Return ``"2nd"``, ``"3rd"``, ``"4th"`` ..."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def other_batches(source: Any) -> ValueError:
@@ -64,10 +73,14 @@ class Unwrapped:
 
 
 class StreamedBatches:
-    """Deals the batches of one stream to the processes in turn, in groups with exact weights.
+    """Reads the batches of a stream, in groups with exact weights.
 
-    Every process reads the whole stream, as nothing is known of it; the r-th of each ``size`` batches is process r's.
-    The last, short round is dealt as it is, and a process without a batch of its own takes part with weight zero.
+    A stream that splits itself by rank (it looks at the rank, or a library has split it) is read as it is: each rank
+    trains on what its own stream yields. One stream that is the same on all ranks is dealt: every rank reads all of it
+    and the r-th of each ``size`` batches is rank r's. Which of the two it is, the first batches tell: they are compared
+    over the ranks.
+
+    A rank without a batch in a round takes part with weight zero.
 
     Args:
         source: the user's loader or iterable.
@@ -75,18 +88,35 @@ class StreamedBatches:
         planner: groups and weights.
         draws: what the source may draw from.
         lent: whether this process reads the source itself, so that the stream has to be lent to it: then what it
-            draws is the same on every process, and the same again after a resume.
+            draws is the same on every rank, and the same again after a resume.
         stateful: an object with ``state_dict`` and ``load_state_dict`` that knows where the source is, or None.
+        left_out: why a state that the source has is not asked for, or "".
 
     Attributes:
         order: what the epoch was drawn from; where it is set before the epoch begins, that epoch comes again.
         micros: the facts of the batches that were yielded and not yet taken by the loop.
         sizes: the samples in batches that the source has made and not yet yielded.
+        compare: the ranks whose first batches are still to be compared, or None.
+        first_digest: of the running epoch's first batch, to see that a resume reads the same ones; "" where it is not
+            read again.
     """
 
     def __init__(
-        self, source: Any, counted: int | None, planner: GroupPlanner, draws: Draws, lent: bool, stateful: Any
+        self,
+        source: Any,
+        counted: int | None,
+        planner: GroupPlanner,
+        draws: Draws,
+        lent: bool,
+        stateful: Any,
+        left_out: str = "",
     ) -> None:
+        self.left_out_of_state = left_out
+        self.compare: World | None = None
+        self.first_digest = ""
+        self._expected = ""  # the digest of the epoch that is resumed
+        self._pushed: deque[tuple[int, Any]] = deque()  # read to be compared
+        self._again = False
         self.source = source
         self.counted = counted
         self.planner = planner
@@ -103,27 +133,56 @@ class StreamedBatches:
         self.sizes: deque[int] = deque()
         self.begin(0, 0, None)
 
-    def begin(self, epoch: int, skip: int, limit: int | None) -> None:
-        """Say what the next iteration is: its epoch, the samples to pass over, and the most batches to yield."""
-        self.epoch, self.skip, self.limit = epoch, skip, limit
+    def begin(self, epoch: int, skip: int, limit: int | None, done: int = 0) -> None:
+        """Set what the next iteration is; see `ShardedBatches.begin`."""
+        self.epoch, self.skip, self.limit, self.done = epoch, skip, limit, done
         self.sizes.clear()
+        self._pushed.clear()
         self.micros: deque[tuple[Micro, State | None]] = deque()
 
     @property
-    def width(self) -> int:
-        """Samples in a full batch, over all processes; batches, where their samples are not known."""
-        return (self.counted or 1) * self.planner.size
+    def full(self) -> int:
+        """Samples in a full batch, over all ranks; batches, where their samples are not known."""
+        return (self.counted or 1) * self.planner.world_size
 
-    full = width
     left_out = 0
 
     def length(self, limit: int | None) -> int | None:
         """Batches this process yields in a whole epoch, no more than ``limit``; None where that is not known."""
-        count = sized(self.source)
-        if count is None:
-            return limit
-        count = -(-count // self.planner.size)
-        return count if limit is None else min(limit, count)
+        shares = self.planner.shares
+        if shares is not None:
+            count = shares.batches
+        else:
+            count = sized(self.source)
+            count = None if count is None else -(-count // self.planner.size)
+        return count if limit is None else limit if count is None else min(limit, count)
+
+    def share(self) -> Share:
+        """How long this rank's own data is; where batches hold unknown numbers of samples, batches weigh the same."""
+        return Share(None, self.counted or 1, sized(self.source))
+
+    def agree(self, world: World) -> None:
+        """Find out what the ranks read, as far as that is known before the first batch. All ranks must ask."""
+        if self.planner.shares is not None:
+            self.planner.shares.agree(self.share(), world, self._name)
+        elif isinstance(self.source, list | tuple):
+            ends = (len(self.source), self.source[:1], self.source[-1:])
+            if len(set(world.gather_objects(digest(ends)))) > 1:
+                self.keep_own(world)
+        elif world.all(split_over(getattr(self.source, "dataset", self.source)) == world.size):
+            self.keep_own(world)
+        else:
+            self.compare = world
+
+    def keep_own(self, world: World) -> None:
+        """Deal nothing: the stream is split by rank already. All ranks must ask."""
+        self.compare = None
+        self.planner.keep_own()
+        self.planner.shares.agree(self.share(), world, self._name)  # type: ignore[union-attr]
+
+    @property
+    def _name(self) -> str:
+        return type(getattr(self.source, "dataset", self.source)).__name__
 
     def items(self, samples: int, batches: int) -> int:
         """See `ShardedBatches.items`; here samples are all that counts."""
@@ -132,8 +191,8 @@ class StreamedBatches:
     def batches_of(self, items: int) -> int:
         """Batches of this process that ``items`` stand for: with those to come, an epoch's."""
         size, read, count = self.planner.size, -(-items // (self.counted or 1)), sized(self.source)
-        if count is None:
-            return -(-read // size)
+        if count is None or size < self.planner.world_size:
+            return -(-read // self.planner.world_size)
         return -(-count // size) - -(-max(0, count - read) // size)
 
     @property
@@ -160,7 +219,7 @@ class StreamedBatches:
         """Start the source's iterator, which may draw a seed for its workers; see `ShardedBatches.start`."""
         draws = self.draws
         now = draws.state()
-        again = self.order is not None
+        again = self._again = self.order is not None
         if self.order is None:
             self.order = {**now, "late": silently}
         else:
@@ -205,12 +264,25 @@ class StreamedBatches:
 
     def batches(self, source: Iterator[Any]) -> Iterator[Any]:
         """Yield this process's micro-batches; their facts are in ``micros``."""
+        source = steady(source)
+        stands, self._stands = self._stands, None
+        self._ended = False
+        if self.compare is not None:
+            self._compare_ranks(source, self.compare)
+        if self.planner.shares is not None and not self._again:
+            self.draws.stream.advance()  # what is read moves each rank's reader by another length
+        stand_in = None
+        if stands is None:
+            self._see_first(source)
+            stand_in = self._fast_forward(source)
+        left = 0 if stands is not None and stands["ended"] else self.limit
+        shares = self.planner.shares
+        yield from self._dealt(source, left) if shares is None else self._own(source, left, shares, stand_in)
+
+    def _dealt(self, source: Iterator[Any], left: int | None) -> Iterator[Any]:
+        """One stream, which all ranks read."""
         micros = self.micros
         rank, size = self.planner.rank, self.planner.size
-        stands, self._stands = self._stands, None
-        if stands is None:
-            self._fast_forward(source)
-        left = 0 if stands is not None and stands["ended"] else self.limit
         while left is None or left > 0:
             width = self.planner.accumulate() if left is None else min(left, self.planner.accumulate())
             group = self._read(source, width * size)
@@ -225,41 +297,120 @@ class StreamedBatches:
                 yield dealt[min(rank, len(dealt) - 1)][1]
             left = None if left is None else left - len(rounds)
 
+    def _own(self, source: Iterator[Any], left: int | None, shares: RankShares, stand_in: Any) -> Iterator[Any]:
+        """A stream of this rank's own, until all ranks have read theirs."""
+        first = self.done
+        while left is None or left > 0:
+            width = self.planner.accumulate() if left is None else min(left, self.planner.accumulate())
+            group = [] if self._ended else self._read(source, width)
+            self._ended = self._ended or len(group) < width
+            totals = shares.totals(first, [count for count, _ in group], width, self._name)
+            if not totals:
+                return
+            stand_in = group[-1][1] if group else stand_in
+            drawn = self._reader.state if self.lent and self._reader is not None else None
+            group += [(0, stand_in)] * (len(totals) - len(group))
+            sizes = [(count, total) for (count, _), total in zip(group, totals, strict=True)]
+            for micro, (_, batch) in zip(self.planner.plan(sizes), group, strict=True):
+                self.micros.append((micro, drawn))
+                yield batch
+            first, left = first + len(totals), None if left is None else left - len(totals)
+
+    def _compare_ranks(self, source: Iterator[Any], world: World) -> None:
+        """Find out whether the ranks read one stream, or each one of its own: compare their first batches.
+
+        Raises:
+            ValueError: on every rank, if some ranks read the same stream and others another one.
+        """
+        self.compare = None
+        self._pushed.extend(self._read(source, 1))
+        marks = world.gather_objects(digest([batch for _, batch in self._pushed]))
+        if len(set(marks)) == 1:
+            if isinstance(self.source, DataLoader):
+                announce(
+                    f"all {world.size} ranks read the whole of {self._name} and keep every {ordinal(world.size)} "
+                    "batch. Split the stream by rank to read only a share of it: "
+                    "datasets.distributed.split_dataset_by_node(dataset, rank, world_size), or in __iter__."
+                )
+            return
+        if len(set(marks)) < world.size:
+            same = [[r for r, mark in enumerate(marks) if mark == known] for known in dict.fromkeys(marks)]
+            raise ValueError(
+                f"{self._name} yields the same batches on some ranks and other ones on others (the same on ranks "
+                f"{'; '.join(', '.join(map(str, ranks)) for ranks in same)}), so it can be neither shared out nor "
+                f"taken as it is. Split it over all {world.size} ranks, or not at all."
+            )
+        announce(
+            f"{self._name} yields different batches on each rank, so each rank trains on its own stream (one that is "
+            "split by rank). If it is one stream that shuffles, seed what it draws from: then it is shared out."
+        )
+        self.keep_own(world)
+
+    def _see_first(self, source: Iterator[Any]) -> None:
+        """Note what the epoch begins with; warn if a resumed epoch does not begin with it again."""
+        expected, self._expected = self._expected, ""
+        self.first_digest = ""
+        if isinstance(self.source, list | tuple) or (self.limit == 0 and not self.skip):
+            return
+        if self.stateful is not None and not expected:
+            return  # a resume does not read the epoch again
+        if not self._pushed:
+            self._pushed.extend(self._read(source, 1))
+        self.first_digest = digest([batch for _, batch in self._pushed])
+        if expected and self.first_digest != expected:
+            warn(
+                f"{self._name} does not begin with the batches that the checkpoint's epoch began with, so this resume "
+                "is not exact: samples may be lost or repeated. Seed what the stream draws from (shuffle(seed=...)), "
+                "give it state_dict and load_state_dict, or resume from the end of an epoch."
+            )
+
     def state(self, drawn: Any) -> dict[str, Any] | None:
         """Where the source stands, if it can say: between two groups nothing has been read ahead of the loop."""
-        if self.stateful is None:
-            return None
+        if self.stateful is None or (self._ended and self.planner.shares is not None):
+            return None  # a rank whose own stream has ended needs a batch of it to stay in step
         stream = None if self.order is None else drawn or self.draws.stream.now()
         # A source whose end was met may say already that it begins anew.
         ended = self.order is not None and self._ended
         return {"source": self.stateful.state_dict(), "stream": stream, "ended": ended}
 
-    def load_state(self, state: dict[str, Any] | None) -> None:
-        """Let the next iteration begin where `state` was taken; None leaves it to reading and passing over."""
+    def load_state(self, state: dict[str, Any] | None, first_digest: str = "") -> None:
+        """Let the next iteration begin where `state` was taken; None leaves it to reading and passing over.
+
+        Args:
+            state: of the source, or None.
+            first_digest: of the first batch of the epoch that is resumed, where it is known.
+        """
         self._stands = state if self.stateful is not None else None
+        self._expected = first_digest
 
     def _lend(self) -> AbstractContextManager[None]:
         return self._reader.drawing() if self.lent and self._reader is not None else nullcontext()
 
     def _read(self, source: Iterator[Any], count: int) -> list[tuple[int, Any]]:
+        pushed = [self._pushed.popleft() for _ in range(min(count, len(self._pushed)))]
+        count -= len(pushed)
         with self._lend():
             items = list(itertools.islice(source, count))
         if self.counted is None:
-            return [(1, item) for item in items]
+            return [*pushed, *((1, item) for item in items)]
         if len(items) > len(self.sizes) or (len(items) < count and len(items) < len(self.sizes)):
             raise other_batches(self.source)
-        return [(self.sizes.popleft(), item) for item in items]
+        return [*pushed, *((self.sizes.popleft(), item) for item in items)]
 
     def _why_again(self) -> str:
         dataset = getattr(self.source, "dataset", None)
+        if self.left_out_of_state:
+            return self.left_out_of_state
         if stateful(dataset) is None:
             return "the stream has no state of its own"
         if self.stateful is None:
             return f"the state of {type(dataset).__name__} is in its workers, where it can't be asked for"
         return "the checkpoint has no state of the stream"
 
-    def _fast_forward(self, source: Iterator[Any]) -> None:
-        passed = 0
+    def _fast_forward(self, source: Iterator[Any]) -> Any:
+        """Read up to where the run stopped; returns the last batch, or None."""
+        own = self.planner.shares is not None
+        passed, batches, batch = 0, 0, None
         if self.skip and not isinstance(self.source, list | tuple):
             warn(
                 f"{self._why_again()}, so {self.skip} samples are read again and passed over to resume where the run "
@@ -267,8 +418,10 @@ class StreamedBatches:
                 "them always."
             )
         with self._lend():
-            while passed < self.skip and (read := self._read(source, 1)):
-                passed += read[0][0]
+            while (batches < self.done if own else passed < self.skip) and (read := self._read(source, 1)):
+                passed, batches, batch = passed + read[0][0], batches + 1, read[0][1]
+        self._ended = own and batches < self.done
+        return batch
 
 
 def follow_iterator(view: DataLoader[Any], plan: StreamedBatches) -> None:

@@ -1,0 +1,62 @@
+"""A digest of a batch's values, to compare batches between ranks and between runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+
+def digest(value: Any) -> str:
+    """Return a digest of all numbers, texts and bytes within ``value``.
+
+    Of an object of an unknown kind the attributes count; of one without attributes the class.
+    """
+    hasher = xxhash.xxh3_128()
+    _feed(hasher.update, value, set())
+    return hasher.hexdigest()
+
+
+def _feed(update: Callable[[Any], None], value: Any, above: set[int]) -> None:
+    update(type(value).__name__.encode())
+    if value is None or isinstance(value, bool | int | float | complex | str | np.generic):
+        update(repr(value).encode())
+    elif isinstance(value, bytes | bytearray | memoryview):
+        update(value)
+    elif isinstance(value, Tensor):
+        _feed_tensor(update, value)
+    elif isinstance(value, np.ndarray):
+        update(f"{value.dtype} {value.shape}".encode())
+        update(repr(value.tolist()).encode() if value.dtype.hasobject else np.ascontiguousarray(value).tobytes())
+    elif id(value) not in above:  # else it holds itself
+        above = above | {id(value)}
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                _feed(update, key, above)
+                _feed(update, item, above)
+        elif isinstance(value, Set):
+            for text in sorted(map(repr, value)):
+                update(text.encode())
+        elif isinstance(value, Sequence):
+            for item in value:
+                _feed(update, item, above)
+        elif callable(to_bytes := getattr(value, "tobytes", None)):  # images, arrays of other libraries
+            update(to_bytes())
+        elif callable(to_numpy := getattr(value, "to_numpy", None)):  # frames
+            _feed(update, to_numpy(), above)
+        else:
+            for name, item in sorted(getattr(value, "__dict__", {}).items()):
+                update(name.encode())
+                _feed(update, item, above)
+
+
+def _feed_tensor(update: Callable[[Any], None], tensor: Tensor) -> None:
+    update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        update(repr(tensor).encode())
+    elif not tensor.is_meta:
+        update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

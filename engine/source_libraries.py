@@ -1,0 +1,63 @@
+"""What other libraries' streams say of themselves: Hugging Face datasets, WebDataset. None of them is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+_SHUFFLE_BUFFER = "BufferShuffledExamplesIterable"
+_MAPPED = "MappedExamplesIterable"
+
+
+def split_over(dataset: Any) -> int:
+    """The number of ranks that a Hugging Face stream was split over by ``split_dataset_by_node``; 0 for any other."""
+    distributed = getattr(dataset, "_distributed", None) if _library(dataset) == "datasets" else None
+    return int(getattr(distributed, "world_size", 0))
+
+
+def state_gap(dataset: Any) -> str:
+    """Why the state of a stream, which it has, does not say where it is; "" where it does.
+
+    Hugging Face: ``IterableDataset.state_dict`` names both cases.
+    """
+    if _library(dataset) != "datasets":
+        return ""
+    names = {type(part).__name__: part for part in parts_of(dataset)}
+    if _SHUFFLE_BUFFER in names:
+        return f"the state of {type(dataset).__name__} leaves out what its shuffle buffer holds"
+    formatting = getattr(dataset, "_formatting", None)
+    if getattr(names.get(_MAPPED), "batched", False) and getattr(formatting, "is_table", False):
+        return f"the state of {type(dataset).__name__} skips a batch after a batched map of tables"
+    return ""
+
+
+def not_repeatable(dataset: Any) -> str:
+    """Why a stream yields other samples each time it is read, even from the same seeds; "" where that is not known."""
+    if _library(dataset) != "webdataset":
+        return ""
+    for part in parts_of(dataset):
+        arguments = getattr(part, "kw", {})
+        if getattr(getattr(part, "f", None), "__name__", "") == "_shuffle":
+            given = (arguments.get("seed"), arguments.get("rng"), *getattr(part, "args", ())[2:])
+            if all(value is None for value in given):
+                return "shuffle(n) of WebDataset draws from the clock; give it seed=, or use detshuffle"
+        if type(part).__name__ == "ResampledShards" and not part.deterministic:
+            return "resampled=True of WebDataset draws from the clock; use ResampledShards(urls, deterministic=True)"
+    return ""
+
+
+def parts_of(dataset: Any) -> Iterator[Any]:
+    """The objects of the dataset's own library that it is made of, itself first; of another library none."""
+    library, seen, waiting = _library(dataset), set[int](), [dataset]
+    for part in waiting if library in ("datasets", "webdataset") else ():  # which grows
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        for value in vars(part).values():
+            within = value if isinstance(value, list | tuple) else (value,)
+            waiting += [each for each in within if _library(each) == library and hasattr(each, "__dict__")]
+
+
+def _library(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
