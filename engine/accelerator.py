@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +36,15 @@ from .plugins import (
     TorchDynamoPlugin,
 )
 from .profiling import Profiling
-from .random_state import RandomStream, draw_apart, isolated_random_state, random_state, seed_everything
+from .random_state import (
+    RandomStream,
+    State,
+    isolated_random_state,
+    random_state,
+    seed_everything,
+    seed_from,
+    set_random_state,
+)
 from .saving import Saving
 from .scale import LossScale
 from .skip import skip_first_batches
@@ -149,6 +157,8 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         self.schedulers: list[Any] = []
         self.loaders: list[Loader] = []
         self.stream: RandomStream | None = None
+        self.stream_start: State = {}
+        self._draws_apart = False
         self._trained: dict[int, frozenset[int]] = {}
         self._begin_steps(self.gradient_accumulation_plugin)
         self._begin_saving()
@@ -305,27 +315,54 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
             evaluation=evaluation,
             move=move,
             split=self.split_batches and shard,
+            on_begin=self.draw_apart,
         )
         prepared.agree(self.data_world)
         self.loaders.append(prepared)
         return prepared
 
     def start_order(self) -> None:
-        """Take the random state that data order is drawn from: rank zero's, as it is now.
+        """Take the random state that data order is drawn from: rank zero's, as it is now, which all ranks get.
 
-        The other processes draw numbers of their own from here on: one seed on all of them would drop the same units of
-        different samples. Those that work on one sample together draw alike.
+        So what a script draws until its loops begin (a split of the data, weights) is the same on all ranks. With the
+        first batch `draw_apart` happens.
 
         Happens when the first loader is prepared; call it for a new run with the same Accelerator.
         """
         with isolated_random_state():
             if self.dataloader_config.data_seed is not None:
                 seed_everything(self.dataloader_config.data_seed)
-            state = random_state()
+            order = random_state()
         # A CUDA generator's state is of no use to others, and of different size where they see other devices.
-        self.stream = RandomStream(self.world.broadcast({name: state[name] for name in ("python", "numpy", "torch")}))
+        order, common = self.world.broadcast((_host_part(order), _host_part(random_state())))
+        self.stream, self.stream_start = RandomStream(order), order
+        self._draws_apart = False
         if self.world.rank:
-            draw_apart(self.stream.state, self.data_world.rank)
+            set_random_state(common)
+
+    def draw_apart(self) -> None:
+        """Let each rank draw numbers of its own from here on: one seed would drop the same units of different samples.
+
+        Ranks that work on one sample together draw alike. Happens with the first batch of a prepared loader.
+        """
+        if self._draws_apart or self.stream is None:
+            return
+        self._draws_apart = True
+        if self.data_world.rank:
+            seed_everything(seed_from(self.stream_start, f"process {self.data_world.rank}") % 2**32)
+
+    @contextmanager
+    def drawing_alike(self, purpose: str) -> Iterator[None]:
+        """Inside, all ranks draw the same numbers, which follow from the run's first ones and from ``purpose``.
+
+        For data that is made once each rank draws numbers of its own. In a world of one nothing changes.
+        """
+        if self.world.size == 1 or not self._draws_apart:
+            yield
+            return
+        with isolated_random_state():
+            seed_everything(seed_from(self.stream_start, purpose) % 2**32)
+            yield
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
         """The context to build a model in, so that it is made where and as it will be used.
@@ -405,3 +442,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """See `skip_first_batches`."""
         return skip_first_batches(dataloader, num_batches)
+
+
+def _host_part(state: State) -> State:
+    return {name: state[name] for name in ("python", "numpy", "torch")}

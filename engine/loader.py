@@ -40,6 +40,7 @@ class Loader:
         evaluation: no groups, and the tail is dealt so that every process takes part in every batch.
         move: applied to each batch (device transfer), or None.
         split: ``batch_size`` is that of the global batch.
+        on_begin: called before the first batch of each epoch.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Loader:
         evaluation: bool = False,
         move: Callable[[Any], Any] | None = None,
         split: bool = False,
+        on_begin: Callable[[], None] = lambda: None,
     ) -> None:
         if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
             raise TypeError(
@@ -67,6 +69,7 @@ class Loader:
         self.batches = 0  # of this epoch, of this process
         self.limit: int | None = None
         self._cursor = cursor
+        self._on_begin = on_begin
         self._stream = stream
         self._micro: Micro | None = None  # the last one of this epoch
         self._drawn: State | None = None  # where the order's stream stood then
@@ -157,6 +160,7 @@ class Loader:
         return self._run(self._begin())
 
     def _run(self, batches: Iterator[Any] | None, *, end: bool = True) -> Iterator[Any]:
+        self._on_begin()
         if batches is None:
             batches = self._begin()
         micros = self._plan.micros

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from ..strategies import World
 from .draws import Draws
-from .fingerprint import check_same_data, sized
+from .fingerprint import share_data, sized
 from .random_state import RandomStream, State, seed_from
 from .rank_shares import RankShares, Share
 
@@ -249,9 +249,9 @@ class ShardedBatches:
 
     def agree(self, world: World) -> None:
         """See that the ranks share out one dataset, or how long each one's own data is. All ranks must ask."""
-        if self.planner.shares is None:
-            check_same_data(self.dataset, world)
-        else:
+        if self.planner.shares is None and not share_data(self.dataset, world):
+            self.planner.keep_own()
+        if self.planner.shares is not None:
             self.planner.shares.agree(self.share(), world, type(self.dataset).__name__)
 
     def share(self) -> Share:

@@ -112,19 +112,6 @@ def seed_from(state: State, purpose: int | str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def draw_apart(state: State, rank: int) -> None:
-    """Let this process draw random numbers of its own, that follow from a state all processes know.
-
-    Args:
-        state: rank zero's, as a stream holds it.
-        rank: among the processes that get different data; 0 goes on from ``state`` itself.
-    """
-    if rank:
-        seed_everything(seed_from(state, f"process {rank}") % 2**32)
-    else:
-        set_random_state(state)
-
-
 def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
     """Seed Python's, NumPy's and torch's generators (all devices).
 

@@ -87,6 +87,7 @@ def load(
         _load_shared_state(accelerator, found)
         same_world = world.size == manifest.world_size
         _load_buffers(accelerator, manifest, own["buffers"] if own and same_world else [])
+        accelerator.draw_apart()  # a rank that the checkpoint knows nothing of draws numbers of its own
         if own:
             set_random_state(own["random"])
             for loader, states in zip(in_order(accelerator.loaders), own["random"].get("loaders", ()), strict=False):

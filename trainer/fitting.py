@@ -38,6 +38,7 @@ def run_fit(trainer: Trainer, task: TaskModule, hooks: Hooks, sources: Sources) 
         new = _ask_again(trainer, sources)
         model, random_state = _prepare(trainer, task, hooks, sources, new)
     loader = sources.train
+    trainer.accelerator.draw_apart()  # the data is there; the sanity check leaves no trace in what is drawn
     summary.announce_fit(trainer, loader)
     if trainer.ckpt_path is None and trainer.num_sanity_val_steps and trainer.has_validation:
         _sanity_check(trainer, hooks)

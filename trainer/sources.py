@@ -52,6 +52,7 @@ class Sources:
         self._accelerator = accelerator
         self._shard = shard
         self._one_order = one_order
+        self._epoch = 0
         self._warned: set[str] = set()
         self._watch: Callable[[str, Any], None] | None = None
         self._train: Loader | None = None
@@ -96,6 +97,7 @@ class Sources:
         Args:
             epoch: the one that comes.
         """
+        self._epoch = epoch
         for loader in self.asked:
             loader.close()
             self._accelerator.loaders.remove(loader)
@@ -129,7 +131,8 @@ class Sources:
             if owner is None:
                 continue
             if getattr(type(owner), method) is not getattr(base, method) or method in vars(owner):
-                return getattr(owner, method)()
+                with self._accelerator.drawing_alike(f"{kind} loaders of epoch {self._epoch}"):
+                    return getattr(owner, method)()
         return None
 
     def _prepare(self, kind: str, source: Any, number: int) -> Loader:
