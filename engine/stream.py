@@ -324,8 +324,9 @@ class StreamedBatches:
         """
         self.compare = None
         self._pushed.extend(self._read(source, 1))
-        marks = world.gather_objects(digest([batch for _, batch in self._pushed]))
-        if len(set(marks)) == 1:
+        first = digest(self._pushed[0][1]) if self._pushed else f"nothing on rank {world.rank}"
+        marks = world.gather_objects(first)
+        if len(set(marks)) == 1 or world.all(not self._pushed):
             if isinstance(self.source, DataLoader):
                 announce(
                     f"all {world.size} ranks read the whole of {self._name} and keep every {ordinal(world.size)} "
@@ -356,7 +357,7 @@ class StreamedBatches:
             return  # a resume does not read the epoch again
         if not self._pushed:
             self._pushed.extend(self._read(source, 1))
-        self.first_digest = digest([batch for _, batch in self._pushed])
+        self.first_digest = digest(self._pushed[0][1]) if self._pushed else ""
         if expected and self.first_digest != expected:
             warn(
                 f"{self._name} does not begin with the batches that the checkpoint's epoch began with, so this resume "

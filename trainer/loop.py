@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -161,7 +161,7 @@ class FitLoop:
             for hook in hooks.on_train_epoch_start:
                 hook()
         metrics.between_batches(False)
-        groups = self.loader.groups()
+        groups = self._groups()
         if progress.unended:  # the last step is taken, but its end is still to come, its validation first of all
             groups = itertools.chain(((),), groups)
         for group in groups:
@@ -248,6 +248,13 @@ class FitLoop:
         return (stop and self._may_stop(stop)) or 0 <= trainer.max_steps <= progress.step
 
     # -- validation and schedulers -------------------------------------------------------------------------------
+
+    def _groups(self) -> Iterator[Iterable[Any]]:
+        groups = self.loader.groups()
+        for group in itertools.islice(groups, 1):
+            self.total = self.loader.length  # a stream's first batch tells whether it is shared out
+            yield group
+        yield from groups
 
     def _validation_interval(self) -> int | None:
         """Micro-batches between validations within an epoch; None for at its end only."""
