@@ -120,7 +120,7 @@ class Loader:
             gap = state_gap(source.dataset)
             if gap:
                 knows = None
-            if not self.evaluation and (reason := not_repeatable(source.dataset)):
+            if knows is None and not self.evaluation and (reason := not_repeatable(source.dataset)):
                 warn(f"a run cannot resume exactly within an epoch of this stream: {reason}.")
             streamed = self._plan = StreamedBatches(source, counted, planner, draws, lent, knows, gap)
             if source.persistent_workers and not isinstance(source.dataset, IterDataPipe):

@@ -1,4 +1,4 @@
-"""What other libraries' streams say of themselves: Hugging Face datasets, WebDataset. None of them is imported."""
+"""What other libraries' streams say of themselves: Hugging Face datasets, WebDataset, MosaicML. None is imported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def state_gap(dataset: Any) -> str:
 
 
 def not_repeatable(dataset: Any) -> str:
-    """Why a stream yields other samples each time it is read, even from the same seeds; "" where that is not known."""
+    """Why a stream without a state yields other samples when it is read again; "" where that is not known."""
+    if any(kind.__module__.partition(".")[0] == "streaming" for kind in type(dataset).__mro__):
+        return "StreamingDataset counts its epochs by itself; read it through streaming.StreamingDataLoader"
     if _library(dataset) != "webdataset":
         return ""
     for part in parts_of(dataset):
