@@ -50,7 +50,7 @@ class Knowing(ByRank):
 
     def __iter__(self):
         rank, size = rank_and_size()
-        mine = self.ids[rank::size]
+        mine = of_this_worker(self.ids[rank::size])
         start, self.at = self.at, 0
         for self.at, value in enumerate(mine[start:], start + 1):
             yield value
@@ -217,7 +217,7 @@ def sources(folder):
         "stream that counts epochs": lambda w: DataLoader(CountsEpochs(), num_workers=w, **plain),
         "stream by rank": lambda w: DataLoader(ByRank(), num_workers=w, **plain),
         "stream by rank, uneven": lambda w: DataLoader(ByRank(lost=9), num_workers=w, **plain),
-        "stream by rank with a state": lambda w: DataLoader(Knowing(), **plain),
+        "stream by rank with a state": lambda w: DataLoader(Knowing(), num_workers=w, **plain),
         "datasets": lambda w: hf(hf_table(), shuffle=True, num_workers=w),
         "datasets, split_by_node": lambda w: hf(split_by_node(hf_table()), shuffle=True, num_workers=w),
         "datasets, shuffled, split_by_node": lambda w: hf(split_by_node(hf_table().shuffle(seed=3)), num_workers=w),
