@@ -63,6 +63,7 @@ def evaluate(
     no_gradient = torch.inference_mode if trainer.inference_mode and not within_fit else torch.no_grad
     metrics = trainer.metrics.evaluation = trainer.new_metrics(training=False)
     predictions: list[list[Any]] = []
+    counts: list[int] = []
     lengths = [loader.length for loader in loaders]
     trainer.evaluation_batch = -1
     trainer.evaluation_total = None if None in lengths else sum(filter(None, lengths))
@@ -74,10 +75,12 @@ def evaluate(
         for number, loader in enumerate(loaders):
             metrics.between_batches(False)
             metrics.suffix = f"/dataloader_idx_{number}" if len(loaders) > 1 else ""
+            before = trainer.evaluation_batch
             kept = _one_loader(
                 trainer, task, hooks, loader, number, name, stage, metrics, keep_predictions, len(loaders)
             )
             predictions.append(kept)
+            counts.append(trainer.evaluation_batch - before)
         metrics.suffix = ""
         metrics.between_batches(True)
         if getattr(hooks, f"on_{name}_epoch_end"):
@@ -85,6 +88,7 @@ def evaluate(
             _fire(hooks, f"on_{name}_epoch_end")
         found = trainer.logbook.update_epoch(metrics)
         if not trainer.sanity_checking:
+            trainer.logbook.write_batches(metrics, counts, trainer.progress.step, keep_counting=within_fit)
             trainer.logbook.write_epoch(trainer.progress.step, trainer.progress.epoch)
         if within_fit and not trainer.sanity_checking:  # from here on a checkpoint does not have it before it
             trainer.progress.validated = trainer.progress.batches
@@ -121,8 +125,8 @@ def _one_loader(
     cursor = trainer.accelerator.cursor
     kept: list[Any] = []
     index = -1
-    for index, batch in enumerate(loader):
-        metrics.weight = cursor.micro.samples  # type: ignore[union-attr]
+    for index, batch in enumerate(metrics.counted(loader, cursor, task)):
+        metrics.weight, metrics.place = cursor.micro.samples, (number, index)  # type: ignore[union-attr]
         trainer.evaluation_batch += 1
         for hook in starts:
             hook(batch, index, number)
