@@ -12,7 +12,7 @@ from torch import nn
 
 from ..engine import Loader, Metrics, move_data_to_device
 from ..engine.modes import evaluation_mode
-from ..strategies import World
+from ..strategies import World, warn
 from . import summary
 from .hooks import Hooks
 from .steps import count_positional
@@ -95,11 +95,24 @@ def evaluate(
             trainer.logbook.watch.end(trainer)
         with trainer.logging_to(None):  # the values are out: another one would be lost, and self.log says so
             _fire(hooks, f"on_{name}_end")
+    if within_fit:
+        _warn_of_shared_metrics(trainer.metrics, metrics)
     for entry in metrics.entries:
         if entry.metric is not None:
             entry.metric.reset()
     trainer.metrics.evaluation = None
     return Evaluation(_by_loader(found, len(loaders)), predictions)
+
+
+def _warn_of_shared_metrics(training: Metrics, validation: Metrics) -> None:
+    trained = {id(entry.metric): entry.name for entry in training.entries if entry.metric is not None}
+    for entry in validation.entries:
+        if id(entry.metric) in trained:
+            warn(
+                f"training logs {trained[id(entry.metric)]!r} and validation {entry.name!r} as one "
+                f"{type(entry.metric).__name__} object: the counts of both are mixed, and the end of validation resets "
+                "them. Give each stage a metric object of its own."
+            )
 
 
 def _fire(hooks: Hooks, name: str) -> None:

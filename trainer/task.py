@@ -207,7 +207,10 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
         """`log` every item of a mapping (or ``torchmetrics.MetricCollection``) with the same arguments."""
-        for name, value in dictionary.items():
+        # A MetricCollection copies the common state of its compute groups, which may hold an epoch's predictions, for
+        # each caller of items() that does not say that it leaves it alone.
+        alone = {"copy_state": False} if isinstance(getattr(dictionary, "compute_groups", None), dict) else {}
+        for name, value in dictionary.items(**alone):
             self.log(name, value, **kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -340,13 +343,16 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @trainer.setter
     def trainer(self, value: Trainer | None) -> None:
-        self.__dict__["_trainer"] = value
+        for task in task_modules(self):
+            task.__dict__["_trainer"] = value
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Where the parameters are; without any, where the Trainer computes."""
         first = next(itertools.chain(self.parameters(), self.buffers()), None)
-        return torch.device("cpu") if first is None else first.device
+        if first is not None:
+            return first.device
+        return torch.device("cpu") if self._trainer is None else self._trainer.accelerator.device
 
     @property
     def on_gpu(self) -> bool:
@@ -394,6 +400,11 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         state["_toggled"] = []
         state.pop("_compiler", None)
         return state
+
+
+def task_modules(task: TaskModule) -> list[TaskModule]:
+    """Return the task itself and the TaskModules inside it, at any depth."""
+    return [part for part in task.modules() if isinstance(part, TaskModule)]
 
 
 @torch._disable_dynamo  # the public `torch.compiler.disable` would import the compiler here, which takes a second

@@ -8,7 +8,7 @@ from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassConfusionMatrix
 from treadle.loggers import CSVLogger, Logger, TensorBoardLogger
 
 import treadle
@@ -443,6 +443,43 @@ def test_update_leaves_no_value_of_the_step():
 
     with pytest.warns(UserWarning, match=r"'total' is logged with on_step=True, but SumMetric.update\(\) leaves no"):
         trainer().fit(Task(), numbers(1, 2))
+
+
+def test_one_object_for_training_and_validation():
+    class Task(Base):
+        def __init__(self):
+            super().__init__()
+            self.total = SumMetric()
+
+        def training_step(self, batch, batch_idx):
+            self.total(batch[0])
+            self.log("total", self.total)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.total(batch[0])
+            self.log("val_total", self.total)
+
+    with pytest.warns(UserWarning, match="training logs 'total' and validation 'val_total' as one SumMetric object"):
+        trainer().fit(Task(), numbers(1, 2), numbers(1, 2))
+
+
+def test_log_dict_copies_no_states_of_a_collection():
+    class Task(Base):
+        def __init__(self):
+            super().__init__()
+            self.several = MetricCollection({name: BinaryAUROC() for name in "ab"})
+
+        def validation_step(self, batch, batch_idx):
+            self.several.update(batch[0] / 9, (batch[0] > 4).long())
+            self.log_dict(self.several)
+            a, b = self.several.values(copy_state=False)
+            self.shared = a.preds is b.preds
+
+    task, own = Task(), trainer()
+    own.fit(task, numbers(1), numbers(1, 9, 3, 8))
+    assert floats(own.callback_metrics) == {"a": 1.0, "b": 1.0}
+    assert task.shared
 
 
 @pytest.mark.parametrize("how", ["two objects", "no level", "a vector"])
