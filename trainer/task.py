@@ -14,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from ..engine import exchange
 from ..engine.metrics import Metrics
 from ..strategies import choose, warn
 from .datamodule import TransferHooks
@@ -22,6 +23,8 @@ from .hparams import HyperparametersMixin
 from .task_hooks import TaskHooks
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from .trainer import Trainer
 
 
@@ -220,12 +223,28 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         else:
             self._trainer.print(*args, **kwargs)
 
-    def all_gather(self, data: Any) -> Any:
-        """Every process's tensors, stacked along a new first dimension when there is more than one process."""
+    def all_gather(self, data: Any, group: ProcessGroup | None = None, sync_grads: bool = False) -> Any:
+        """Stack every process's tensors along a new first dimension, if there is more than one process.
+
+        With ``sync_grads=True`` the gradient of a tensor is the sum of what the losses of all processes say, and DDP
+        and FSDP average the parameters' gradients over the processes. So a loss that every process computes on the
+        whole gathered batch gives exactly the gradient of one process with that batch; multiply it by nothing.
+
+        Args:
+            data: tensors or numbers, nested in dicts, lists and tuples as you like. Shapes must be the same on all
+                processes; ``self.trainer.accelerator.gather`` concatenates batches of different sizes.
+            group: gather from the processes of this group only (default: all).
+            sync_grads: let gradients flow back to the process that each tensor came from. All processes must then use
+                the result in their loss. If False, several processes get it without gradients.
+
+        Raises:
+            ValueError: on every process, if their shapes differ.
+        """
         world = self.trainer.accelerator.world
-        if world.size == 1:
-            return data
-        return apply_to_collection(data, Tensor, lambda t: torch.stack(world.all_gather(t)))
+        if group is not None and world.size > 1:
+            world = world.of_group(group)
+        data = apply_to_collection(data, (bool, int, float), torch.tensor, device=self.device)
+        return exchange.all_gather(data, world, sync_grads)
 
     def freeze(self) -> Self:
         """Make every parameter constant, and go to evaluation mode."""
