@@ -123,12 +123,14 @@ def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: Wor
 @contextmanager
 def unchanged(metrics: Iterable[Any]) -> Iterator[None]:
     """A context after which metric objects hold what they held before it."""
-    before = [(metric, copy.deepcopy(_state(metric))) for metric in metrics]
+    before = [(metric, copy.deepcopy(_state(metric)), getattr(metric, "_computed", None)) for metric in metrics]
     try:
         yield
     finally:
-        for metric, counts in before:
+        for metric, counts, computed in before:
             _take(metric, counts)
+            if _has_states(metric):  # who has a result exchanges nothing in compute(): on all processes, or they hang
+                metric._computed = computed
 
 
 def _state(metric: Any) -> Any:

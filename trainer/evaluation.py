@@ -82,14 +82,7 @@ def evaluate(
             predictions.append(kept)
             counts.append(trainer.evaluation_batch - before)
         metrics.suffix = ""
-        metrics.between_batches(True)
-        if getattr(hooks, f"on_{name}_epoch_end"):
-            trainer.logbook.update_epoch(metrics)  # what the steps have logged, they may want to read
-            _fire(hooks, f"on_{name}_epoch_end")
-        found = trainer.logbook.update_epoch(metrics)
-        if not trainer.sanity_checking:
-            trainer.logbook.write_batches(metrics, counts, trainer.progress.step, keep_counting=within_fit)
-            trainer.logbook.write_epoch(trainer.progress.step, trainer.progress.epoch)
+        found = _end_epoch(trainer, hooks, name, metrics, counts, within_fit)
         if within_fit and not trainer.sanity_checking:  # from here on a checkpoint does not have it before it
             trainer.progress.validated = trainer.progress.batches
             trainer.logbook.watch.end(trainer)
@@ -102,6 +95,21 @@ def evaluate(
             entry.metric.reset()
     trainer.metrics.evaluation = None
     return Evaluation(_by_loader(found, len(loaders)), predictions)
+
+
+def _end_epoch(
+    trainer: Trainer, hooks: Hooks, name: str, metrics: Metrics, counts: list[int], within_fit: bool
+) -> dict[str, float]:
+    """Call the hooks of the epoch's end, hand what was logged to the loggers, and return the epoch's values."""
+    metrics.between_batches(True)
+    if getattr(hooks, f"on_{name}_epoch_end"):
+        trainer.logbook.update_epoch(metrics)  # what the steps have logged, they may want to read
+        _fire(hooks, f"on_{name}_epoch_end")
+    found = trainer.logbook.update_epoch(metrics)
+    if not trainer.sanity_checking:
+        trainer.logbook.write_batches(metrics, counts, trainer.progress.step, keep_counting=within_fit)
+        trainer.logbook.write_epoch(trainer.progress.step, trainer.progress.epoch)
+    return found
 
 
 def _warn_of_shared_metrics(training: Metrics, validation: Metrics) -> None:

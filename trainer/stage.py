@@ -14,7 +14,7 @@ from .datamodule import DataModule
 from .defaults import as_callbacks
 from .hooks import Hooks, name_of
 from .sources import KINDS, Sources, check_kinds
-from .task import TaskModule, task_modules
+from .task import TaskModule, log_to, task_modules
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -133,8 +133,7 @@ def _teardown(trainer: Trainer, stage: str, task: TaskModule, failure: BaseExcep
     try:
         _clean_up(trainer, stage, task, failure)
     finally:  # a second Ctrl-C may end that early
-        for part in task_modules(task):
-            part.__dict__["_metrics"] = None
+        log_to(task, None)
         trainer.stage = trainer.steps = None
         for callback in trainer.callbacks:
             callback._task = None

@@ -23,8 +23,6 @@ from .hparams import HyperparametersMixin
 from .task_hooks import TaskHooks
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from .trainer import Trainer
 
 
@@ -210,10 +208,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
         """`log` every item of a mapping (or ``torchmetrics.MetricCollection``) with the same arguments."""
-        # A MetricCollection copies the common state of its compute groups, which may hold an epoch's predictions, for
-        # each caller of items() that does not say that it leaves it alone.
-        alone = {"copy_state": False} if isinstance(getattr(dictionary, "compute_groups", None), dict) else {}
-        for name, value in dictionary.items(**alone):
+        # By default the items() of a MetricCollection copies its common states, such as all predictions of an epoch.
+        shared = {"copy_state": False} if isinstance(getattr(dictionary, "compute_groups", None), dict) else {}
+        for name, value in dictionary.items(**shared):
             self.log(name, value, **kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -223,17 +220,16 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         else:
             self._trainer.print(*args, **kwargs)
 
-    def all_gather(self, data: Any, group: ProcessGroup | None = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
         """Stack every process's tensors along a new first dimension, if there is more than one process.
 
-        With ``sync_grads=True`` the gradient of a tensor is the sum of what the losses of all processes say, and DDP
-        and FSDP average the parameters' gradients over the processes. So a loss that every process computes on the
-        whole gathered batch gives exactly the gradient of one process with that batch; multiply it by nothing.
+        With ``sync_grads=True`` a loss that every process computes on the whole gathered batch gives exactly the
+        gradient of one process with that batch, without any factor; see `Accelerator.gather`.
 
         Args:
             data: tensors or numbers, nested in dicts, lists and tuples as you like. Shapes must be the same on all
                 processes; ``self.trainer.accelerator.gather`` concatenates batches of different sizes.
-            group: gather from the processes of this group only (default: all).
+            group: gather from the processes of this process group of torch's only (default: all).
             sync_grads: let gradients flow back to the process that each tensor came from. All processes must then use
                 the result in their loss. If False, several processes get it without gradients.
 
@@ -368,8 +364,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
     @property
     def device(self) -> torch.device:
         """Where the parameters are; without any, where the Trainer computes."""
-        first = next(itertools.chain(self.parameters(), self.buffers()), None)
-        if first is not None:
+        if (first := next(itertools.chain(self.parameters(), self.buffers()), None)) is not None:
             return first.device
         return torch.device("cpu") if self._trainer is None else self._trainer.accelerator.device
 
@@ -424,6 +419,12 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 def task_modules(task: TaskModule) -> list[TaskModule]:
     """Return the task itself and the TaskModules inside it, at any depth."""
     return [part for part in task.modules() if isinstance(part, TaskModule)]
+
+
+def log_to(task: TaskModule, metrics: Metrics | None) -> None:
+    """Let ``log`` of the task, and of those in it, go to ``metrics``."""
+    for part in task_modules(task):
+        part.__dict__["_metrics"] = metrics  # a module's own assignment would cost, and is not wanted
 
 
 @torch._disable_dynamo  # the public `torch.compiler.disable` would import the compiler here, which takes a second

@@ -32,7 +32,7 @@ from .progress import Progress
 from .sources import KIND_OF_STAGE, Sources
 from .stage import run_stage
 from .steps import Steps
-from .task import TaskModule, task_modules
+from .task import TaskModule, log_to
 
 
 class Trainer(TrainerNames):
@@ -412,14 +412,12 @@ class Trainer(TrainerNames):
     def logging_to(self, metrics: Metrics | None) -> Iterator[None]:
         """Inside, ``log`` of the task and of those in it goes to ``metrics``; None: it warns that it has no place."""
         assert self.task is not None
-        before, tasks = self.task._metrics, task_modules(self.task)
-        for task in tasks:
-            task.__dict__["_metrics"] = metrics  # a module's own assignment would cost, and is not wanted
+        before = self.task._metrics
+        log_to(self.task, metrics)
         try:
             yield
         finally:
-            for task in tasks:
-                task.__dict__["_metrics"] = before
+            log_to(self.task, before)
 
     def rewrap(self) -> None:
         """Let the strategy know that other parameters are trained now. Between two steps, on all processes."""

@@ -7,7 +7,7 @@ import torch
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, MetricTracker, SumMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassConfusionMatrix
 from treadle.loggers import CSVLogger, Logger, TensorBoardLogger
 
@@ -516,11 +516,16 @@ class Uneven(Base):
     def __init__(self):
         super().__init__()
         self.total, self.seen, self.tested = SumMetric(), CatMetric(), SumMetric()
+        self.each_epoch = MetricTracker(SumMetric(), maximize=True)
+
+    def on_train_epoch_start(self):
+        self.each_epoch.increment()
 
     def training_step(self, batch, batch_idx):
         x = batch[0]
         self.total(x)
         self.seen.update(x)
+        self.each_epoch.update(x)
         self.log("total", self.total, on_step=False, on_epoch=True)
         self.log("mean", x.mean(), on_step=False, on_epoch=True, batch_size=len(x))
         self.log("sum", x.sum(), on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
@@ -529,6 +534,7 @@ class Uneven(Base):
     def on_train_epoch_end(self):
         self.values = sorted(self.seen.compute().reshape(-1).tolist())
         self.seen.reset()
+        self.tracked = self.each_epoch.compute_all().tolist()  # those of earlier epochs have their results
 
     def test_step(self, batch, batch_idx):
         self.tested.update(batch[0])
@@ -556,14 +562,14 @@ def uneven():
         own.fit(task, numbers(1, 2, 3, 4, 5, batch_size=2))
         found = floats(own.callback_metrics)
         (tested,) = own.test(task, numbers(7), verbose=False)
-        results.append((found["total"], found["mean"], found["sum"], task.values, tested["tested"]))
+        results.append((found["total"], found["mean"], found["sum"], task.values, task.tracked, tested["tested"]))
     return results
 
 
 def test_an_empty_share_counts_nothing():
     """Five samples in batches of two on two processes: of the last batch one process has none of its own."""
     (one, *others) = uneven()
-    assert one == (15.0, 3.0, 15.0, [1.0, 2.0, 3.0, 4.0, 5.0], 7.0)
+    assert one == (15.0, 3.0, 15.0, [1.0, 2.0, 3.0, 4.0, 5.0], [15.0, 15.0], 7.0)
     assert others == [one, one]
     for rank in run(uneven, 2):
         assert rank == [one, one, one]
