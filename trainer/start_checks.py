@@ -13,6 +13,7 @@ from ..strategies import nearest, warn
 from .task import TaskModule
 
 if TYPE_CHECKING:
+    from ..callbacks import EarlyStopping, ModelCheckpoint
     from .trainer import Trainer
 
 _SHOWN = 3
@@ -92,7 +93,8 @@ def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
 
 
 def _monitors(trainer: Trainer) -> Iterator[tuple[str, str, bool]]:
-    for callback in (*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks):
+    watching: list[EarlyStopping | ModelCheckpoint] = [*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks]
+    for callback in watching:
         if callback.monitor is not None:
             yield f"{type(callback).__name__}'s monitor", callback.monitor, getattr(callback, "strict", True)
     for config in trainer.lr_scheduler_configs:

@@ -223,15 +223,12 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
     def all_gather(self, data: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
         """Stack every process's tensors along a new first dimension, if there is more than one process.
 
-        With ``sync_grads=True`` a loss that every process computes on the whole gathered batch gives exactly the
-        gradient of one process with that batch, without any factor; see `Accelerator.gather`.
-
         Args:
             data: tensors or numbers, nested in dicts, lists and tuples as you like. Shapes must be the same on all
                 processes; ``self.trainer.accelerator.gather`` concatenates batches of different sizes.
-            group: gather from the processes of this process group of torch's only (default: all).
-            sync_grads: let gradients flow back to the process that each tensor came from. All processes must then use
-                the result in their loss. If False, several processes get it without gradients.
+            group: a process group of torch's to gather from (default: all processes).
+            sync_grads: let gradients flow back to the process that each tensor came from; see `Accelerator.gather` for
+                their scale. If False, several processes get the result without gradients.
 
         Raises:
             ValueError: on every process, if their shapes differ.

@@ -659,3 +659,13 @@ def test_a_resumed_file_has_the_batches_of_evaluations(tmp_path):
     assert [row["step"] for row in before if "only" in row] == list(range(1, 19))
     trainer(logger=logger(), max_epochs=2).fit(Batches(), train, val, ckpt_path=tmp_path / "3")
     assert rows(tmp_path / "version_0" / "metrics.csv") == before
+
+
+def test_one_name_for_several_loaders():
+    class Task(Base):
+        def validation_step(self, batch, batch_idx, dataloader_idx):
+            self.log("mean", batch[0].mean(), add_dataloader_idx=False)
+
+    own = trainer()
+    own.fit(Task(), numbers(1), [numbers(1, 2), numbers(6)])
+    assert floats(own.callback_metrics) == {"mean": 3.0}
