@@ -115,7 +115,8 @@ class BaseFinetuning(Callback):
             optimizer: who is to train it.
             lr: the group's learning rate; by default the first group's, divided by ``initial_denom_lr``.
             initial_denom_lr: see ``lr``.
-            train_bn: whether BatchNorm layers are trained too; else they stay as they are.
+            train_bn: whether BatchNorm layers are trained too. If False, their parameters, statistics and mode stay as
+                they are: frozen if they were frozen before.
         """
         parts = BaseFinetuning.flatten_modules(modules)
         parts = [part for part in parts if train_bn or not _is_norm(part)]
@@ -187,7 +188,8 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_lr: its first rate itself.
         should_align: it never exceeds the first group's.
         initial_denom_lr: accepted for Lightning's signature: the first rate is known, so nothing is divided by it.
-        train_bn: whether BatchNorm layers of the backbone are trained, from the beginning.
+        train_bn: whether BatchNorm layers of the backbone are trained, from the beginning. If False, they stay frozen
+            in evaluation mode for the whole run.
         verbose: say the rates.
         rounding: digits to say them with.
 
@@ -254,7 +256,11 @@ class BackboneFinetuning(BaseFinetuning):
 
     def freeze_before_training(self, pl_module: TaskModule) -> None:
         """Freeze the backbone."""
-        self.freeze(pl_module.backbone, train_bn=self.train_bn)  # type: ignore[arg-type]
+        backbone: nn.Module = pl_module.backbone  # type: ignore[assignment]
+        self.freeze(backbone, train_bn=self.train_bn)
+        norms = 0 if self.train_bn else sum(map(_is_norm, backbone.modules()))
+        if norms:  # Lightning trains them all the same
+            announce(f"train_bn=False: {norms} BatchNorm layers of the backbone stay frozen for the whole run")
 
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze the backbone, or raise its rate."""

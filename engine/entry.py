@@ -11,13 +11,23 @@ from torch import Tensor
 SHOWN = ("on_step", "on_epoch", "reduction", "prog_bar", "logger")
 """What says how an entry is shown, by attribute."""
 
+Place = tuple[int, int]
+"""A batch of an evaluation: the loader's index, and the batch's index in it."""
+
 FOLD = 64  # 0-d tensors kept before they are summed: stacking them at once costs less than adding each
 
 
 class Entry:
-    """One logged name: how it is reduced, and what has come in so far."""
+    """One logged name: how it is reduced, and what has come in so far.
+
+    Attributes:
+        suffix: the end of ``name`` that names the evaluation loader, if there are several.
+        batches: value and weight by ``Metrics.place``, for an entry that logs the single batches of an evaluation;
+            else None.
+    """
 
     __slots__ = (
+        "batches",
         "last",
         "last_weight",
         "logger",
@@ -28,6 +38,7 @@ class Entry:
         "prog_bar",
         "reduction",
         "spec",
+        "suffix",
         "total",
         "total_weight",
         "values",
@@ -44,8 +55,10 @@ class Entry:
         reduction: str,
         prog_bar: bool,
         logger: bool,
+        suffix: str = "",
     ) -> None:
         self.name = name
+        self.suffix = suffix
         self.spec = spec
         self.on_step = on_step
         self.on_epoch = on_epoch
@@ -53,6 +66,7 @@ class Entry:
         self.prog_bar = prog_bar
         self.logger = logger
         self.metric: Any = None
+        self.batches: BatchValues | None = None
         self.last: Any = None
         self.last_weight: float = 0.0
         self.values: list[Any] = []
@@ -75,6 +89,19 @@ class Entry:
             folded = FOLDS[self.reduction](values)
         self.total = folded if self.total is None else COMBINE[self.reduction](self.total.to(folded.device), folded)
         self.total_weight += sum(w for _, w in kept)
+
+    def replace_metric(self, metric: Any) -> None:
+        """Take another metric object of the same name.
+
+        Raises:
+            ValueError: if an epoch's value is wanted, in which the counts of the first would be missing.
+        """
+        if self.on_epoch:
+            raise ValueError(
+                f"{self.name!r} was logged as two {type(metric).__name__} objects in one epoch, so its value would be "
+                "that of the last one alone. Log one object, kept as an attribute of the task, or give them two names."
+            )
+        self.metric = metric
 
     def part(self) -> tuple[float | None, float, list[float], list[float]]:
         """What has come in, as plain numbers: what is summed up, and what is not yet."""
@@ -122,7 +149,47 @@ class Entry:
 
     def label(self, form: str) -> str:
         """The name under which the ``"step"`` or ``"epoch"`` value is shown."""
-        return f"{self.name}_{form}" if self.on_step and self.on_epoch else self.name
+        if not (self.on_step and self.on_epoch):
+            return self.name
+        return f"{self.name.removesuffix(self.suffix)}_{form}{self.suffix}"
+
+    def reduced(self, known: list[tuple[float, float]]) -> float:
+        """Reduce the (value, weight) pairs of several processes; a mean's values are weighted sums."""
+        if self.reduction == "mean":
+            return sum(value for value, _ in known) / sum(weight for _, weight in known)
+        # In torch: Python's min and max drop a NaN or keep it, depending on its place.
+        return FOLDS[self.reduction](torch.tensor([value for value, _ in known], dtype=torch.float64)).item()
+
+
+class BatchValues:
+    """Values of single batches, by place; on the device until they are read."""
+
+    def __init__(self) -> None:
+        self._latest: dict[Place, tuple[Any, float]] = {}
+        self._folded: list[tuple[list[Place], Tensor, list[float]]] = []
+
+    def add(self, place: Place, value: Any, weight: float) -> None:
+        """Keep a batch's value; a second one of the same batch replaces it."""
+        self._latest[place] = value, weight
+        if len(self._latest) > FOLD:  # 0-d tensors take 512 bytes each on a GPU
+            newest = self._latest.popitem()
+            self._fold()
+            self._latest[newest[0]] = newest[1]
+
+    def _fold(self) -> None:
+        values = stack([value for value, _ in self._latest.values()])
+        self._folded.append((list(self._latest), values, [weight for _, weight in self._latest.values()]))
+        self._latest.clear()
+
+    def read(self) -> list[tuple[Place, float, float]]:
+        """Return (place, value, weight) of each batch, as plain numbers."""
+        if self._latest:
+            self._fold()
+        return [
+            triple
+            for places, values, weights in self._folded
+            for triple in zip(places, values.tolist(), weights, strict=True)
+        ]
 
 
 FOLDS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..strategies import World, choose
 
 REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 
-def gather(value: Any, world: World, empty: bool = False) -> Any:
+def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = False) -> Any:
     """Concatenate every process's tensors along dimension 0, in rank order; row counts may differ.
 
     A 0-d tensor counts as one row. What holds no tensor becomes a list of every process's items.
@@ -24,6 +25,7 @@ def gather(value: Any, world: World, empty: bool = False) -> Any:
         value: a tensor, or tensors nested in dicts, lists, tuples or dataclasses, of one form on all processes.
         world: the processes.
         empty: this process has nothing to add; ``value`` only shows the form.
+        sync_grads: let gradients flow back to the process that each row came from; see `_AllGather`.
 
     Raises:
         TypeError: if the value holds no tensor.
@@ -37,12 +39,15 @@ def gather(value: Any, world: World, empty: bool = False) -> Any:
             f"gather takes tensors, alone or nested, not {type(value).__name__}: use gather_for_metrics or "
             "gather_object for other values."
         )
-    rows = [t.detach().reshape(1) if t.ndim == 0 else t for t in tensors]
+    if not sync_grads:
+        tensors = [t.detach() for t in tensors]
+    rows = [t.reshape(1) if t.ndim == 0 else t for t in tensors]
     if empty:
         rows = [t[:0] for t in rows]
     if world.size == 1:
         return _rebuilt(value, rows, [_items(other, empty) for other in others])
-    mine = [(tuple(t.shape[1:]), str(t.dtype), t.shape[0]) for t in rows]
+    grads = ["" if t.requires_grad else " without gradient" for t in rows] if sync_grads else [""] * len(rows)
+    mine = [(tuple(t.shape[1:]), f"{t.dtype}{grad}", t.shape[0]) for t, grad in zip(rows, grads, strict=True)]
     parts = world.gather_objects((mine, [_items(other, empty) for other in others]))
     forms = [([form[:2] for form in shapes], len(lists)) for shapes, lists in parts]
     if any(form != forms[0] for form in forms):
@@ -63,11 +68,66 @@ def gather(value: Any, world: World, empty: bool = False) -> Any:
 
 def _concatenated(rows: Tensor, counts: list[int], world: World) -> Tensor:
     longest = max(counts)
-    padded = rows
     if rows.shape[0] != longest:
-        padded = rows.new_zeros((longest, *rows.shape[1:]))
-        padded[: rows.shape[0]] = rows
-    return torch.cat([part[:count] for part, count in zip(world.all_gather(padded), counts, strict=True)])
+        rows = torch.cat((rows, rows.new_zeros((longest - rows.shape[0], *rows.shape[1:]))))
+    parts = _AllGather.apply(rows, world) if rows.requires_grad else world.all_gather(rows)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+class _AllGather(torch.autograd.Function):
+    """Every process's tensor, stacked. The gradient of one is the sum of what all processes' losses say.
+
+    DDP and FSDP average the parameters' gradients over the processes. So the gradient of a run is that of the mean of
+    the processes' losses, as functions of all tensors: where each process computes the loss of the whole global batch,
+    that is the gradient of one process with the whole batch, without any factor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return torch.stack(world.all_gather(tensor))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.world.reduce_scatter(grad), None
+
+
+def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
+    """Stack every process's tensors along a new first dimension; of one process they are left as they are.
+
+    Args:
+        value: a tensor, or tensors nested in dicts, lists, tuples or dataclasses, of the same shapes on all processes.
+        world: the processes.
+        sync_grads: let gradients flow back to the process that each tensor came from; see `_AllGather`.
+
+    Raises:
+        ValueError: on every process, if the shapes differ.
+    """
+    if world.size == 1:
+        return value
+    own: list[str] = []
+    apply_to_collection(value, Tensor, lambda t: own.append(_form(t, sync_grads)))
+    forms = world.gather_objects(own)
+    if any(form != own for form in forms):
+        each = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
+        raise ValueError(
+            f"all_gather stacks tensors, which needs the same shapes and formats on every process, but got {each}. "
+            "Accelerator.gather concatenates batches of different sizes; DataLoader(drop_last=True) leaves the last, "
+            "short one out."
+        )
+
+    def one(tensor: Tensor) -> Tensor:
+        if sync_grads and tensor.requires_grad:
+            return _AllGather.apply(tensor, world)
+        return torch.stack(world.all_gather(tensor.detach()))
+
+    return apply_to_collection(value, Tensor, one)
+
+
+def _form(tensor: Tensor, sync_grads: bool) -> str:
+    without = " without gradient" if sync_grads and not tensor.requires_grad else ""
+    return f"{tuple(tensor.shape)} {tensor.dtype}{without}"
 
 
 def _walk(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:
@@ -139,7 +199,7 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
 
 def _check_forms(value: Any, world: World) -> None:
     own: list[str] = []
-    apply_to_collection(value, Tensor, lambda t: own.append(f"{tuple(t.shape)} {t.dtype}"))
+    apply_to_collection(value, Tensor, lambda t: own.append(_form(t, False)))
     forms = world.gather_objects(own)
     if any(form != own for form in forms):
         each = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))

@@ -6,7 +6,9 @@ Meant are those of torchmetrics and what has their form, of which only the names
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -116,6 +118,19 @@ def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: Wor
             _take(
                 metric, states[world.rank] if len(states) == world.size else _shared_out(metric, place, states, world)
             )
+
+
+@contextmanager
+def unchanged(metrics: Iterable[Any]) -> Iterator[None]:
+    """A context after which metric objects hold what they held before it."""
+    before = [(metric, copy.deepcopy(_state(metric)), getattr(metric, "_computed", None)) for metric in metrics]
+    try:
+        yield
+    finally:
+        for metric, counts, computed in before:
+            _take(metric, counts)
+            if _has_states(metric):  # who has a result exchanges nothing in compute(): on all processes, or they hang
+                metric._computed = computed
 
 
 def _state(metric: Any) -> Any:

@@ -7,14 +7,17 @@ and when an epoch ends, everything is packed into one vector, exchanged once and
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..strategies import World, nearest
+from ..strategies import World, nearest, warn
 from . import metric_objects
-from .entry import FOLD, FOLDS, SHOWN, Entry, stack
+from .cursor import Cursor
+from .entry import FOLD, SHOWN, BatchValues, Entry, Place, stack
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
 
@@ -28,6 +31,7 @@ class Metrics:
     Attributes:
         weight: samples of the batch that is being worked on; a value weighs that much in its epoch mean.
         suffix: added to names while several evaluation loaders are worked through.
+        place: the batch of an evaluation that is being worked on.
         evaluation: what is logged in an evaluation within this stage, while it runs.
     """
 
@@ -35,6 +39,7 @@ class Metrics:
         self.training = training
         self.weight: float = 1.0
         self.suffix = ""
+        self.place: Place = (0, 0)
         self.evaluation: Metrics | None = None
         self._in_step: dict[str, Entry] = {}
         self._in_epoch: dict[str, Entry] = {}
@@ -45,6 +50,22 @@ class Metrics:
         self._entries = self._in_epoch if yes else self._in_step
         if yes:
             self.weight = 1.0  # a process's value, not a batch's
+
+    def counted(self, batches: Iterable[Any], cursor: Cursor, owner: nn.Module) -> Iterator[Any]:
+        """Yield batches; ``owner``'s metric objects do not count the stand-ins among them.
+
+        A stand-in is another process's sample, which an empty share of the last global batch is filled with so that
+        the collectives match.
+        """
+        for batch in batches:
+            if cursor.micro is None or cursor.micro.samples:
+                yield batch
+                continue
+            objects = [*metric_objects.find(owner).values()]
+            held = metric_objects.parts_of(objects)
+            objects += [e.metric for e in self.entries if e.metric is not None and id(e.metric) not in held]
+            with metric_objects.unchanged(objects):
+                yield batch
 
     @property
     def entries(self) -> list[Entry]:
@@ -69,7 +90,7 @@ class Metrics:
         entry = self._entries.get(name)
         spec = (prog_bar, logger, on_step, on_epoch, reduce_fx)
         if entry is None or entry.spec != spec:
-            entry = self._register(name, value, spec)
+            entry = self._register(name, value, spec, self.suffix if add_suffix else "")
         if isinstance(value, Tensor):
             if value.ndim:
                 value = _one_number(name, value)
@@ -79,20 +100,26 @@ class Metrics:
                 # A parameter, or a tensor the user counts in, changes later; what an operation has just made does not.
                 value = value.detach() if value.grad_fn is not None else value.detach().clone()
         elif entry.metric is not None and isinstance(value, type(entry.metric)):
-            entry.metric = value
-            value = getattr(value, "_forward_cache", None)
+            if value is not entry.metric:
+                entry.replace_metric(value)
+            value = getattr(value, "_forward_cache", None) if entry.on_step else None
+            if value is not None and not (isinstance(value, Tensor) and value.ndim == 0):
+                value = _one_number(name, value)
         elif value.__class__ is not float and value.__class__ is not int:
             value = _one_number(name, value)
-        weight = self.weight if batch_size is None else batch_size
+        # A stand-in that only keeps the processes in step weighs nothing, whatever size the user says it has.
+        weight = batch_size if batch_size is not None and self.weight else self.weight
         entry.last = value
         entry.last_weight = weight
+        if entry.batches is not None and value is not None:
+            entry.batches.add(self.place, value, weight)
         if entry.on_epoch and entry.metric is None:
             entry.values.append(value)
             entry.weights.append(weight)
             if len(entry.values) >= FOLD:
                 entry.fold()
 
-    def _register(self, name: str, value: Any, spec: tuple[Any, ...]) -> Entry:
+    def _register(self, name: str, value: Any, spec: tuple[Any, ...], suffix: str) -> Entry:
         known = self._entries.get(name)
         if known is not None and known.spec is not None:
             raise ValueError(
@@ -102,28 +129,34 @@ class Metrics:
             raise TypeError(f"self.log takes a name and a value; the name {name!r} is a {type(name).__name__}.")
         prog_bar, logger, on_step, on_epoch, reduce_fx = spec
         per_step = self.training and self._entries is self._in_step
-        reduction = getattr(reduce_fx, "__name__", reduce_fx)
-        reduction = {"amin": "min", "amax": "max"}.get(reduction, reduction)
-        if reduction not in _REDUCTIONS:
-            raise ValueError(
-                f"reduce_fx={reduce_fx!r} of {name!r} is not one of {', '.join(_REDUCTIONS)}."
-                f"{nearest(str(reduction), _REDUCTIONS)} Anything else is a torchmetrics.Metric's business."
-            )
         on_step = per_step if on_step is None else on_step
         on_epoch = not per_step if on_epoch is None else on_epoch
         if self._entries is self._in_epoch and on_step:
             raise ValueError(f"{name!r} is logged between batches, where there is no step: leave on_step out.")
+        if not (on_step or on_epoch):
+            raise ValueError(
+                f"{name!r} is logged with on_step=False and on_epoch=False, so its value would go nowhere. Set "
+                "on_epoch=True, or leave on_step out."
+            )
         entry = Entry(
             name,
             spec,
             on_step=on_step,
             on_epoch=on_epoch,
-            reduction=reduction,
+            reduction=_reduction(name, reduce_fx),
             prog_bar=prog_bar,
             logger=logger is not False,
+            suffix=suffix,
         )
+        if on_step and not self.training:
+            entry.batches = BatchValues()
         if hasattr(value, "compute") and hasattr(value, "reset"):
             entry.metric = value
+            if on_step and getattr(value, "_forward_cache", None) is None:
+                warn(
+                    f"{name!r} is logged with on_step=True, but {type(value).__name__}.update() leaves no value of the "
+                    "step to log. Call the metric itself, metric(...), or log with on_step=False, on_epoch=True."
+                )
         if known is not None:  # restored from a checkpoint
             entry.total, entry.total_weight = known.total, known.total_weight
             entry.values, entry.weights = known.values, known.weights
@@ -141,11 +174,36 @@ class Metrics:
         """The values of the epoch over all batches and processes; one exchange. All processes must ask."""
         entries = [entry for entry in self.entries if entry.on_epoch]
         plain = [entry for entry in entries if entry.metric is None]
-        values = dict(self._reduced(plain, [entry.epoch_pair() for entry in plain], world))
+        # Metric objects and the values of batches are exchanged apart: the same ones on all processes, or they hang.
+        others = [entry for entry in self.entries if entry.metric is not None or entry.batches is not None]
+        values = dict(self._reduced(plain, [entry.epoch_pair() for entry in plain], world, others))
         for entry in entries:
             if entry.metric is not None:  # exchanges its own state
                 values[entry] = _computed(entry)
         return [(entry, values[entry]) for entry in entries if entry in values]
+
+    def batch_values(self, world: World) -> list[tuple[Place, list[tuple[Entry, float]]]]:
+        """Return what each batch of this evaluation logged with ``on_step=True``, over all processes.
+
+        One exchange. All processes must ask, after `epoch_values`, which sees that they have logged the same names.
+
+        Returns:
+            For each loader's batches in order: (loader, batch) and the values by entry.
+        """
+        entries = [entry for entry in self._in_step.values() if entry.batches is not None]
+        if not entries:
+            return []
+        every = world.gather_objects([entry.batches.read() for entry in entries])  # type: ignore[union-attr]
+        rows: dict[Place, list[tuple[Entry, float]]] = {}
+        for entry, *parts in zip(entries, *every, strict=True):
+            known: dict[Place, list[tuple[float, float]]] = {}
+            for place, value, weight in itertools.chain.from_iterable(parts):
+                if weight:
+                    weighed = value * weight if entry.reduction == "mean" else value
+                    known.setdefault(place, []).append((weighed, weight))
+            for place, pairs in known.items():
+                rows.setdefault(place, []).append((entry, entry.reduced(pairs)))
+        return sorted(rows.items())
 
     def local_values(self) -> dict[str, float]:
         """This process's latest values of what the progress bar shows. Reads the device."""
@@ -166,7 +224,7 @@ class Metrics:
     def reset(self) -> None:
         """Forget everything: another epoch begins."""
         for entry in self.entries:
-            if entry.metric is not None and entry.on_epoch:
+            if entry.metric is not None:
                 entry.metric.reset()
         self._in_step.clear()
         self._in_epoch.clear()
@@ -174,9 +232,11 @@ class Metrics:
         self.evaluation = None
 
     @staticmethod
-    def _reduced(entries: list[Entry], pairs: list[tuple[Any, float]], world: World) -> list[tuple[Entry, float]]:
+    def _reduced(
+        entries: list[Entry], pairs: list[tuple[Any, float]], world: World, others: Iterable[Entry] = ()
+    ) -> list[tuple[Entry, float]]:
         if world.size > 1:
-            _same_names([f"{entry.name} ({entry.reduction})" for entry in entries], world)
+            _same_names([f"{entry.name} ({entry.reduction})" for entry in (*entries, *others)], world)
         if not entries:
             return []
         flat = [value for value, _ in pairs] + [weight for _, weight in pairs]
@@ -189,13 +249,8 @@ class Metrics:
         results = []
         for index, entry in enumerate(entries):
             known = [(part[index], part[count + index]) for part in parts if part[count + index]]
-            if not known:
-                continue
-            if entry.reduction == "mean":
-                value = sum(v for v, _ in known) / sum(w for _, w in known)
-            else:  # in torch: Python's min and max drop a NaN or keep it, depending on its place
-                value = FOLDS[entry.reduction](torch.tensor([v for v, _ in known], dtype=torch.float64)).item()
-            results.append((entry, value))
+            if known:
+                results.append((entry, entry.reduced(known)))
         return results
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -206,13 +261,18 @@ class Metrics:
         All processes must ask. ``over`` says that the epoch is at its end: the next one has logged nothing yet.
         """
         objects = {} if owner is None else metric_objects.find(owner)
-        done = [e.metric for e in self.entries if e.on_epoch] if over else []
+        done = [e.metric for e in self.entries] if over else []
         done += [] if self.evaluation is None else [e.metric for e in self.evaluation.entries]
         counts = metric_objects.state(objects, metric_objects.parts_of(done), world)
         if over:
             return {"values": {}, "metrics": {}, "latest": {}, "objects": counts}
         shown = {e.name: {key: getattr(e, key) for key in SHOWN} for e in self._in_step.values()}
-        logged = {e.name: e.metric for e in self._in_step.values() if e.on_epoch and e.metric is not None}
+        held = {id(metric) for metric in objects.values()}
+        logged = {
+            e.name: e.metric
+            for e in self._in_step.values()
+            if e.metric is not None and (e.on_epoch or id(e.metric) in held)
+        }
         places = metric_objects.places(logged, objects, owner)
         entries = self._in_step.values()
         sums = {e.name: e.part() for e in entries if e.on_epoch and e.metric is None}
@@ -254,6 +314,18 @@ def _own(parts: list[Any], world: World) -> list[Any]:
     """What this process goes on from: its own part, or where there were more or fewer, all of them on rank zero."""
     mine = parts[world.rank : world.rank + 1] if len(parts) == world.size else parts if world.is_main else []
     return [part for part in mine if part]
+
+
+def _reduction(name: str, reduce_fx: Any) -> str:
+    """Return the name of a reduction, given by its name or as a function."""
+    reduction = getattr(reduce_fx, "__name__", reduce_fx)
+    reduction = {"amin": "min", "amax": "max", "avg": "mean"}.get(reduction, reduction)
+    if reduction not in _REDUCTIONS:
+        raise ValueError(
+            f"reduce_fx={reduce_fx!r} of {name!r} is not one of {', '.join(_REDUCTIONS)}."
+            f"{nearest(str(reduction), _REDUCTIONS)} Anything else is a torchmetrics.Metric's business."
+        )
+    return reduction
 
 
 def _one_number(name: str, value: Any) -> Any:

@@ -90,13 +90,26 @@ class Process:
         """Wait for everyone at the end of a run."""
         self.wait_for_everyone()
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Any, sync_grads: bool = False) -> Any:
         """Concatenate every process's tensors along dimension 0, on every process.
+
+        With ``sync_grads=True`` a loss may be computed on the whole global batch, as contrastive losses need it
+        (SimCLR, CLIP): gradients flow back to the process each row came from. The gradient of a row is the sum of what
+        the losses of all processes say, and DDP and FSDP average the parameters' gradients over the processes. So a
+        loss that every process computes on the whole gathered batch gives exactly the gradient of one process with
+        that batch; multiply it by nothing. So does the mean loss of each process's own rows against all.
 
         Args:
             tensor: a tensor, or tensors nested in dicts, lists or tuples; row counts may differ.
+            sync_grads: let gradients flow back. All processes must then use the result in their loss. A sample that is
+                only there to keep the processes in step, where the last batch has fewer samples than there are
+                processes, is left out.
         """
-        return exchange.gather(tensor, self.world)
+        if not sync_grads:
+            return exchange.gather(tensor, self.world)
+        micro = self.cursor.micro
+        stand_in = micro is not None and not micro.samples
+        return exchange.gather(tensor, self.data_world, empty=stand_in, sync_grads=True)
 
     def gather_object(self, value: Any) -> list[Any]:
         """Every process's values in one list, on every process; a list (or tuple) counts as its items.

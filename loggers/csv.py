@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .directory import DirectoryLogger
-from .logger import Params, process_rank, rank_zero_experiment
+from .logger import EVALUATED_AT, Params, process_rank, rank_zero_experiment
 from .values import as_metrics, flatten
 
 STEP = "step"
@@ -164,7 +164,9 @@ class MetricsFile:
 
         Rows whose step no number is, which someone else has written, stay.
         """
-        place = self._columns.index(STEP) if STEP in self._columns else None
+        # In rows of an evaluation's batches, the step counts batches: there the optimizer steps come first.
+        places = [place for place, name in enumerate(self._columns) if name.endswith(EVALUATED_AT)]
+        places += [place for place, name in enumerate(self._columns) if name == STEP]
         with open(self.path + ".tmp", "w", newline="", encoding="utf-8") as target:
             target.write(_to_csv([columns]))
             if os.path.exists(self.path):
@@ -172,7 +174,7 @@ class MetricsFile:
                     rows = csv.reader(source)
                     next(rows, None)
                     for row in rows:
-                        if place is None or not _is_later(row[place : place + 1], until):
+                        if not _is_later([row[place] for place in places if place < len(row)], until):
                             target.write(_to_csv([row + [""] * (len(columns) - len(row))]))
             target.flush()
             os.fsync(target.fileno())  # the old file is gone after the next line: the new one must be on the disk
@@ -181,9 +183,10 @@ class MetricsFile:
 
 
 def _is_later(cells: list[str], step: float) -> bool:
+    """Whether the first cell that is not empty holds a later step."""
     try:
-        return float(cells[0]) > step
-    except (IndexError, ValueError):
+        return float(next(filter(None, cells))) > step
+    except (StopIteration, ValueError):
         return False
 
 

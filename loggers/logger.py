@@ -10,6 +10,9 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+EVALUATED_AT = "evaluation/global_step"
+"""In rows of an evaluation's single batches, whose step counts batches: the optimizer steps done."""
+
 Params = Mapping[str, Any] | argparse.Namespace | None
 
 

@@ -326,6 +326,11 @@ class DebugWorld(World):
         self._compare("all_gather", tensor)
         return super().all_gather(tensor)
 
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `World.reduce_scatter`."""
+        self._compare("reduce_scatter", tensor)
+        return super().reduce_scatter(tensor)
+
     def gather_objects(self, value: Any) -> list[Any]:
         """See `World.gather_objects`."""
         self._compare("gather_objects")

@@ -241,6 +241,32 @@ class World:
         dist.all_gather(parts, tensor.contiguous(), self.group)
         return parts
 
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all processes of their ``tensor[rank]``, where ``rank`` is this process's.
+
+        Args:
+            tensor: of shape (size, ...), the same on every process.
+        """
+        if self.size == 1:
+            return tensor[0]
+        own = torch.empty_like(tensor[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter_tensor(own.reshape(-1), tensor.contiguous().reshape(-1), group=self.group)
+        return own
+
+    def of_group(self, group: dist.ProcessGroup) -> World:
+        """Return the processes of a process group of the user's, in which this process is, as a world of their own.
+
+        Raises:
+            ValueError: if this process is not in it.
+        """
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ValueError(
+                f"rank {self.rank} is not in the process group that was given: it has ranks "
+                f"{dist.get_process_group_ranks(group)}. Only they may call this."
+            )
+        return World(rank=rank, size=dist.get_world_size(group), device=self.device, timeout=self.timeout, group=group)
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every process, in rank order, on every process."""
         if self.size == 1:

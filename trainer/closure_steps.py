@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,9 +73,8 @@ class ClosureSteps(Steps):
         accelerator.sync_gradients = True  # as after a group: the group before may have ended elsewhere
         self.zero_grad(first)
         results = []
-        for number, (batch, micro) in enumerate(held):
-            self.cursor.micro, self.metrics.weight = micro, micro.samples
-            results.append(self._forward_and_backward(batch, first + number, micro.last))
+        for number, batch in enumerate(self.metrics.counted(self._each(held), self.cursor, self.task)):
+            results.append(self._forward_and_backward(batch, first + number, held[number][1].last))
         if accelerator.always_agree or accelerator.unfinished:
             accelerator.agree()
         if not self.agreement.finite:
@@ -85,6 +84,11 @@ class ClosureSteps(Steps):
         if self.clips:
             self.clip()
         return results
+
+    def _each(self, held: list[tuple[Any, Any]]) -> Iterator[Any]:
+        for batch, micro in held:
+            self.cursor.micro, self.metrics.weight = micro, micro.samples
+            yield batch
 
     def _forward_and_backward(self, batch: Any, index: int, last: bool) -> tuple[Any, Tensor]:
         """Add one micro-batch's share of the gradient; returns what ``training_step`` did, and the loss in it."""

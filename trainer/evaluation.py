@@ -12,7 +12,7 @@ from torch import nn
 
 from ..engine import Loader, Metrics, move_data_to_device
 from ..engine.modes import evaluation_mode
-from ..strategies import World
+from ..strategies import World, warn
 from . import summary
 from .hooks import Hooks
 from .steps import count_positional
@@ -63,6 +63,7 @@ def evaluate(
     no_gradient = torch.inference_mode if trainer.inference_mode and not within_fit else torch.no_grad
     metrics = trainer.metrics.evaluation = trainer.new_metrics(training=False)
     predictions: list[list[Any]] = []
+    counts: list[int] = []
     lengths = [loader.length for loader in loaders]
     trainer.evaluation_batch = -1
     trainer.evaluation_total = None if None in lengths else sum(filter(None, lengths))
@@ -74,28 +75,52 @@ def evaluate(
         for number, loader in enumerate(loaders):
             metrics.between_batches(False)
             metrics.suffix = f"/dataloader_idx_{number}" if len(loaders) > 1 else ""
+            before = trainer.evaluation_batch
             kept = _one_loader(
                 trainer, task, hooks, loader, number, name, stage, metrics, keep_predictions, len(loaders)
             )
             predictions.append(kept)
+            counts.append(trainer.evaluation_batch - before)
         metrics.suffix = ""
-        metrics.between_batches(True)
-        if getattr(hooks, f"on_{name}_epoch_end"):
-            trainer.logbook.update_epoch(metrics)  # what the steps have logged, they may want to read
-            _fire(hooks, f"on_{name}_epoch_end")
-        found = trainer.logbook.update_epoch(metrics)
-        if not trainer.sanity_checking:
-            trainer.logbook.write_epoch(trainer.progress.step, trainer.progress.epoch)
+        found = _end_epoch(trainer, hooks, name, metrics, counts, within_fit)
         if within_fit and not trainer.sanity_checking:  # from here on a checkpoint does not have it before it
             trainer.progress.validated = trainer.progress.batches
             trainer.logbook.watch.end(trainer)
         with trainer.logging_to(None):  # the values are out: another one would be lost, and self.log says so
             _fire(hooks, f"on_{name}_end")
+    if within_fit:
+        _warn_of_shared_metrics(trainer.metrics, metrics)
     for entry in metrics.entries:
         if entry.metric is not None:
             entry.metric.reset()
     trainer.metrics.evaluation = None
     return Evaluation(_by_loader(found, len(loaders)), predictions)
+
+
+def _end_epoch(
+    trainer: Trainer, hooks: Hooks, name: str, metrics: Metrics, counts: list[int], within_fit: bool
+) -> dict[str, float]:
+    """Call the hooks of the epoch's end, hand what was logged to the loggers, and return the epoch's values."""
+    metrics.between_batches(True)
+    if getattr(hooks, f"on_{name}_epoch_end"):
+        trainer.logbook.update_epoch(metrics)  # what the steps have logged, they may want to read
+        _fire(hooks, f"on_{name}_epoch_end")
+    found = trainer.logbook.update_epoch(metrics)
+    if not trainer.sanity_checking:
+        trainer.logbook.write_batches(metrics, counts, trainer.progress.step, keep_counting=within_fit)
+        trainer.logbook.write_epoch(trainer.progress.step, trainer.progress.epoch)
+    return found
+
+
+def _warn_of_shared_metrics(training: Metrics, validation: Metrics) -> None:
+    trained = {id(entry.metric): entry.name for entry in training.entries if entry.metric is not None}
+    for entry in validation.entries:
+        if id(entry.metric) in trained:
+            warn(
+                f"training logs {trained[id(entry.metric)]!r} and validation {entry.name!r} as one "
+                f"{type(entry.metric).__name__} object: the counts of both are mixed, and the end of validation resets "
+                "them. Give each stage a metric object of its own."
+            )
 
 
 def _fire(hooks: Hooks, name: str) -> None:
@@ -121,8 +146,8 @@ def _one_loader(
     cursor = trainer.accelerator.cursor
     kept: list[Any] = []
     index = -1
-    for index, batch in enumerate(loader):
-        metrics.weight = cursor.micro.samples  # type: ignore[union-attr]
+    for index, batch in enumerate(metrics.counted(loader, cursor, task)):
+        metrics.weight, metrics.place = cursor.micro.samples, (number, index)  # type: ignore[union-attr]
         trainer.evaluation_batch += 1
         for hook in starts:
             hook(batch, index, number)

@@ -19,6 +19,7 @@ from .loop import FitLoop
 from .optimizers import SchedulerConfig, check_ownership, parse_optimizers
 from .profiled import measured
 from .sources import Sources
+from .start_checks import check_monitors, warn_of_untrained
 from .storable import check_storable
 from .task import TaskModule
 
@@ -40,9 +41,12 @@ def run_fit(trainer: Trainer, task: TaskModule, hooks: Hooks, sources: Sources) 
     loader = sources.train
     trainer.accelerator.draw_apart()  # the data is there; the sanity check leaves no trace in what is drawn
     summary.announce_fit(trainer, loader)
-    if trainer.ckpt_path is None and trainer.num_sanity_val_steps and trainer.has_validation:
+    sanity_check = trainer.ckpt_path is None and trainer.num_sanity_val_steps and trainer.has_validation
+    if sanity_check:
         _sanity_check(trainer, hooks)
+    check_monitors(trainer, trainer.logbook.newest if sanity_check else None)
     _warn_of_evaluation_mode(task)
+    warn_of_untrained(trainer, task)
     with trainer.logging_to(trainer.metrics):
         run_validation = measured(trainer.profiler, "validation", partial(validate, trainer))
         loop = FitLoop(trainer, task, model, hooks, loader, trainer.lr_scheduler_configs, run_validation)

@@ -87,8 +87,9 @@ class Curve:
 class History(Mapping[str, Curve]):
     """The curves of a run by name: ``trainer.history["train_loss"].values``.
 
-    There is a curve of everything that was logged with ``logger=True``, also where no logger is. A run that is resumed
-    goes on with the curves and rates of its checkpoint; times and throughput are those of this process.
+    There is a curve of everything that was logged with ``logger=True``, also where no logger is, but of no single batch
+    of an evaluation. A run that is resumed goes on with the curves and rates of its checkpoint; times and throughput
+    are those of this process.
 
     Args:
         cursor: knows how many seconds this process has waited for batches so far.

@@ -8,6 +8,7 @@ from typing import Any
 from ..callbacks.monitor import ValidationWatch
 from ..engine import Metrics
 from ..loggers import Logger, NullExperiment
+from ..loggers.logger import EVALUATED_AT
 from ..strategies import World, warn
 from .datamodule import DataModule
 from .history import History
@@ -43,6 +44,7 @@ class Logbook:
         callback_values: by name, the newest agreed value of everything logged.
         bar_values: the same, of what the progress bar shows.
         logged_values: the same, of what the loggers got.
+        evaluated: batches of each validation loader that were worked through within ``fit``.
         newest: the names that the epoch or evaluation that ended last has logged.
         watch: what the newest validation within ``fit`` measured, and when.
     """
@@ -56,6 +58,7 @@ class Logbook:
         self.bar_values: dict[str, float] = {}
         self.logged_values: dict[str, float] = {}
         self.newest: frozenset[str] = frozenset()
+        self.evaluated: list[int] = []
         self._failed: set[int] = set()
         self._epoch_row: dict[str, float] = {}
         self.watch = ValidationWatch()
@@ -89,6 +92,34 @@ class Logbook:
         self.newest = frozenset(names)
         return found
 
+    def write_batches(self, metrics: Metrics, counts: list[int], step: int, *, keep_counting: bool) -> None:
+        """Hand the loggers what the single batches of an evaluation logged. All processes must call it.
+
+        Their x-axis is the number of the loader's batches, as the step stays the same in an evaluation. The optimizer
+        steps done are in the row.
+
+        Args:
+            metrics: what the evaluation has logged.
+            counts: batches of each loader.
+            step: optimizer steps done.
+            keep_counting: go on counting from evaluation to evaluation, as in ``fit``.
+        """
+        before = self.evaluated if keep_counting else []
+        before = before + [0] * (len(counts) - len(before))
+        for (loader, batch), values in metrics.batch_values(self.data_world):
+            row: dict[str, float] = {}
+            for entry, value in values:
+                name = entry.label("step")
+                if entry.prog_bar:
+                    self.bar_values[name] = value
+                if entry.logger:
+                    row[name] = value
+            if row:
+                self.logged_values.update(row)
+                self.call("log_metrics", {EVALUATED_AT: step, **row}, step=before[loader] + batch + 1)
+        if keep_counting:
+            self.evaluated = [one + more for one, more in zip(before, counts, strict=False)]
+
     def keep_step_values(self, metrics: Metrics, newer: Container[str] = ()) -> None:
         """Agree on the epoch's last step values, for those who read them later. All processes must call it.
 
@@ -105,13 +136,15 @@ class Logbook:
 
     def state_dict(self) -> dict[str, Any]:
         """The agreed values: a scheduler, or a callback that monitors, may need one before it is logged again."""
-        return {"values": dict(self.callback_values), "watch": self.watch.state_dict()}
+        values, watch = dict(self.callback_values), self.watch.state_dict()
+        return {"values": values, "watch": watch, "evaluated": list(self.evaluated)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         self.callback_values.clear()
         self.callback_values.update(state_dict["values"])
         self.watch.load_state_dict(state_dict["watch"])
+        self.evaluated = list(state_dict.get("evaluated", ()))
 
     def note_epoch(self, step: int) -> None:
         """Let the history have the epoch's values before the loggers: a checkpoint is made in between."""

@@ -47,7 +47,7 @@ class ManualSteps(Steps):
     def take(self, group: Iterable[Any]) -> None:
         """See `Steps.take`; each group is one batch."""
         accelerator, hooks, progress = self.accelerator, self.hooks, self.progress
-        for batch in group:
+        for batch in group if self.alone else self.metrics.counted(group, self.cursor, self.task):
             progress.within = True
             index = progress.batch
             micro = self.cursor.micro

@@ -237,7 +237,8 @@ class TrainerNames:
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """What the progress bar shows. Reads the device."""
-        return {**self.logbook.bar_values, **self.metrics.local_values()}
+        evaluation = {} if self.metrics.evaluation is None else self.metrics.evaluation.local_values()
+        return {**self.logbook.bar_values, **self.metrics.local_values(), **evaluation}
 
     @property
     def logger(self) -> Logger | None:

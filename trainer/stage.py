@@ -14,7 +14,7 @@ from .datamodule import DataModule
 from .defaults import as_callbacks
 from .hooks import Hooks, name_of
 from .sources import KINDS, Sources, check_kinds
-from .task import TaskModule
+from .task import TaskModule, log_to, task_modules
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -73,6 +73,7 @@ def run_stage(
                 return None
             with trainer.init_module():
                 task.configure_model()
+            task.trainer = trainer  # also of the tasks in it that setup or configure_model made
             with torch.autograd.set_detect_anomaly(True) if trainer.detect_anomaly else nullcontext():
                 return work(task, hooks, sources)
     except BaseException as error:
@@ -132,7 +133,7 @@ def _teardown(trainer: Trainer, stage: str, task: TaskModule, failure: BaseExcep
     try:
         _clean_up(trainer, stage, task, failure)
     finally:  # a second Ctrl-C may end that early
-        task.__dict__["_metrics"] = None
+        log_to(task, None)
         trainer.stage = trainer.steps = None
         for callback in trainer.callbacks:
             callback._task = None
@@ -151,7 +152,8 @@ def _clean_up(trainer: Trainer, stage: str, task: TaskModule, failure: BaseExcep
     for one in (trainer.steps, trainer.last_step):
         if one is not None:
             one.close()
-    TaskModule.untoggle_optimizer(task)  # an error may have come in between
+    for part in task_modules(task):
+        TaskModule.untoggle_optimizer(part)  # an error may have come in between
     trainer.accelerator.close_loaders()
     trainer.logbook.call("finalize", "success" if failure is None else "failed")
     if errors and failure is None:

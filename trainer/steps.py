@@ -74,7 +74,7 @@ class Steps:
     def take(self, group: Iterable[Any]) -> None:
         """Work through one group of micro-batches; after its last one the optimizer steps."""
         accelerator, hooks, progress, cursor = self.accelerator, self.hooks, self.progress, self.cursor
-        for batch in group:
+        for batch in group if self.alone else self.metrics.counted(group, cursor, self.task):
             progress.within = True
             index = progress.batch
             micro = cursor.micro

@@ -14,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from ..engine import exchange
 from ..engine.metrics import Metrics
 from ..strategies import choose, warn
 from .datamodule import TransferHooks
@@ -207,7 +208,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
         """`log` every item of a mapping (or ``torchmetrics.MetricCollection``) with the same arguments."""
-        for name, value in dictionary.items():
+        # By default the items() of a MetricCollection copies its common states, such as all predictions of an epoch.
+        shared = {"copy_state": False} if isinstance(getattr(dictionary, "compute_groups", None), dict) else {}
+        for name, value in dictionary.items(**shared):
             self.log(name, value, **kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -217,12 +220,24 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         else:
             self._trainer.print(*args, **kwargs)
 
-    def all_gather(self, data: Any) -> Any:
-        """Every process's tensors, stacked along a new first dimension when there is more than one process."""
+    def all_gather(self, data: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
+        """Stack every process's tensors along a new first dimension, if there is more than one process.
+
+        Args:
+            data: tensors or numbers, nested in dicts, lists and tuples as you like. Shapes must be the same on all
+                processes; ``self.trainer.accelerator.gather`` concatenates batches of different sizes.
+            group: a process group of torch's to gather from (default: all processes).
+            sync_grads: let gradients flow back to the process that each tensor came from; see `Accelerator.gather` for
+                their scale. If False, several processes get the result without gradients.
+
+        Raises:
+            ValueError: on every process, if their shapes differ.
+        """
         world = self.trainer.accelerator.world
-        if world.size == 1:
-            return data
-        return apply_to_collection(data, Tensor, lambda t: torch.stack(world.all_gather(t)))
+        if group is not None and world.size > 1:
+            world = world.of_group(group)
+        data = apply_to_collection(data, (bool, int, float), torch.tensor, device=self.device)
+        return exchange.all_gather(data, world, sync_grads)
 
     def freeze(self) -> Self:
         """Make every parameter constant, and go to evaluation mode."""
@@ -340,13 +355,15 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @trainer.setter
     def trainer(self, value: Trainer | None) -> None:
-        self.__dict__["_trainer"] = value
+        for task in task_modules(self):
+            task.__dict__["_trainer"] = value
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
-        first = next(itertools.chain(self.parameters(), self.buffers()), None)
-        return torch.device("cpu") if first is None else first.device
+        """Where the parameters are; without any, where the Trainer computes."""
+        if (first := next(itertools.chain(self.parameters(), self.buffers()), None)) is not None:
+            return first.device
+        return torch.device("cpu") if self._trainer is None else self._trainer.accelerator.device
 
     @property
     def on_gpu(self) -> bool:
@@ -394,6 +411,17 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         state["_toggled"] = []
         state.pop("_compiler", None)
         return state
+
+
+def task_modules(task: TaskModule) -> list[TaskModule]:
+    """Return the task itself and the TaskModules inside it, at any depth."""
+    return [part for part in task.modules() if isinstance(part, TaskModule)]
+
+
+def log_to(task: TaskModule, metrics: Metrics | None) -> None:
+    """Let ``log`` of the task, and of those in it, go to ``metrics``."""
+    for part in task_modules(task):
+        part.__dict__["_metrics"] = metrics  # a module's own assignment would cost, and is not wanted
 
 
 @torch._disable_dynamo  # the public `torch.compiler.disable` would import the compiler here, which takes a second

@@ -32,7 +32,7 @@ from .progress import Progress
 from .sources import KIND_OF_STAGE, Sources
 from .stage import run_stage
 from .steps import Steps
-from .task import TaskModule
+from .task import TaskModule, log_to
 
 
 class Trainer(TrainerNames):
@@ -410,14 +410,14 @@ class Trainer(TrainerNames):
 
     @contextmanager
     def logging_to(self, metrics: Metrics | None) -> Iterator[None]:
-        """Inside, the task's ``log`` goes to ``metrics``; with None it warns that there is no place for it."""
+        """Inside, ``log`` of the task and of those in it goes to ``metrics``; None: it warns that it has no place."""
         assert self.task is not None
-        attributes = self.task.__dict__  # a module's own assignment would cost, and is not wanted
-        before, attributes["_metrics"] = attributes["_metrics"], metrics
+        before = self.task._metrics
+        log_to(self.task, metrics)
         try:
             yield
         finally:
-            attributes["_metrics"] = before
+            log_to(self.task, before)
 
     def rewrap(self) -> None:
         """Let the strategy know that other parameters are trained now. Between two steps, on all processes."""

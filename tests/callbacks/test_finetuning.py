@@ -83,6 +83,24 @@ def test_a_backbone_joins_and_its_rate_grows(tmp_path):
     assert all(task.modes)  # train_bn
 
 
+class WithoutNorm(Stages):
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, train_bn=False)
+
+
+@pytest.mark.parametrize("make", [WithoutNorm, lambda: BackboneFinetuning(1, train_bn=False)], ids=["base", "backbone"])
+def test_train_bn_false_keeps_batch_norm_as_it_is(tmp_path, make, caplog):
+    before = {name: value.clone() for name, value in Task().backbone[1].state_dict().items()}
+    made, task = fit(tmp_path, make())
+    norm = task.backbone[1]
+    assert all(torch.equal(norm.state_dict()[name], value) for name, value in before.items())
+    assert [parameter.requires_grad for parameter in task.backbone.parameters()] == [True, True, False, False]
+    assert [len(group["params"]) for group in made.optimizers[0].param_groups] == [2, 2]
+    assert task.modes == [False] * 8
+    assert ("1 BatchNorm layers of the backbone stay frozen" in caplog.text) == (make is not WithoutNorm)
+
+
 @pytest.mark.parametrize("make", [Stages, lambda: BackboneFinetuning(1, train_bn=False)], ids=["base", "backbone"])
 def test_a_run_that_goes_on_is_the_one_that_never_stopped(tmp_path, make):
     saver = ModelCheckpoint(tmp_path / "c", save_top_k=-1, every_n_train_steps=1)

@@ -281,7 +281,8 @@ def test_off_nothing_of_it_is_there(monkeypatch):
 
 def test_every_exchange_is_checked():
     """Whatever in World calls torch.distributed to exchange something has its counterpart."""
-    asks_only = {"get_global_rank", "get_process_group_ranks", "ReduceOp", "ProcessGroup", "Work"}
+    asks_only = {"get_global_rank", "get_process_group_ranks", "get_rank", "get_world_size", "ReduceOp"}
+    asks_only |= {"ProcessGroup", "Work"}
     asks_only |= {"new_group"}  # `World.beside`, right after a call that is compared
     tree = ast.parse(inspect.getsource(sys.modules[World.__module__]))
     world = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "World")

@@ -429,7 +429,7 @@ def test_what_is_logged():
         (("x", {"a": 1}), {}, TypeError, ["self.log('x')", "dict"]),
         (("x", nn.Linear(1, 1)), {}, TypeError, ["self.log('x')", "Linear"]),
         ((5, 1.0), {}, TypeError, ["name 5", "int"]),
-        (("x", 1.0), {"reduce_fx": "avg"}, ValueError, ["reduce_fx='avg'", "mean, sum, min, max"]),
+        (("x", 1.0), {"reduce_fx": "median"}, ValueError, ["reduce_fx='median'", "mean, sum, min, max"]),
         (("x", 1.0), {"prog_bra": True}, TypeError, ["prog_bra"]),
     ]:
 

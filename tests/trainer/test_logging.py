@@ -7,9 +7,9 @@ import torch
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
-from treadle.loggers import CSVLogger, TensorBoardLogger
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, MetricTracker, SumMetric
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassConfusionMatrix
+from treadle.loggers import CSVLogger, Logger, TensorBoardLogger
 
 import treadle
 
@@ -351,3 +351,321 @@ def test_nothing_is_held_of_the_graph():
     own.fit(task, numbers(1, 2, 3))
     assert not any(value.requires_grad for value in own.callback_metrics.values() if isinstance(value, torch.Tensor))
     assert float(own.callback_metrics["weight"]) == pytest.approx(-0.3)  # before the third step: 0.1 + 0.2
+
+
+# -- metric objects and their epochs ----------------------------------------------------------------------------------
+
+LEVELS = {
+    "default": {},
+    "step": {"on_step": True, "on_epoch": False},
+    "epoch": {"on_step": False, "on_epoch": True},
+    "both": {"on_step": True, "on_epoch": True},
+}
+
+
+class Sums(Base):
+    """Sums up its batches in metric objects, which it logs on one of the levels; reads the sums at the end."""
+
+    def __init__(self, where, level):
+        super().__init__()
+        self.where, self.level = where, LEVELS[level]
+        self.total = SumMetric()
+        self.several = MetricCollection({"a": SumMetric(), "b": MeanMetric()})
+        self.sums = []
+
+    def count(self, batch):
+        x = batch[0].mean()
+        self.total(x)
+        self.several(x)
+        self.log("total", self.total, **self.level)
+        self.log_dict(self.several, **self.level)
+
+    def read(self):
+        if not self.trainer.sanity_checking:
+            self.sums += [float(self.total.compute()), float(self.several["a"].compute())]
+
+    def training_step(self, batch, batch_idx):
+        if self.where == "train":
+            self.count(batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        if self.where == "validation":
+            self.count(batch)
+
+    def on_train_epoch_end(self):
+        if self.where == "train":
+            self.read()
+
+    def on_validation_epoch_end(self):
+        if self.where == "validation":
+            self.read()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("where", ["train", "validation"])
+def test_a_metric_object_counts_one_epoch(where, level):
+    task = Sums(where, level)
+    trainer(max_epochs=4).fit(task, numbers(1, 3), numbers(1, 3))
+    assert task.sums == [4.0] * 8
+
+
+def test_a_resumed_epoch_counts_what_it_would_have(tmp_path):
+    for saved_after in (1, 2, 4, 5):  # within an epoch, and at its last step
+        whole, first, second = (Sums("train", "step") for _ in range(3))
+        trainer(max_epochs=3).fit(whole, numbers(1, 3))
+        trainer(max_epochs=3, max_steps=saved_after, callbacks=SaveEachStep(tmp_path)).fit(first, numbers(1, 3))
+        trainer(max_epochs=3).fit(second, numbers(1, 3), ckpt_path=tmp_path / str(saved_after))
+        assert whole.sums == [4.0] * 6
+        assert second.sums == whole.sums[2 * ((saved_after - 1) // 2) :]
+
+
+class SaveEachStep(treadle.Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step_end(self, trainer, task):
+        path = self.folder / str(trainer.global_step)
+        if not path.exists():
+            trainer.save_checkpoint(path)
+
+
+def test_update_leaves_no_value_of_the_step():
+    class Task(Base):
+        def __init__(self):
+            super().__init__()
+            self.total = SumMetric()
+
+        def training_step(self, batch, batch_idx):
+            self.total.update(batch[0])
+            self.log("total", self.total)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.warns(UserWarning, match=r"'total' is logged with on_step=True, but SumMetric.update\(\) leaves no"):
+        trainer().fit(Task(), numbers(1, 2))
+
+
+def test_one_object_for_training_and_validation():
+    class Task(Base):
+        def __init__(self):
+            super().__init__()
+            self.total = SumMetric()
+
+        def training_step(self, batch, batch_idx):
+            self.total(batch[0])
+            self.log("total", self.total)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.total(batch[0])
+            self.log("val_total", self.total)
+
+    with pytest.warns(UserWarning, match="training logs 'total' and validation 'val_total' as one SumMetric object"):
+        trainer().fit(Task(), numbers(1, 2), numbers(1, 2))
+
+
+def test_log_dict_copies_no_states_of_a_collection():
+    class Task(Base):
+        def __init__(self):
+            super().__init__()
+            self.several = MetricCollection({name: BinaryAUROC() for name in "ab"})
+
+        def validation_step(self, batch, batch_idx):
+            self.several.update(batch[0] / 9, (batch[0] > 4).long())
+            self.log_dict(self.several)
+            a, b = self.several.values(copy_state=False)
+            self.shared = a.preds is b.preds
+
+    task, own = Task(), trainer()
+    own.fit(task, numbers(1), numbers(1, 9, 3, 8))
+    assert floats(own.callback_metrics) == {"a": 1.0, "b": 1.0}
+    assert task.shared
+
+
+@pytest.mark.parametrize("how", ["two objects", "no level", "a vector"])
+def test_what_would_be_lost_is_an_error(how):
+    class Task(Base):
+        def __init__(self):
+            super().__init__()
+            self.totals = nn.ModuleList([SumMetric(), SumMetric()])
+            self.each = MulticlassAccuracy(3, average=None)
+
+        def training_step(self, batch, batch_idx):
+            if how == "two objects":
+                self.totals[batch_idx](batch[0])
+                self.log("x", self.totals[batch_idx], on_epoch=True)
+            elif how == "no level":
+                self.log("x", 1.0, on_step=False)
+            else:
+                self.each(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
+                self.log("x", self.each)
+            return super().training_step(batch, batch_idx)
+
+    words = {
+        "two objects": "'x' was logged as two SumMetric objects in one epoch",
+        "no level": "'x' is logged with on_step=False and on_epoch=False",
+        "a vector": r"'x'\) takes one number, but the tensor has shape \(3,\)",
+    }
+    with pytest.raises(ValueError, match=words[how]):
+        trainer().fit(Task(), numbers(1, 2))
+
+
+class Uneven(Base):
+    """Training batches of which the last has fewer samples than there are processes."""
+
+    def __init__(self):
+        super().__init__()
+        self.total, self.seen, self.tested = SumMetric(), CatMetric(), SumMetric()
+        self.each_epoch = MetricTracker(SumMetric(), maximize=True)
+
+    def on_train_epoch_start(self):
+        self.each_epoch.increment()
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        self.total(x)
+        self.seen.update(x)
+        self.each_epoch.update(x)
+        self.log("total", self.total, on_step=False, on_epoch=True)
+        self.log("mean", x.mean(), on_step=False, on_epoch=True, batch_size=len(x))
+        self.log("sum", x.sum(), on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
+        return (self.w * x).mean()
+
+    def on_train_epoch_end(self):
+        self.values = sorted(self.seen.compute().reshape(-1).tolist())
+        self.seen.reset()
+        self.tracked = self.each_epoch.compute_all().tolist()  # those of earlier epochs have their results
+
+    def test_step(self, batch, batch_idx):
+        self.tested.update(batch[0])
+        self.log("tested", self.tested)
+
+
+class UnevenByHand(Uneven):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+class UnevenWithClosure(Uneven):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), max_iter=1, max_eval=1)
+
+
+def uneven():
+    results = []
+    for kind in (Uneven, UnevenByHand, UnevenWithClosure):
+        task, own = kind(), trainer(max_epochs=2)
+        own.fit(task, numbers(1, 2, 3, 4, 5, batch_size=2))
+        found = floats(own.callback_metrics)
+        (tested,) = own.test(task, numbers(7), verbose=False)
+        results.append((found["total"], found["mean"], found["sum"], task.values, task.tracked, tested["tested"]))
+    return results
+
+
+def test_an_empty_share_counts_nothing():
+    """Five samples in batches of two on two processes: of the last batch one process has none of its own."""
+    (one, *others) = uneven()
+    assert one == (15.0, 3.0, 15.0, [1.0, 2.0, 3.0, 4.0, 5.0], [15.0, 15.0], 7.0)
+    assert others == [one, one]
+    for rank in run(uneven, 2):
+        assert rank == [one, one, one]
+
+
+# -- single batches of an evaluation ----------------------------------------------------------------------------------
+
+
+class Batches(Base):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        x = batch[0].mean()
+        self.log("both", x, on_step=True, prog_bar=True)
+        self.log("only", x, on_step=True, on_epoch=False, reduce_fx="max")
+        if batch_idx == 1:
+            self.log("second", x, on_step=True, on_epoch=False)
+        self.shown = dict(self.trainer.progress_bar_metrics)
+
+    test_step = validation_step
+
+
+class Recorder(Logger):
+    def __init__(self):
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, metrics))
+
+    def log_hyperparams(self, params, metrics=None):
+        pass
+
+
+def test_batches_of_an_evaluation():
+    recorder, task = Recorder(), Batches()
+    own = trainer(logger=recorder, max_epochs=2)
+    own.fit(task, numbers(1, 2), numbers(1, 2, 3))
+    at = "evaluation/global_step"
+    rows = [(step, row) for step, row in recorder.rows if at in row]
+    assert [step for step, _ in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[:2] == [
+        (1, {at: 2, "both_step": 1.0, "only": 1.0}),
+        (2, {at: 2, "both_step": 2.0, "only": 2.0, "second": 2.0}),
+    ]
+    assert rows[5] == (6, {at: 4, "both_step": 3.0, "only": 3.0})
+    assert task.shown["both_step"] == 3.0
+    assert own.progress_bar_metrics == {"both_step": 3.0, "both_epoch": 2.0}
+    assert floats(own.logged_metrics) == {"both_step": 3.0, "only": 3.0, "second": 2.0, "both_epoch": 2.0}
+    assert floats(own.callback_metrics) == {"both": 2.0, "both_epoch": 2.0}
+
+    recorder.rows.clear()
+    assert own.test(task, [numbers(1, 2), numbers(5)], verbose=False) == [
+        {"both_epoch/dataloader_idx_0": 1.5},
+        {"both_epoch/dataloader_idx_1": 5.0},
+    ]
+    first, second, third, _ = recorder.rows
+    assert first == (1, {at: 4, "both_step/dataloader_idx_0": 1.0, "only/dataloader_idx_0": 1.0})
+    assert second[1]["second/dataloader_idx_0"] == 2.0
+    assert third == (1, {at: 4, "both_step/dataloader_idx_1": 5.0, "only/dataloader_idx_1": 5.0})
+
+
+def test_more_batches_than_are_kept_at_once():
+    recorder, values = Recorder(), [float(v) for v in range(200)]
+    trainer(logger=recorder).test(Batches(), numbers(*values), verbose=False)
+    assert [row["only"] for _, row in recorder.rows if "only" in row] == values
+
+
+def batches_of_two():
+    recorder = Recorder()
+    trainer(logger=recorder).test(Batches(), numbers(1, 2, 3, 4, 9), verbose=False)
+    return recorder.rows
+
+
+def test_batches_of_two_processes():
+    rows, nothing = run(batches_of_two, 2)
+    # Batches (1 | 2) and (3, 4 | 9), of both processes.
+    found = [(step, row["both_step"], row["only"]) for step, row in rows if "only" in row]
+    assert found == [(1, 1.5, 2.0), (2, pytest.approx(16 / 3), 9.0)]
+    assert nothing == []
+
+
+def test_a_resumed_file_has_the_batches_of_evaluations(tmp_path):
+    def logger():
+        return CSVLogger(tmp_path, "", 0, flush_logs_every_n_steps=1)
+
+    train, val = numbers(1, 2), numbers(*range(9))
+    trainer(logger=logger(), max_epochs=2, callbacks=SaveEachStep(tmp_path)).fit(Batches(), train, val)
+    before = rows(tmp_path / "version_0" / "metrics.csv")
+    assert [row["step"] for row in before if "only" in row] == list(range(1, 19))
+    trainer(logger=logger(), max_epochs=2).fit(Batches(), train, val, ckpt_path=tmp_path / "3")
+    assert rows(tmp_path / "version_0" / "metrics.csv") == before
+
+
+def test_one_name_for_several_loaders():
+    class Task(Base):
+        def validation_step(self, batch, batch_idx, dataloader_idx):
+            self.log("mean", batch[0].mean(), add_dataloader_idx=False)
+
+    own = trainer()
+    own.fit(Task(), numbers(1), [numbers(1, 2), numbers(6)])
+    assert floats(own.callback_metrics) == {"mean": 3.0}

@@ -646,9 +646,10 @@ def test_metric_objects_begin_the_next_epoch_as_they_would_have(tmp_path, hook):
 
 
 def test_a_metric_object_that_nobody_holds(tmp_path):
+    metric = MeanMetric()
+
     class Hidden(Measured):
         def training_step(self, batch, batch_idx):
-            metric = MeanMetric()
             metric.update(batch)
             self.log("hidden", metric, on_step=False, on_epoch=True)
             return self.net(batch).mean()

@@ -1,0 +1,155 @@
+"""What is easily forgotten is said when a fit begins, and nothing that works is refused."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import EarlyStopping, ModelCheckpoint
+
+import treadle
+
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.ones(4, 2)), 2)
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.net(batch[0]).mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def fit(task, **flags):
+    """Train for one epoch; returns the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        treadle.Trainer(**{"accelerator": "cpu", "max_epochs": 1, **QUIET, **flags}).fit(task, loader(), loader())
+    return [str(warning.message) for warning in caught]
+
+
+class Forgetful(Task):
+    """Has parameters that nobody trains, and layers that are not registered."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        self.teacher = nn.Linear(2, 1).requires_grad_(False)
+        self.blocks = [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))]
+        self.net.heads = {"a": [nn.Linear(1, 1)]}
+        self.scales = (nn.Parameter(torch.ones(1)), 3)
+        # On purpose: frozen, or registered under another name, or no modules.
+        self.frozen = [nn.Linear(1, 1).requires_grad_(False), nn.ReLU()]
+        self.alias = [self.net, *self.more]
+        self.sizes = {"width": 2}
+
+
+UNTRAINED = "in no optimizer, though they require gradients: more.0.weight, more.0.bias, more.1.weight and 1 more."
+HIDDEN = "not registered in Forgetful, as they are in plain lists or dicts: blocks[0], blocks[1], scales[0] and 1 more."
+
+
+def starting(text):
+    return [said for said in fit(Forgetful()) if said.startswith(text)]
+
+
+def test_what_is_not_trained_is_said_once():
+    said = fit(Forgetful(), max_epochs=3)
+    assert len([one for one in said if one.startswith(UNTRAINED)]) == 1
+    assert len([one for one in said if one.startswith(HIDDEN)]) == 1
+
+
+def on_two():
+    said = fit(Forgetful(), strategy="ddp_find_unused_parameters_true")
+    return [one[:40] for one in said if one.startswith(("in no optimizer", "not registered"))]
+
+
+def test_rank_zero_says_it():
+    assert run(on_two, 2) == [[UNTRAINED[:40], HIDDEN[:40]], []]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_nothing_is_said_of_a_task_that_is_whole(strategy):
+    assert fit(Task(), strategy=strategy) == []
+
+
+def test_nothing_is_said_of_a_task_without_an_optimizer():
+    task = Task()
+    task.configure_optimizers = lambda: None
+    assert not [said for said in fit(task) if "in no optimizer" in said]
+
+
+class Plateau(Task):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "valid_loss"}
+
+
+def test_a_monitor_that_validation_does_not_log_is_said_before_training(tmp_path):
+    steps = []
+
+    class Noted(Plateau):
+        def training_step(self, batch, batch_idx):
+            steps.append(batch_idx)
+            raise KeyError("far enough")
+
+    callbacks = [EarlyStopping("val_los"), ModelCheckpoint(tmp_path, monitor="val/loss")]
+    trainer = treadle.Trainer(accelerator="cpu", callbacks=callbacks, **QUIET | {"enable_checkpointing": True})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(KeyError):
+            trainer.fit(Noted(), loader(), loader())
+    said = [str(one.message) for one in caught if "sanity check" in str(one.message)]
+    owners = [re.match(r"(\w+)'s monitor '(.*?)' was not logged", one).groups() for one in said]
+    assert owners == [
+        ("EarlyStopping", "val_los"),
+        ("ModelCheckpoint", "val/loss"),
+        ("ReduceLROnPlateau", "valid_loss"),
+    ]
+    assert all("which logged val_loss. Did you mean 'val_loss'?" in one for one in said)
+    assert steps == [0]
+
+
+class Late(Task):
+    """Logs in training, in its epoch's end, and in validation from the second epoch on."""
+
+    def on_train_epoch_end(self):
+        self.log("at_end", 1.0)
+        self.log("val_by_hand", 1.0)
+
+    def on_validation_epoch_end(self):
+        if not self.trainer.sanity_checking:
+            self.log("val_later", 1.0)
+
+
+def test_a_run_that_works_is_not_refused():
+    for name in ("train_loss", "at_end", "val_loss"):
+        assert fit(Late(), callbacks=EarlyStopping(name)) == []
+    for name in ("val_by_hand", "val_later"):
+        (said,) = fit(Late(), callbacks=EarlyStopping(name))
+        assert "If nothing else logs it" in said
+
+
+def test_a_monitor_where_nothing_is_logged_is_an_error():
+    task = Task()
+    with pytest.raises(ValueError, match="EarlyStopping's monitor 'val_loss' is never logged: barebones=True"):
+        treadle.Trainer(accelerator="cpu", barebones=True, callbacks=EarlyStopping("val_loss")).fit(
+            task, loader(), loader()
+        )
+    assert task.global_step == 0
