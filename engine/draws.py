@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from ..strategies import warn
+from ..strategies import World, warn
 from .random_state import RandomStream, host_state, set_host_state
 from .source_libraries import parts_of
 
@@ -87,6 +87,11 @@ class Draws:
     def load_private(self, states: list[Any]) -> None:
         """Put the private generators back."""
         load_states(self.private, states)
+
+    def agree(self, world: World) -> None:
+        """Take rank zero's private generators, so that all ranks draw one order. All ranks must ask."""
+        if self.private:
+            self.load_private(world.broadcast(self.private_states()))
 
     def sampler_states(self) -> list[Any]:
         """What the samplers that have a state say of it."""

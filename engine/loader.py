@@ -353,13 +353,8 @@ class Loader:
         Raises:
             ValueError: on every rank, if their data is neither the same nor shares of it.
         """
-        if world.size == 1:
-            return
-        plan = self._plan
-        plan.agree(world)
-        # Each order is rank zero's.
-        if plan.planner.shares is None and plan.draws.private:
-            plan.draws.load_private(world.broadcast(plan.draws.private_states()))
+        if world.size > 1:
+            self._plan.agree(world)
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, the samples of it that were yielded (over all processes), and what its order was drawn from.

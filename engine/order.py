@@ -13,20 +13,23 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 from ..strategies import World
-from .draws import Draws
+from .digest import digest
+from .draws import Draws, left_as_it_is
 from .fingerprint import share_data, sized
 from .random_state import RandomStream, State, seed_from
-from .rank_shares import RankShares, Share
+from .rank_shares import RankShares, Share, same_on_all_ranks
 
 # These draw when an epoch begins and never again, so nothing has to be lent to them later.
 _DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
+_COMPARED = 64  # indices
 _DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
@@ -149,6 +152,7 @@ class ShardedBatches:
         self.sampler: Iterable[Any] = unit.sampler if self.plain else unit
         self.batch_size = int(getattr(batches, "batch_size", None) or 1) if self.plain else 1
         self.drop_last = bool(getattr(batches, "drop_last", False))
+        self._loader = loader
         self.dataset = loader.dataset
         self.planner = planner
         self.merge_tail = merge_tail and self.batched
@@ -248,11 +252,33 @@ class ShardedBatches:
         return self._rounds(len(self.sampler), limit)  # type: ignore[arg-type]
 
     def agree(self, world: World) -> None:
-        """See that the ranks share out one dataset, or how long each one's own data is. All ranks must ask."""
+        """Find out whether the ranks share out one dataset in one order, or each reads its own. All ranks must ask.
+
+        Raises:
+            ValueError: on every rank, if it is neither.
+        """
         if self.planner.shares is None and not share_data(self.dataset, world):
             self.planner.keep_own()
+        if self.planner.shares is None:
+            self.draws.agree(world)
+            if not self._one_order(world):
+                self.planner.keep_own()
         if self.planner.shares is not None:
             self.planner.shares.agree(self.share(), world, type(self.dataset).__name__)
+
+    def _one_order(self, world: World) -> bool:
+        """Whether the user's sampler yields the same on all ranks; one that looks at the rank does not.
+
+        Raises:
+            ValueError: on every rank, if some ranks' samplers agree and others do not.
+        """
+        if type(self.sampler).__module__ == Sampler.__module__:  # torch's own know of no rank
+            return True
+        before = self.draws.stream.now()
+        with self.draws.stream.drawing(), left_as_it_is(self._loader):
+            first = list(itertools.islice(steady(iter(self.sampler)), _COMPARED))
+        self.draws.stream.go_to(before)
+        return same_on_all_ranks(digest(first), type(self.sampler).__name__, "indices", world)
 
     def share(self) -> Share:
         """How long this rank's own data is."""
@@ -477,7 +503,9 @@ def shards_itself(loader: Any) -> bool:
     batches = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     return any(
-        isinstance(s, DistributedSampler) or (hasattr(s, "num_replicas") and hasattr(s, "rank")) for s in samplers
+        isinstance(s, DistributedSampler)
+        or (hasattr(s, "rank") and (hasattr(s, "num_replicas") or hasattr(s, "world_size")))
+        for s in samplers
     )
 
 

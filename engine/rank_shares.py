@@ -108,6 +108,38 @@ class RankShares:
             announce(f"{what}: those that are done take part with weight 0 until all are, so that no sample is lost.")
 
 
+def same_on_all_ranks(first: str, source: str, what: str, world: World) -> bool:
+    """Compare what a source yields first over the ranks; log it if each rank's is another. All ranks must ask.
+
+    Args:
+        first: a digest of it, unlike any other where there is nothing.
+        source: what to call the source.
+        what: what it yields.
+        world: the ranks.
+
+    Returns:
+        False if it differs on every rank.
+
+    Raises:
+        ValueError: on every rank, if some ranks have the same and others do not.
+    """
+    marks = world.gather_objects(first)
+    if len(set(marks)) == 1:
+        return True
+    if len(set(marks)) < world.size:
+        same = [[rank for rank, mark in enumerate(marks) if mark == known] for known in dict.fromkeys(marks)]
+        raise ValueError(
+            f"{source} yields the same {what} on some ranks and other ones on others (the same on ranks "
+            f"{'; '.join(', '.join(map(str, ranks)) for ranks in same)}), so it can be neither shared out nor "
+            f"taken as it is. Split it over all {world.size} ranks, or not at all."
+        )
+    announce(
+        f"{source} yields different {what} on each rank, so it is taken as split by rank: each rank trains on all that "
+        "its own yields. If all ranks were to have the same, seed what it draws from: then it is shared out."
+    )
+    return False
+
+
 def _samples(share: Share, batch: int) -> int:
     assert share.samples is not None
     return min(max(0, share.samples - batch * share.batch_size), share.batch_size)

@@ -16,7 +16,7 @@ from .digest import digest
 from .draws import Draws, stateful
 from .order import GroupPlanner, Micro, sized, steady
 from .random_state import RandomStream, State, seed_from
-from .rank_shares import RankShares, Share
+from .rank_shares import RankShares, Share, same_on_all_ranks
 from .reading import LEFT_AS_IT_IS, SeededStream, seed_epoch
 from .source_libraries import split_over
 
@@ -165,7 +165,9 @@ class StreamedBatches:
         """Find out what the ranks read, as far as that is known before the first batch. All ranks must ask."""
         if self.planner.shares is not None:
             self.planner.shares.agree(self.share(), world, self._name)
-        elif isinstance(self.source, list | tuple):
+            return
+        self.draws.agree(world)
+        if isinstance(self.source, list | tuple):
             ends = (len(self.source), self.source[:1], self.source[-1:])
             if len(set(world.gather_objects(digest(ends)))) > 1:
                 self.keep_own(world)
@@ -324,28 +326,18 @@ class StreamedBatches:
         """
         self.compare = None
         self._pushed.extend(self._read(source, 1))
-        first = digest(self._pushed[0][1]) if self._pushed else f"nothing on rank {world.rank}"
-        marks = world.gather_objects(first)
-        if len(set(marks)) == 1 or world.all(not self._pushed):
-            if isinstance(self.source, DataLoader):
-                announce(
-                    f"all {world.size} ranks read the whole of {self._name} and keep every {ordinal(world.size)} "
-                    "batch. Split the stream by rank to read only a share of it: "
-                    "datasets.distributed.split_dataset_by_node(dataset, rank, world_size), or in __iter__."
-                )
+        nothing = not self._pushed
+        first = f"nothing on rank {world.rank}" if nothing else digest(self._pushed[0][1])
+        if world.all(nothing):
             return
-        if len(set(marks)) < world.size:
-            same = [[r for r, mark in enumerate(marks) if mark == known] for known in dict.fromkeys(marks)]
-            raise ValueError(
-                f"{self._name} yields the same batches on some ranks and other ones on others (the same on ranks "
-                f"{'; '.join(', '.join(map(str, ranks)) for ranks in same)}), so it can be neither shared out nor "
-                f"taken as it is. Split it over all {world.size} ranks, or not at all."
+        if not same_on_all_ranks(first, self._name, "batches", world):
+            self.keep_own(world)
+        elif isinstance(self.source, DataLoader):
+            announce(
+                f"all {world.size} ranks read the whole of {self._name} and keep every {ordinal(world.size)} batch. "
+                "Split the stream by rank to read only a share of it: in __iter__, or with "
+                "datasets.distributed.split_dataset_by_node(dataset, rank, world_size)."
             )
-        announce(
-            f"{self._name} yields different batches on each rank, so each rank trains on its own stream (one that is "
-            "split by rank). If it is one stream that shuffles, seed what it draws from: then it is shared out."
-        )
-        self.keep_own(world)
 
     def _see_first(self, source: Iterator[Any]) -> None:
         """Note what the epoch begins with; warn if a resumed epoch does not begin with it again."""

@@ -6,11 +6,23 @@ import io
 import os
 import random
 import tarfile
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, get_worker_info, random_split
+from torch.utils.data import (
+    BatchSampler,
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    WeightedRandomSampler,
+    get_worker_info,
+    random_split,
+)
 
 SAMPLES = 96
 BATCH = 4
@@ -103,6 +115,42 @@ class Rewinds:
 
     def __len__(self):
         return -(-len(self.ids) // BATCH)
+
+
+class LooksAtRank:
+    """A sampler that yields each rank a share of its own, and says so nowhere; `lost` of all samples are left out."""
+
+    def __init__(self, lost=0):
+        rank, size = rank_and_size()
+        self.ids = list(range(SAMPLES - lost))[rank::size]
+
+    def __iter__(self):
+        return iter(random.sample(self.ids, len(self.ids)))
+
+    def __len__(self):
+        return len(self.ids)
+
+
+class Buckets:
+    """A batch sampler of its own: batches of 3 and 5 in another order in each epoch."""
+
+    def __init__(self):
+        ends = sorted([*range(0, SAMPLES, 8), *range(3, SAMPLES, 8), SAMPLES])
+        self.batches = [list(range(*pair)) for pair in pairwise(ends)]
+
+    def __iter__(self):
+        return iter(random.sample(self.batches, len(self.batches)))
+
+    def __len__(self):
+        return len(self.batches)
+
+
+class Half(IterableDataset):
+    def __init__(self, start):
+        self.start = start
+
+    def __iter__(self):
+        return iter(of_this_worker(list(range(self.start, self.start + SAMPLES // 2))))
 
 
 class RewindingSampler:
@@ -205,6 +253,23 @@ def sources(folder):
         "DistributedSampler": lambda w: DataLoader(
             ids, sampler=DistributedSampler(ids, size, rank, seed=3), num_workers=w, **plain
         ),
+        "sampler that looks at the rank": lambda w: DataLoader(ids, sampler=LooksAtRank(), num_workers=w, **plain),
+        "sampler that looks at the rank, uneven": lambda w: DataLoader(
+            ids, sampler=LooksAtRank(lost=9), num_workers=w, **plain
+        ),
+        "batch sampler": lambda w: DataLoader(ids, batch_sampler=Buckets(), num_workers=w),
+        "batch sampler that looks at the rank": lambda w: DataLoader(
+            ids, batch_sampler=list(BatchSampler(LooksAtRank(lost=1).ids, 3, False)), num_workers=w
+        ),
+        "weights without replacement": lambda w: DataLoader(
+            ids, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, replacement=False), num_workers=w, **plain
+        ),
+        "ConcatDataset": lambda w: DataLoader(
+            ConcatDataset([ids[:40], ids[40:]]), shuffle=True, num_workers=w, **plain
+        ),
+        "ChainDataset": lambda w: DataLoader(ChainDataset([Half(0), Half(48)]), num_workers=w, **plain),
+        "stream without batches": lambda w: DataLoader(Stream(), batch_size=None, num_workers=w),
+        "persistent workers": lambda w: DataLoader(Stream(), num_workers=w, persistent_workers=w > 0, **plain),
         "sampler that rewinds": lambda w: DataLoader(ids, sampler=RewindingSampler(), num_workers=w, **plain),
         "loader that rewinds": lambda w: Rewinds(ids),
         "loader that rewinds, by rank": lambda w: Rewinds(ids[rank::size]),
