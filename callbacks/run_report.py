@@ -200,7 +200,7 @@ def best_of(trainer: Trainer) -> dict[str, Any] | None:
 
 def _hyperparameters(owner: Any) -> dict[str, str]:
     """Those that loggers may have: ``save_hyperparameters(logger=False)`` keeps them from files for people."""
-    return {} if owner is None or not owner.log_hyperparameters else _flat(owner.hparams)
+    return {} if owner is None or not owner.log_hyperparameters else _flat(owner.plain_hparams())
 
 
 def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:

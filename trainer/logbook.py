@@ -150,10 +150,25 @@ class Logbook:
         self.logged_values.clear()
 
     def describe(self, task: TaskModule, datamodule: DataModule | None, hyperparameters: bool = True) -> None:
-        """Tell the loggers what is about to be trained: hyperparameters, and the graph for those that want it."""
-        for owner in (task, datamodule) if hyperparameters else ():
-            if owner is not None and owner.hparams and owner.log_hyperparameters:
-                self.call("log_hyperparams", dict(owner.hparams))
+        """Tell the loggers what is about to be trained: hyperparameters, and the graph for those that want it.
+
+        Raises:
+            ValueError: for a hyperparameter of which the task and the data module say different things.
+        """
+        merged: dict[str, Any] = {}
+        for owner in (task, datamodule) if hyperparameters and self.loggers else ():
+            if owner is not None and owner.log_hyperparameters:
+                own = owner.plain_hparams()
+                if differs := [name for name in own if name in merged and repr(merged[name]) != repr(own[name])]:
+                    name = differs[0]
+                    raise ValueError(
+                        f"hyperparameter {name!r}: {type(task).__name__} has {merged[name]!r:.100}, "
+                        f"{type(owner).__name__} {own[name]!r:.100}, and loggers keep one value of a name. Rename one, "
+                        f"or leave it out with save_hyperparameters(ignore=[{name!r}]) or (logger=False)."
+                    )
+                merged |= own
+        if merged:
+            self.call("log_hyperparams", merged)
         self.call("log_graph", task)
 
     def agree_on_versions(self) -> None:
