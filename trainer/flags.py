@@ -52,7 +52,7 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
     return count
 
 
-def seconds(name: str, value: str | timedelta | dict[str, int] | None) -> float | None:
+def seconds(name: str, value: str | timedelta | Mapping[str, int] | None) -> float | None:
     """A duration as seconds: ``"DD:HH:MM:SS"``, a timedelta, or its arguments as a dict.
 
     Raises:
@@ -68,7 +68,7 @@ def seconds(name: str, value: str | timedelta | dict[str, int] | None) -> float 
             raise ValueError(f"{name}={value!r} must be 'DD:HH:MM:SS', for example '00:12:00:00' for twelve hours.")
         days, hours, minutes, secs = map(int, parts)
         value = timedelta(days=days, hours=hours, minutes=minutes, seconds=secs)
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         try:
             value = timedelta(**value)
         except TypeError as error:
@@ -211,7 +211,8 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
         ValueError: if a flag and a plugin say the same thing.
     """
     check_switch("sync_batchnorm", sync_batchnorm)
-    for plugin in plugins if isinstance(plugins, list | tuple) else [] if plugins is None else [plugins]:
+    several = isinstance(plugins, Iterable) and not isinstance(plugins, str | Mapping)
+    for plugin in plugins if several else [] if plugins is None else [plugins]:
         if isinstance(plugin, Precision):
             if precision is not None:
                 raise ValueError(f"precision={precision!r} and a plugin {plugin.name!r} both say it; give one of them.")
