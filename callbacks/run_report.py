@@ -27,7 +27,7 @@ class RunReport(Service):
     that the page of a run that is under way, or was killed, is there too.
 
     Args:
-        dirpath: the folder. Default: the first logger's, or the Trainer's ``default_root_dir`` where none has one.
+        dirpath: the folder. Default: the run's, as for `ModelCheckpoint`.
         filename: the file's name.
         every_seconds: seconds between two writes, at least, while a run is under way.
 
@@ -47,6 +47,7 @@ class RunReport(Service):
         self.filename = filename
         self.every_seconds = number("every_seconds", every_seconds, 0.0)
         self.path: Path | None = None
+        self._folder: str | Path = ""  # the run's
         self._written = 0.0
         self._begun = False
         self._samples, self._seconds = 0, 0.0  # of training, when fit began
@@ -60,6 +61,8 @@ class RunReport(Service):
             self._begun = False
             self._seconds = trainer.history.spent.get("training", 0.0)
             self._endings, self._errors = {}, {}
+            if self.dirpath is None:
+                self._folder = trainer.logbook.agree_on_directory(trainer.default_root_dir)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """From here on there is something to show."""
@@ -94,7 +97,7 @@ class RunReport(Service):
             self._safely(self._write, trainer, "under way", None)
 
     def _write(self, trainer: Trainer, state: str, ended_well: bool | None) -> None:
-        folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
+        folder = Path(self.dirpath or self._folder)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / self.filename
         part = path.with_name(path.name + ".tmp")

@@ -246,8 +246,8 @@ class TrainerNames:
 
     @property
     def log_dir(self) -> str | None:
-        """The first logger's directory, if it has one. No process has to ask another."""
-        return next((logger.log_dir for logger in self.loggers if logger.log_dir), None)
+        """The run's folder: the first logger's, or the one that ``fit`` has made. No process has to ask another."""
+        return next((logger.log_dir for logger in self.loggers if logger.log_dir), self.logbook.folder)
 
     @property
     def settings(self) -> dict[str, Any]:
