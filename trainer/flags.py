@@ -196,6 +196,25 @@ def refuse_unknown(given: dict[str, Any], valid: Iterable[str]) -> None:
         raise TypeError(f"Trainer() has no argument {name!r}.{instead}")
 
 
+def given(arguments: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The flags that differ from their defaults, by name.
+
+    Args:
+        arguments: all arguments of the Trainer's constructor.
+        defaults: its defaults.
+
+    Raises:
+        TypeError: for an argument that a Trainer doesn't have.
+    """
+    defaults = defaults or {}
+    refuse_unknown(arguments["unknown"], defaults)
+    return {
+        name: arguments[name]
+        for name, default in defaults.items()
+        if type(arguments[name]) is not type(default) or (arguments[name] is not default and arguments[name] != default)
+    }
+
+
 def refuse_with_barebones(**given: Any) -> None:
     """Raise a ValueError for what is asked for and ``barebones`` leaves out."""
     for name, value in given.items():

@@ -149,7 +149,7 @@ class Trainer(TrainerNames):
         on_nonfinite: str = "raise",
         **unknown: Any,
     ) -> None:
-        flags.refuse_unknown(unknown, Trainer.__init__.__kwdefaults__ or ())
+        self.flags_given = flags.given(locals(), Trainer.__init__.__kwdefaults__)
         fast = flags.check_batches("fast_dev_run", fast_dev_run)
         self.barebones = flags.check_switch("barebones", barebones)
         if barebones:
