@@ -217,9 +217,9 @@ def best_of(trainer: Trainer) -> dict[str, Any] | None:
 
 def user_frames(error: BaseException) -> str:
     """Where an error happened in code that is neither ours nor torch's, as in a traceback; "" where that is nowhere."""
-    known, cause = error, error
-    while cause is not None:  # the first cause tells more than what was raised from it
-        known, cause = cause, cause.__cause__
+    known = error
+    while known.__cause__ is not None:  # the first cause tells more than what was raised from it
+        known = known.__cause__
     package = __name__.partition(".")[0]
     frames = [
         summary

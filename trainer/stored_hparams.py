@@ -406,7 +406,8 @@ def _classes_in(annotation: Any) -> Iterator[type]:
 
 def _family(kind: type) -> Iterator[type]:
     yield kind
-    for one in type.__subclasses__(kind):
+    extensions: list[type] = type.__subclasses__(kind)
+    for one in extensions:
         yield from _family(one)
 
 
