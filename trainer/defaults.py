@@ -95,6 +95,7 @@ def choose_loggers(given: Any, root: str, silent: bool) -> list[Logger]:
 
     Raises:
         TypeError: for something that is no logger.
+        ValueError: for one that is there twice.
     """
     if given is False:
         return []
@@ -103,9 +104,11 @@ def choose_loggers(given: Any, root: str, silent: bool) -> list[Logger]:
     if given is None or given is True:
         return [TensorBoardLogger(root)]
     loggers = list(given) if not isinstance(given, Logger) and _is_several(given) else [given]
-    for logger in loggers:
+    for number, logger in enumerate(loggers):
         if not isinstance(logger, Logger):
             raise TypeError(f"logger must be True, False, a treadle.loggers.Logger or several of them, not {logger!r}.")
+        if any(logger is known for known in loggers[:number]):
+            raise ValueError(f"logger has the same {type(logger).__name__} object twice; it would get each row twice.")
     return loggers
 
 
