@@ -42,7 +42,8 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
     the newest there is: one that is not logged in every step may be of some steps before.
 
     Args:
-        dirpath: where to; by default ``checkpoints`` in the first logger's directory, else in ``default_root_dir``.
+        dirpath: where to; by default ``checkpoints`` in the run's folder: the first logger's, or one that is made in
+            ``default_root_dir`` where no logger has one, named by experiment and run; without loggers that itself.
         filename: a template such as ``"{epoch}-{val_loss:.2f}"``; by default ``"{epoch}-{step}"``.
         monitor: the logged value that says which is best; without one the newest is.
         verbose: say what was saved.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Points = tuple[Sequence[int], Sequence[float]]
@@ -19,6 +21,25 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 26
 _STAGES = ("train", "training", "val", "valid", "validation", "test", "eval")
 # Okabe and Ito's colours, which people with every kind of sight can tell apart; from the seventh on lines are dashed.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
+_STAGE_OF = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+_OF_STAGE = dict(zip(("train", "val", "test"), _COLOURS, strict=False))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that ended a stage.
+
+    Attributes:
+        stage: its name.
+        message: the error's class and words.
+        frames: where it happened in the user's own code, as in a traceback; empty where that is not in it.
+        trace: the whole traceback.
+    """
+
+    stage: str
+    message: str
+    frames: str
+    trace: str
 
 
 @dataclass
@@ -34,7 +55,9 @@ class Page:
         charts: curves by chart: steps and values of each line, by name.
         times: seconds by what they were spent on, and how many of those were spent waiting for batches.
         tables: rows by table: a name, and what it is.
+        folded: further rows of these tables, by table, with the words behind which they are folded away.
         texts: what is shown as it was printed, by heading.
+        failures: what ended the run.
     """
 
     title: str
@@ -45,7 +68,9 @@ class Page:
     charts: Mapping[str, Mapping[str, Points]] = field(default_factory=dict)
     times: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     tables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    folded: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
+    failures: Sequence[Failure] = ()
 
     def render(self) -> str:
         """The file's content."""
@@ -58,6 +83,7 @@ class Page:
                 '<meta name="viewport" content="width=device-width, initial-scale=1">',
                 f"<style>{_STYLE}</style></head><body><main>",
                 *self._head(),
+                *self._failures(),
                 *self._curves(charts),
                 *self._times(),
                 *(line for name, text in self.texts.items() for line in _section(name, f"<pre>{_text(text)}</pre>")),
@@ -76,6 +102,12 @@ class Page:
         if tiles:
             yield f'<div class="tiles">{"".join(tiles)}</div>'
 
+    def _failures(self) -> Iterator[str]:
+        for one in self.failures:
+            frames = f"<pre>{_text(one.frames)}</pre>" if one.frames else ""
+            whole = _fold("the whole traceback", f"<pre>{_text(one.trace)}</pre>")
+            yield from _section(f"What ended {one.stage}", f'<p class="error">{_text(one.message)}</p>{frames}{whole}')
+
     def _curves(self, charts: Sequence[Chart]) -> Iterator[str]:
         if charts:
             drawn = "".join(chart.draw(number) for number, chart in enumerate(charts))
@@ -87,8 +119,9 @@ class Page:
             return
         bars, rows = [], []
         parts = sorted(self.times.items(), key=lambda item: -item[1][0])
-        for number, (name, (seconds, waited)) in enumerate(parts):
-            colour = _COLOURS[number % len(_COLOURS)]
+        others = itertools.cycle(colour for colour in _COLOURS if colour not in _OF_STAGE.values())
+        for name, (seconds, waited) in parts:
+            colour = _OF_STAGE.get(_STAGE_OF.get(name, "")) or next(others)
             bars.append(f'<i style="width:{100 * seconds / whole:.2f}%;background:{colour}"></i>')
             cells = (f"{duration(seconds)}", f"{100 * seconds / whole:.1f} %", duration(waited) if waited else "")
             dot = f'<span class="dot" style="background:{colour}"></span>'
@@ -99,9 +132,9 @@ class Page:
 
     def _tables(self) -> Iterator[str]:
         for name, rows in self.tables.items():
-            if rows:
-                lines = [f"<tr><td>{_text(key)}</td><td>{_text(value)}</td></tr>" for key, value in rows.items()]
-                yield from _section(name, f"<table>{''.join(lines)}</table>")
+            words, more = self.folded.get(name, ("", {}))
+            if rows or more:
+                yield from _section(name, _table(rows) + (_fold(words, _table(more)) if more else ""))
 
 
 class Chart:
@@ -112,18 +145,25 @@ class Chart:
         lines: by name, the steps and values of each.
 
     Attributes:
+        lines: what is drawn; lines that are the same are one, with both names.
         missing: values that can't be drawn, as they are not finite, or beyond `LARGEST`.
         logarithmic: values of two orders of magnitude or more are drawn on a logarithmic axis.
     """
 
     def __init__(self, title: str, lines: Mapping[str, Points]) -> None:
         self.title = title
-        self.lines: dict[str, tuple[list[int], list[float]]] = {}
+        drawn: list[tuple[list[str], tuple[list[int], list[float]]]] = []  # names, and the line they have in common
         self.missing = 0
         for name, (steps, values) in lines.items():
             kept = [(step, value) for step, value in zip(steps, values, strict=True) if abs(value) <= LARGEST]
             self.missing += len(steps) - len(kept)
-            self.lines[name] = thinned(kept, _WIDTH - _LEFT - _RIGHT)
+            line = thinned(kept, _WIDTH - _LEFT - _RIGHT)
+            # Of two lines that are the same one would hide the other.
+            names: list[str] = next((names for names, other in drawn if other == line and line[0]), [])
+            if not names:
+                drawn.append((names, line))
+            names.append(name)
+        self.lines = {_joined(names): line for names, line in drawn}
         every = [value for _, values in self.lines.values() for value in values]
         steps = [step for steps, _ in self.lines.values() for step in steps]
         self.logarithmic = bool(every) and min(every) > 0 and max(every) / min(every) >= 100
@@ -173,16 +213,15 @@ class Chart:
                 text = f"{int(step):,}"
                 marks.append(f'<text x="{self.x(step):.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{text}</text>')
         drawn, keys = [], []
-        for place, (name, (steps, values)) in enumerate(self.lines.items()):
-            colour, dash = _COLOURS[place % len(_COLOURS)], _dash(place)
+        for (name, (steps, values)), style in zip(self.lines.items(), styles(self.lines), strict=True):
             points = [f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in zip(steps, values, strict=True)]
             if len(points) == 1:
                 left, _, top = points[0].partition(",")
-                drawn.append(f'<circle cx="{left}" cy="{top}" r="3" fill="{colour}"/>')
+                drawn.append(f'<circle cx="{left}" cy="{top}" r="3" {style}/>')
             elif points:
-                drawn.append(f'<polyline points="{" ".join(points)}" stroke="{colour}"{dash}/>')
+                drawn.append(f'<polyline points="{" ".join(points)}" {style}/>')
             newest = number_text(values[-1]) if values else "none"
-            mark = f'<svg class="key" viewBox="0 0 18 4"><line x2="18" y1="2" y2="2" stroke="{colour}"{dash}/></svg>'
+            mark = f'<svg class="key" viewBox="0 0 18 4"><line x2="18" y1="2" y2="2" {style}/></svg>'
             keys.append(f"<span>{mark}{_text(name)} <b>{newest}</b></span>")
         missing = f'<p class="missing">{self.missing:,} values were not finite.</p>' if self.missing else ""
         label = f"{_text(self.title)} over the optimizer steps"
@@ -195,8 +234,29 @@ class Chart:
         )
 
 
-def _dash(place: int) -> str:
-    return f' stroke-dasharray="{2 + 4 * (place // len(_COLOURS))} 3"' if place >= len(_COLOURS) else ""
+def _joined(names: Sequence[str]) -> str:
+    return " = ".join(names) if len(names) <= 3 else f"{names[0]} = ... = {names[-1]} ({len(names)} are the same)"
+
+
+def styles(names: Collection[str]) -> list[str]:
+    """How to draw the lines of one chart, as attributes: of a stage in one colour on the whole page.
+
+    Values of single steps are drawn pale where the means of their epochs are there too; further lines of one stage, as
+    those of several loaders, and the seventh and later ones are dashed.
+    """
+    stages = [_STAGE_OF.get(stage_of(name)[0], "") for name in names]
+    free = [colour for colour in _COLOURS if colour not in {_OF_STAGE[stage] for stage in stages if stage}]
+    drawn: Counter[tuple[str, bool]] = Counter()
+    found = []
+    for name, stage in zip(names, stages, strict=True):
+        number = drawn["", False]
+        colour = _OF_STAGE[stage] if stage else free[number % len(free)]
+        is_pale = name.endswith("_step") and f"{name.removesuffix('_step')}_epoch" in names
+        turn = drawn[stage, is_pale] if stage else number // len(free)
+        drawn[stage, is_pale and bool(stage)] += 1
+        dash = f' stroke-dasharray="{2 + 4 * turn} 3"' if turn else ""
+        found.append(f'stroke="{colour}" fill="{colour}"{dash}' + (' opacity="0.6"' if is_pale else ""))
+    return found
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int) -> tuple[list[int], list[float]]:
@@ -253,13 +313,27 @@ def alike(names: Iterable[str]) -> dict[str, list[str]]:
     """Names that say the same of another stage or interval, by what they say: ``val_loss`` and ``train_loss_step``."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        said = name.split("/dataloader_idx_")[0].removesuffix("_step").removesuffix("_epoch")
-        for stage in _STAGES:
-            if len(said) > len(stage) + 1 and said.startswith(stage) and said[len(stage)] in "_/-. ":
-                said = said[len(stage) + 1 :]
-                break
-        groups.setdefault(said, []).append(name)
+        groups.setdefault(stage_of(name)[1], []).append(name)
     return groups
+
+
+def stage_of(name: str) -> tuple[str, str]:
+    """The stage that a name begins with, "" if none, and what it says of it."""
+    said = name.split("/dataloader_idx_")[0].removesuffix("_step").removesuffix("_epoch")
+    for stage in _STAGES:
+        if len(said) > len(stage) + 1 and said.startswith(stage) and said[len(stage)] in "_/-. ":
+            return stage, said[len(stage) + 1 :]
+    return "", said
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    lines = [f"<tr><td>{_text(key)}</td><td>{_text(value)}</td></tr>" for key, value in rows.items()]
+    return f"<table>{''.join(lines)}</table>" if lines else ""
+
+
+def _fold(words: str, content: str) -> str:
+    """Content that is shown after a click on the words."""
+    return f"<details><summary>{_text(words)}</summary>{content}</details>"
 
 
 def _section(name: str, content: str) -> Iterator[str]:
@@ -271,9 +345,11 @@ def _text(text: str) -> str:
 
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --paper: #fff; --line: #dde2e8; --card: #f6f8fa; }
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --paper: #fff; --line: #dde2e8; --card: #f6f8fa;
+  --bad: #b3261e; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ee; --soft: #9aa4b0; --paper: #14171b; --line: #2d333b; --card: #1c2126; }
+  :root { --ink: #e6e9ee; --soft: #9aa4b0; --paper: #14171b; --line: #2d333b; --card: #1c2126; --bad: #ff8a80; }
+  polyline, circle, .key line { filter: brightness(1.3); }
 }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 24px 20px 60px; }
@@ -300,7 +376,10 @@ table { border-collapse: collapse; font-size: 14px; } th { text-align: left; fon
 td, th { padding: 3px 18px 3px 0; vertical-align: top; overflow-wrap: anywhere; }
 td:first-child { white-space: nowrap; } table:not(.numbers) td:first-child { color: var(--soft); }
 .numbers td:not(:first-child) { font-variant-numeric: tabular-nums; }
-pre { background: var(--card); border-radius: 8px; padding: 12px; overflow-x: auto; font-size: 13px; }
+pre { background: var(--card); border-radius: 8px; padding: 12px; font-size: 13px; margin: 8px 0; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+.error { color: var(--bad); font-weight: 600; white-space: pre-wrap; overflow-wrap: anywhere; }
+details { margin-top: 8px; } summary { cursor: pointer; color: var(--soft); font-size: 14px; }
 """
 _SCRIPT = (
     """

@@ -15,19 +15,20 @@ from .service import Service
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
-    from .report_page import Page
+    from .report_page import Failure, Page
 
 
 class RunReport(Service):
     """Write ``report.html`` into the run's folder: one file that any browser opens, without a server or a network.
 
-    It shows the curves of `trainer.history`, learning rates, throughput, where the time went, what was decided, the
-    flags, the hyperparameters, the environment, the profile if there is one, and the error if there was one. Rank zero
+    It shows the error that ended it, if one did, the curves of `trainer.history`, learning rates, throughput, where the
+    time went, what was decided, checkpoints, the hyperparameters of the task and data module that were trained, the
+    flags that were set and the defaults of the others, the environment, and the profile if there is one. Rank zero
     writes it once training has begun: when a stage ends, however it ends, and when an epoch or a validation ends, so
     that the page of a run that is under way, or was killed, is there too.
 
     Args:
-        dirpath: the folder. Default: the first logger's, or the Trainer's ``default_root_dir`` where none has one.
+        dirpath: the folder. Default: the run's, as for `ModelCheckpoint`.
         filename: the file's name.
         every_seconds: seconds between two writes, at least, while a run is under way.
 
@@ -47,11 +48,13 @@ class RunReport(Service):
         self.filename = filename
         self.every_seconds = number("every_seconds", every_seconds, 0.0)
         self.path: Path | None = None
+        self._folder: str | Path = ""  # the run's
         self._written = 0.0
         self._begun = False
         self._samples, self._seconds = 0, 0.0  # of training, when fit began
         self._endings: dict[str, tuple[str, bool]] = {}  # of each stage that ran since fit began
-        self._errors: dict[str, str] = {}
+        self._failures: list[Failure] = []
+        self._hyperparameters: dict[str, dict[str, str]] = {}  # of fit: later stages may have another task or data
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """A new fit, a new page; another stage adds to it."""
@@ -59,11 +62,17 @@ class RunReport(Service):
         if stage == "fit":
             self._begun = False
             self._seconds = trainer.history.spent.get("training", 0.0)
-            self._endings, self._errors = {}, {}
+            self._endings, self._failures = {}, []
+            if self.dirpath is None:
+                self._folder = trainer.logbook.agree_on_directory(trainer.default_root_dir)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """From here on there is something to show."""
         self._begun = True
+        self._hyperparameters = {
+            "Hyperparameters": _hyperparameters(pl_module),
+            "Data module's hyperparameters": _hyperparameters(trainer.datamodule),
+        }
         self._samples = trainer.progress.samples  # with those of the checkpoint that fit goes on from
         self._written = time.monotonic()
 
@@ -80,7 +89,11 @@ class RunReport(Service):
         name = "interrupted" if trainer.interrupted else f"failed: {type(exception).__name__}"
         self._endings[str(trainer.stage)] = name, False
         if not trainer.interrupted:
-            self._errors[str(trainer.stage)] = "".join(traceback.format_exception(exception))
+            from .report_page import Failure
+
+            message = "".join(traceback.format_exception_only(exception)).strip()
+            trace = "".join(traceback.format_exception(exception))
+            self._failures.append(Failure(str(trainer.stage), message, user_frames(exception), trace))
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Write how it ended."""
@@ -94,7 +107,7 @@ class RunReport(Service):
             self._safely(self._write, trainer, "under way", None)
 
     def _write(self, trainer: Trainer, state: str, ended_well: bool | None) -> None:
-        folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
+        folder = Path(self.dirpath or self._folder)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / self.filename
         part = path.with_name(path.name + ".tmp")
@@ -122,7 +135,9 @@ class RunReport(Service):
 
         history, task = trainer.history, trainer.task
         history.tick()
-        texts = {f"What ended {stage}": text for stage, text in self._errors.items()}
+        settings = _flat(trainer.settings)
+        defaults = {name: text for name, text in settings.items() if name not in trainer.settings_given}
+        texts = {}
         if ended_well is not None and isinstance(trainer.profiler, SimpleProfiler):
             texts["Profile"] = trainer.profiler.summary()
         return Page(
@@ -134,11 +149,13 @@ class RunReport(Service):
             charts=charts_of(trainer),
             times={part: (seconds, history.waits[part]) for part, seconds in history.spent.items()},
             tables={
-                "Hyperparameters": _hyperparameters(task),
-                "Data module's hyperparameters": _hyperparameters(trainer.datamodule),
-                "Settings": _flat(trainer.settings),
+                "Checkpoints": _checkpoints(trainer),
+                **self._hyperparameters,
+                "Settings": {name: text for name, text in settings.items() if name in trainer.settings_given},
                 "Environment": environment(),
             },
+            folded={"Settings": (f"{len(defaults)} as they are by default", defaults)},
+            failures=self._failures,
             texts=texts,
         )
 
@@ -198,9 +215,41 @@ def best_of(trainer: Trainer) -> dict[str, Any] | None:
     return None
 
 
+def user_frames(error: BaseException) -> str:
+    """Where an error happened in code that is neither ours nor torch's, as in a traceback; "" where that is nowhere."""
+    known = error
+    while known.__cause__ is not None:  # the first cause tells more than what was raised from it
+        known = known.__cause__
+    package = __name__.partition(".")[0]
+    frames = [
+        summary
+        for (frame, _), summary in zip(
+            traceback.walk_tb(known.__traceback__), traceback.extract_tb(known.__traceback__), strict=True
+        )
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in (package, "torch")
+    ]
+    return "".join(traceback.format_list(frames)).rstrip()
+
+
+def _checkpoints(trainer: Trainer) -> dict[str, str]:
+    """Where they are."""
+    rows = {} if trainer.ckpt_path is None else {"went on from": str(trainer.ckpt_path)}
+    for saved in trainer.checkpoint_callbacks:
+        best = f"best {saved.monitor}" if saved.monitor else "newest"
+        for name, path in ((best, saved.best_model_path), ("last", saved.last_model_path)):
+            if path:
+                rows[name if rows.get(name, path) == path else f"{name}, of {type(saved).__name__}"] = path
+    return rows
+
+
 def _hyperparameters(owner: Any) -> dict[str, str]:
     """Those that loggers may have: ``save_hyperparameters(logger=False)`` keeps them from files for people."""
-    return {} if owner is None or not owner.log_hyperparameters else _flat(owner.hparams)
+    if owner is None or not owner.hparams:
+        return {}
+    if not owner.log_hyperparameters:
+        return {"not shown": f"{', '.join(owner.hparams)}: save_hyperparameters(logger=False)"}
+    left_out = {name: f"not stored: {words}" for name, words in owner.stored_hparams().left_out.items()}
+    return {**_flat(owner.plain_hparams()), **left_out}
 
 
 def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:

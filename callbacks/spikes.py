@@ -45,7 +45,7 @@ class SpikeWatch(Callback):
         threshold: robust standard deviations.
         rise: the least that is a spike, as a share of the median.
         every_n_steps: optimizer steps between looks.
-        dirpath: where ``"save"`` saves; by default ``spikes`` in the Trainer's ``default_root_dir``.
+        dirpath: where ``"save"`` saves; by default ``spikes`` in the run's folder.
 
     Attributes:
         spikes: the optimizer step and value of each.
@@ -198,7 +198,8 @@ class SpikeWatch(Callback):
         if self.action == "stop":
             trainer.should_stop = True
         elif self.action == "save":
-            folder = self.dirpath or os.path.join(trainer.default_root_dir, "spikes")  # type: ignore[attr-defined]
+            run = trainer.logbook.agree_on_directory(trainer.default_root_dir)
+            folder = self.dirpath or os.path.join(run, "spikes")  # type: ignore[attr-defined]
             trainer.save_checkpoint(Path(folder) / f"step={trainer.progress.step}.ckpt")
 
 

@@ -5,8 +5,9 @@ as it is. Everything else is an object with one key that starts with ``$``, a ta
 with such a key, or with keys that are not text, is written as pairs, ``{"$dict": [[key, value], ...]}``, so the two
 never mix.
 
-Reading looks tags up in one fixed table of data types. There is no tag that names a class, so no document can make this
-module import or call anything. That is also why enums, dataclasses and named tuples are refused at writing.
+Reading looks tags up in one fixed table of data types. No tag builds an object of a class that the document names, so
+no document can make this module import or call anything. That is also why enums, dataclasses and named tuples are
+refused at writing. To store one, write a `Record`, and decide when reading it which class it may become.
 """
 
 import base64
@@ -17,7 +18,7 @@ import re
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
+from datetime import date, datetime, time, timedelta, timezone
 from typing import Any, NoReturn
 
 import numpy as np
@@ -25,6 +26,7 @@ import torch
 
 from ..strategies.shards import is_sharded, local
 from .disk import CODES
+from .record import Record
 
 __all__ = ["MAX_DEPTH", "check_tensor", "decode", "encode", "view_key"]
 
@@ -48,9 +50,9 @@ def encode(state: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
 
     Takes dicts (also ``OrderedDict`` and ``defaultdict``, which become plain dicts), ``Counter``, lists, tuples, sets,
     text, bytes, numbers of any size (also nan, inf, complex), ``None``, tensors and parameters, dtypes, devices,
-    ``torch.Size``, paths, ``timedelta``, numpy scalars and arrays. Tensors are not copied: they keep their memory,
-    device and layout. Where two are the same view of one storage (tied weights) only the first gets a name, and
-    `decode` gives the same object at both places.
+    ``torch.Size``, paths, dates, times, ``timedelta``, numpy scalars and arrays, `Record`. Tensors are not copied: they
+    keep their memory, device and layout. Where two are the same view of one storage (tied weights) only the first gets
+    a name, and `decode` gives the same object at both places.
 
     Args:
         state: What to store.
@@ -126,7 +128,7 @@ def _refuse(value: Any, place: str, fix: str, kind: str = "") -> NoReturn:
     kind = kind or f"{type(value).__module__}.{type(value).__qualname__}"
     raise TypeError(
         f"{place}: a {kind} can't be stored in a checkpoint. A checkpoint holds data only (numbers, text, bytes, None, "
-        "dicts, lists, tuples, sets, tensors, numpy values, dtypes, devices, paths, timedeltas), so that loading never "
+        "dicts, lists, tuples, sets, tensors, numpy values, dtypes, devices, paths, dates), so that loading never "
         f"imports or runs code. To fix it, {fix}, or leave it out of the state."
     )
 
@@ -151,6 +153,7 @@ _LEAVES: dict[type, Callable[[Any], Any]] = {
     pathlib.PurePosixPath: lambda v: {"$posix_path": str(v)},
     pathlib.PureWindowsPath: lambda v: {"$windows_path": str(v)},
     timedelta: lambda v: {"$timedelta": [v.days, v.seconds, v.microseconds]},
+    date: lambda v: {"$date": v.isoformat()},
 }
 
 
@@ -173,6 +176,8 @@ class _Encoder:
             return self._array(value, path)
         if isinstance(value, np.generic):
             return self._numpy_scalar(value, path)
+        if type(value) in (datetime, time):
+            return self._clock(value, path)
         return self._container(value, path)
 
     def _container(self, value: Any, path: tuple[str, ...]) -> Any:
@@ -186,6 +191,8 @@ class _Encoder:
             document = self._dict(value, path)
         elif kind is Namespace:
             document = {"$namespace": self._dict(vars(value), path)}
+        elif kind is Record:
+            document = {"$record": [value.kind, value.name, self.value(value.content, (*path, value.kind))]}
         elif kind is Counter:
             document = {"$counter": self._pairs(value, path)}
         elif kind in (list, tuple):
@@ -198,6 +205,13 @@ class _Encoder:
             _refuse(value, _place(path), _advice(value))
         self._open.remove(id(value))
         return document
+
+    def _clock(self, value: datetime | time, path: tuple[str, ...]) -> Any:
+        if value.tzinfo is not None and value.tzinfo != timezone(value.utcoffset() or timedelta(0)):
+            _refuse(
+                value, _place(path), "store it in UTC, or its .isoformat()", f"{type(value).__name__} in a named zone"
+            )
+        return {f"${type(value).__name__}": [value.isoformat(), value.fold]}
 
     def _dict(self, value: dict[Any, Any], path: tuple[str, ...]) -> Any:
         if all(type(key) is str and not key.startswith("$") for key in value):
@@ -331,6 +345,10 @@ class _Decoder:
             _need(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max, f"{value} is out of range for {name}")
         return dtype.type(value)
 
+    def _record(self, content: Any, path: tuple[str, ...]) -> Record:
+        kind, name, inside = _a(list, content)
+        return Record(_a(str, kind), _a(str, name), self.value(inside, path))
+
     def _complex(self, content: Any, path: tuple[str, ...]) -> complex:
         real, imaginary = self._items(content, path)
         return complex(_a(float, real), _a(float, imaginary))
@@ -364,6 +382,11 @@ def _big_int(content: Any) -> int:
     return int(content, 16)
 
 
+def _clock(kind: type[Any], content: Any) -> Any:
+    text, fold = _a(list, content)
+    return kind.fromisoformat(_a(str, text)).replace(fold=_a(int, fold))
+
+
 def _lookup(table: dict[str, Any], content: Any) -> Any:
     _need(_a(str, content) in table, f"unknown name {content!r}")
     return table[content]
@@ -395,4 +418,8 @@ _READERS: dict[str, Callable[[_Decoder, Any, tuple[str, ...]], Any]] = {
     "$posix_path": lambda d, c, p: pathlib.PurePosixPath(_a(str, c)),
     "$windows_path": lambda d, c, p: pathlib.PureWindowsPath(_a(str, c)),
     "$timedelta": lambda d, c, p: timedelta(*_ints(c)),
+    "$date": lambda d, c, p: date.fromisoformat(_a(str, c)),
+    "$datetime": lambda d, c, p: _clock(datetime, c),
+    "$time": lambda d, c, p: _clock(time, c),
+    "$record": _Decoder._record,
 }

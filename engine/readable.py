@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable
-from datetime import timedelta
+from datetime import date, time, timedelta
 from pathlib import PurePath
 from typing import Any
 
@@ -15,6 +15,8 @@ from ..strategies.shards import is_sharded
 _ADVICE: dict[type, str] = {
     PurePath: "store str(it)",
     timedelta: "store its .total_seconds()",
+    date: "store its .isoformat()",
+    time: "store its .isoformat()",
     np.ndarray: "store torch.from_numpy(it), or its .tolist()",
     frozenset: "store a set",
 }

@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import uuid
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .environment import variables_set
 from .nodes import FAILURE_GRACE, GRACE, Job
@@ -36,6 +37,8 @@ def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
         ValueError: There is no script to run again: a prompt, a notebook, `python -c`, a test runner. Nothing was
             started.
     """
+    if (config := _hydra_config()) is not None:
+        os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it, in each rank again
     status = supervise(nproc, grace=grace)
     for stream in (sys.stdout, sys.stderr):
         # The reader of a pipe may be gone by now, which must not replace the ranks' status by our own.
@@ -170,7 +173,35 @@ def own_command(nproc: int) -> list[str]:
         flags.append("-u")
     target = _target()
     assert target is not None
-    return [sys.executable, *flags, *target, *_arguments(target)]
+    return [sys.executable, *flags, *target, *_within_hydra(_arguments(target))]
+
+
+def _within_hydra(arguments: list[str]) -> list[str]:
+    """The arguments of a script; under Hydra with this process's output folder, as each rank's clock names another."""
+    config = _hydra_config()
+    if config is None:
+        return arguments
+    if getattr(getattr(config, "mode", None), "name", "") == "MULTIRUN":  # the ranks go through all its jobs
+        overrides = {"hydra.sweep.dir": _quoted(os.path.join(config.runtime.cwd, config.sweep.dir))}
+    else:
+        # What is in its .hydra is complete, and two ranks would write it at the same time.
+        overrides = {"hydra.run.dir": _quoted(config.runtime.output_dir), "hydra.output_subdir": "null"}
+    # Beside the other overrides: argparse takes those in one piece only.
+    said = [place for place, one in enumerate(arguments) if "=" in one.lstrip("~") and not one.startswith("-")]
+    end = said[-1] + 1 if said else len(arguments)
+    return [*arguments[:end], *(f"{name}={value}" for name, value in overrides.items()), *arguments[end:]]
+
+
+def _hydra_config() -> Any:
+    """Hydra's own configuration, None where no Hydra application runs."""
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    return None if hydra is None or not hydra.HydraConfig.initialized() else hydra.HydraConfig.get()
+
+
+def _quoted(text: str) -> str:
+    """A text as a value of Hydra's grammar, in which backslashes count before quotation marks only."""
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    return f"'{escaped}'"
 
 
 def _target() -> list[str] | None:

@@ -137,14 +137,14 @@ def test_only_the_strategies_talk_to_other_processes():
     assert offenders == []
 
 
-def test_configuration_files_are_read_in_one_place():
+def test_omegaconf_is_known_to_configurations_and_hyperparameters_only():
     users = {
         f"{room}/{path.name}"
         for room, path in FILES
         for _, module, _, _ in imports(tree(path))
         if module.split(".")[0] == "omegaconf"
     }
-    assert users <= {"trainer/config.py"}
+    assert users <= {"trainer/config.py", "trainer/stored_hparams.py"}
 
 
 @pytest.mark.parametrize("room", [*ROOMS, "treadle"])

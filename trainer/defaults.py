@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..callbacks import (
@@ -21,7 +21,7 @@ from .logbook import SilentLogger
 
 
 def choose_callbacks(
-    given: Sequence[Callback] | Callback | None,
+    given: Iterable[Callback] | Callback | None,
     *,
     checkpointing: bool | None,
     progress_bar: bool | None,
@@ -73,10 +73,9 @@ def as_callbacks(what: str, given: Any) -> list[Callback]:
         TypeError: for something that is no callback.
         ValueError: for one that is there twice.
     """
-    callbacks = [given] if isinstance(given, Callback) else given or []
-    if not isinstance(callbacks, Iterable) or isinstance(callbacks, type | str):
+    if given is not None and not isinstance(given, Callback) and not _is_several(given):
         raise TypeError(f"{what} must be a treadle.Callback or several of them, not {given!r}.")
-    callbacks = list(callbacks)
+    callbacks = [] if given is None else [given] if isinstance(given, Callback) else list(given)
     for number, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
             hint = ": put () behind it" if isinstance(callback, type) else ""
@@ -96,6 +95,7 @@ def choose_loggers(given: Any, root: str, silent: bool) -> list[Logger]:
 
     Raises:
         TypeError: for something that is no logger.
+        ValueError: for one that is there twice.
     """
     if given is False:
         return []
@@ -103,8 +103,15 @@ def choose_loggers(given: Any, root: str, silent: bool) -> list[Logger]:
         return [SilentLogger()]
     if given is None or given is True:
         return [TensorBoardLogger(root)]
-    loggers = list(given) if isinstance(given, list | tuple) else [given]
-    for logger in loggers:
+    loggers = list(given) if not isinstance(given, Logger) and _is_several(given) else [given]
+    for number, logger in enumerate(loggers):
         if not isinstance(logger, Logger):
             raise TypeError(f"logger must be True, False, a treadle.loggers.Logger or several of them, not {logger!r}.")
+        if any(logger is known for known in loggers[:number]):
+            raise ValueError(f"logger has the same {type(logger).__name__} object twice; it would get each row twice.")
     return loggers
+
+
+def _is_several(given: Any) -> bool:
+    """Whether it is a list or the like, such as OmegaConf's. A class, a text or a dict is no list of objects."""
+    return isinstance(given, Iterable) and not isinstance(given, type | str | Mapping)

@@ -52,7 +52,7 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
     return count
 
 
-def seconds(name: str, value: str | timedelta | dict[str, int] | None) -> float | None:
+def seconds(name: str, value: str | timedelta | Mapping[str, int] | None) -> float | None:
     """A duration as seconds: ``"DD:HH:MM:SS"``, a timedelta, or its arguments as a dict.
 
     Raises:
@@ -68,7 +68,7 @@ def seconds(name: str, value: str | timedelta | dict[str, int] | None) -> float 
             raise ValueError(f"{name}={value!r} must be 'DD:HH:MM:SS', for example '00:12:00:00' for twelve hours.")
         days, hours, minutes, secs = map(int, parts)
         value = timedelta(days=days, hours=hours, minutes=minutes, seconds=secs)
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         try:
             value = timedelta(**value)
         except TypeError as error:
@@ -196,6 +196,25 @@ def refuse_unknown(given: dict[str, Any], valid: Iterable[str]) -> None:
         raise TypeError(f"Trainer() has no argument {name!r}.{instead}")
 
 
+def given(arguments: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The flags that differ from their defaults, by name.
+
+    Args:
+        arguments: all arguments of the Trainer's constructor.
+        defaults: its defaults.
+
+    Raises:
+        TypeError: for an argument that a Trainer doesn't have.
+    """
+    defaults = defaults or {}
+    refuse_unknown(arguments["unknown"], defaults)
+    return {
+        name: arguments[name]
+        for name, default in defaults.items()
+        if type(arguments[name]) is not type(default) or (arguments[name] is not default and arguments[name] != default)
+    }
+
+
 def refuse_with_barebones(**given: Any) -> None:
     """Raise a ValueError for what is asked for and ``barebones`` leaves out."""
     for name, value in given.items():
@@ -211,7 +230,8 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
         ValueError: if a flag and a plugin say the same thing.
     """
     check_switch("sync_batchnorm", sync_batchnorm)
-    for plugin in plugins if isinstance(plugins, list | tuple) else [] if plugins is None else [plugins]:
+    several = isinstance(plugins, Iterable) and not isinstance(plugins, str | Mapping)
+    for plugin in plugins if several else [] if plugins is None else [plugins]:
         if isinstance(plugin, Precision):
             if precision is not None:
                 raise ValueError(f"precision={precision!r} and a plugin {plugin.name!r} both say it; give one of them.")

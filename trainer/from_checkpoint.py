@@ -6,7 +6,7 @@ import csv
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,12 @@ from ..engine.foreign.sources import Opened, Source, opened
 from ..engine.foreign.torch_files import TorchFile, View
 from ..engine.manifest import MANIFEST, read_manifest
 from ..engine.parts import has_part
+from ..engine.record import Record
 from ..engine.restoring import in_memory, registered_in
 from ..strategies import warn
 from . import restore
-from .hparams import AttributeDict
+from .building.signatures import Argument, signature
+from .stored_hparams import CannotRebuild, rebuild
 
 if TYPE_CHECKING:
     from .datamodule import DataModule
@@ -52,18 +54,18 @@ def build(
         folder = Path(source) if found.file is None else None
         if folder is not None and (folder / MANIFEST).is_file():
             manifest = read_manifest(folder)
-            saved = checkpoint.read_part(folder, "hparams") if has_part(manifest.files, "hparams") else {}
-            document: dict[str, Any] = {
-                "hyper_parameters": saved if beside is None else beside,
-                "hparams_name": manifest.info.get("hparams_name"),
-            }
+            document = checkpoint.read_part(folder, "hparams") if has_part(manifest.files, "hparams") else {}
+            if document and "hparams_kind" not in document:  # as they were stored at first: the values alone
+                document = {"hyper_parameters": document, "hparams_name": manifest.info.get("hparams_name")}
+            if beside is not None:
+                document = _of_file(beside, document)
             task = cls(**_arguments(cls, found.place, document, given))
             task.configure_model()
             task.on_load_checkpoint(restore.added_in(folder))
         else:
             document = {} if found.file is None else _document(found, found.file)
             if beside is not None:
-                document |= {"hyper_parameters": beside, "hparams_name": None}
+                document |= _of_file(beside, {})
             task = cls(**_arguments(cls, found.place, document, given))
             task.configure_model()
             if found.file is not None:
@@ -97,7 +99,7 @@ def build_datamodule(
                 f"{found.place} holds weights only, and nothing of a data module: give a checkpoint of a run."
             )
         if beside is not None:
-            document = {"hyper_parameters": beside, "hparams_name": None}
+            document = _of_file(beside, document)
         takes = cls.__init__ is not object.__init__  # whose signature says that it takes anything
         module = cls(**_arguments(cls, found.place, document, given) if takes else given)
         if state is not None:
@@ -150,8 +152,18 @@ def _with_tensors(file: TorchFile, value: Any) -> Any:
     return value
 
 
+def _of_file(values: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters of a logger's file, in the place of those that were saved."""
+    whole = {name: saved.get(name) for name in ("hparams_name", "hparams_kind")}
+    return {**whole, "hyper_parameters": values, "left_out": {}, "from_text": True}
+
+
 def _arguments(cls: type[Any], place: str, document: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``__init__``: what was saved, as far as it takes that, and what is given."""
+    """The arguments of ``__init__``: what was saved, as far as it takes that, and what is given.
+
+    Raises:
+        TypeError: names an argument that neither has.
+    """
     saved: dict[str, Any] = {}
     for name in (*_OLD_NAMES, "hyper_parameters"):
         found = document.get(name)
@@ -159,17 +171,68 @@ def _arguments(cls: type[Any], place: str, document: Mapping[str, Any], given: d
     saved = {name: value for name, value in saved.items() if name not in ("_instantiator", "_class_path")}
     parameters = inspect.signature(cls.__init__).parameters
     names = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    lost = {name: words for name, words in (document.get("left_out") or {}).items() if name not in given}
     whole = document.get("hparams_name")
     if isinstance(whole, str) and whole in names:  # save_hyperparameters(hparams): one argument that holds all
-        return {whole: AttributeDict(saved), **given}
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        kind, name = document.get("hparams_kind") or ("mapping", "")
+        inside = {} if takes_all else {name: value for name, value in given.items() if name not in names}
+        given = {name: value for name, value in given.items() if name not in inside}
+        saved = {whole: Record(kind, name, {**saved, **inside})} if whole not in given else {}
+        if lost and whole not in given:
+            warn(f"{place}: {whole} lacks {_listed(lost)}, which can't be stored. {_how_to_pass(lost)}")
+        lost = {}
+    elif not takes_all:
         unknown = [str(name) for name in saved if name not in names and name not in given]
         if unknown:
             warn(
                 f"{place}: {cls.__name__} takes no {', '.join(unknown[:8])}, which was saved with it; that is ignored."
             )
         saved = {name: value for name, value in saved.items() if name in names}
+        lost = {name: words for name, words in lost.items() if name in names}
+    saved, more = _rebuilt(cls, {name: value for name, value in saved.items() if name not in {*lost, *given}}, document)
+    lost |= more
+    _check_missing(cls, place, {*saved, *given}, lost)
     return {**saved, **given}
+
+
+def _rebuilt(
+    cls: type[Any], saved: Mapping[str, Any], document: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The arguments that were saved, as the constructor takes them; and those that can't be rebuilt, in words."""
+    arguments = signature(cls).arguments
+    found: dict[str, Any] = {}
+    lost: dict[str, str] = {}
+    for name, value in saved.items():
+        argument = arguments.get(name) or Argument(name)
+        try:
+            from_text = bool(document.get("from_text"))
+            found[name] = rebuild(value, argument.type, argument.default, cls.__module__, from_text)
+        except CannotRebuild as error:
+            lost[name] = f"{name} ({error})"
+    return found, lost
+
+
+def _check_missing(cls: type[Any], place: str, known: set[str], lost: Mapping[str, str]) -> None:
+    """Raise a TypeError for an argument that is needed; warn of one whose default stands for what was not stored."""
+    needed = [
+        name
+        for name, one in inspect.signature(cls).parameters.items()
+        if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and name not in known
+    ]
+    if needed:
+        words = {name: lost.get(name, name) for name in needed}
+        raise TypeError(f"{place} does not hold {_listed(words)}, which {cls.__name__} needs. {_how_to_pass(words)}")
+    if lost:
+        warn(f"{place} does not hold {_listed(lost)}, so {cls.__name__} gets its default. {_how_to_pass(lost)}")
+
+
+def _listed(words: Mapping[str, str]) -> str:
+    return ", ".join(words.values())
+
+
+def _how_to_pass(names: Iterable[str]) -> str:
+    return f"Pass {', '.join(f'{name}=...' for name in names)} to load_from_checkpoint."
 
 
 def read_hparams_file(path: str | Path) -> dict[str, Any]:

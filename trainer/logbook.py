@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import os
+import re
+from collections.abc import Callable, Container
+from functools import partial
 from typing import Any
 
 from ..callbacks.monitor import ValidationWatch
 from ..engine import Metrics
 from ..loggers import Logger, NullExperiment
+from ..loggers.directory import claim_version
 from ..loggers.logger import EVALUATED_AT
 from ..strategies import World, warn
 from .datamodule import DataModule
@@ -47,6 +51,7 @@ class Logbook:
         evaluated: batches of each validation loader that were worked through within ``fit``.
         newest: the names that the epoch or evaluation that ended last has logged.
         watch: what the newest validation within ``fit`` measured, and when.
+        folder: the run's, once it was made because no logger has one.
     """
 
     def __init__(self, world: World, data_world: World, loggers: list[Logger], history: History) -> None:
@@ -59,6 +64,7 @@ class Logbook:
         self.logged_values: dict[str, float] = {}
         self.newest: frozenset[str] = frozenset()
         self.evaluated: list[int] = []
+        self.folder: str | None = None
         self._failed: set[int] = set()
         self._epoch_row: dict[str, float] = {}
         self.watch = ValidationWatch()
@@ -169,11 +175,14 @@ class Logbook:
         for logger in self.loggers:
             if id(logger) in self._failed:
                 continue
-            try:
-                getattr(logger, method)(*args, **kwargs)
-            except Exception as error:
-                self._failed.add(id(logger))
-                warn(f"{type(logger).__name__}.{method} failed and gets nothing more: {type(error).__name__}: {error}")
+            self._use(logger, method, partial(getattr(logger, method), *args, **kwargs))
+
+    def _use(self, logger: Logger, what: str, use: Callable[[], Any]) -> None:
+        try:
+            use()
+        except Exception as error:
+            self._failed.add(id(logger))
+            warn(f"{type(logger).__name__}.{what} failed and gets nothing more: {type(error).__name__}: {error}")
 
     def clear(self) -> None:
         """Forget the values so far."""
@@ -183,10 +192,25 @@ class Logbook:
         self.logged_values.clear()
 
     def describe(self, task: TaskModule, datamodule: DataModule | None, hyperparameters: bool = True) -> None:
-        """Tell the loggers what is about to be trained: hyperparameters, and the graph for those that want it."""
-        for owner in (task, datamodule) if hyperparameters else ():
-            if owner is not None and owner.hparams and owner.log_hyperparameters:
-                self.call("log_hyperparams", dict(owner.hparams))
+        """Tell the loggers what is about to be trained: hyperparameters, and the graph for those that want it.
+
+        Raises:
+            ValueError: for a hyperparameter of which the task and the data module say different things.
+        """
+        merged: dict[str, Any] = {}
+        for owner in (task, datamodule) if hyperparameters and self.loggers else ():
+            if owner is not None and owner.log_hyperparameters:
+                own = owner.plain_hparams()
+                if differs := [name for name in own if name in merged and repr(merged[name]) != repr(own[name])]:
+                    name = differs[0]
+                    raise ValueError(
+                        f"hyperparameter {name!r}: {type(task).__name__} has {merged[name]!r:.100}, "
+                        f"{type(owner).__name__} {own[name]!r:.100}, and loggers keep one value of a name. Rename one, "
+                        f"or leave it out with save_hyperparameters(ignore=[{name!r}]) or (logger=False)."
+                    )
+                merged |= own
+        if merged:
+            self.call("log_hyperparams", merged)
         self.call("log_graph", task)
 
     def agree_on_versions(self) -> None:
@@ -198,7 +222,50 @@ class Logbook:
             if getattr(logger, "version", None) != version:
                 logger.version = version
 
-    def agree_on_directory(self, default: str) -> str:
-        """The first logger's directory, rank zero's, on every process."""
-        own = next((logger.log_dir for logger in self.loggers if logger.log_dir), default)
-        return str(self.world.broadcast(own))
+    def agree_on_directory(self, root: str) -> str:
+        """The run's folder, rank zero's, on every process. All processes must call it.
+
+        It is the first logger's. Where none has one, as with MLflow, it is made below ``root``, once for this logbook,
+        so that no two runs share it; without a logger it is ``root`` itself.
+        """
+        folder = next((logger.log_dir for logger in self.loggers if logger.log_dir), self.folder)
+        if folder is None and self.world.is_main and self.loggers and not isinstance(self.loggers[0], SilentLogger):
+            folder = self._make_folder(root)
+        folder = self.world.broadcast(folder)
+        if folder is None:
+            return root
+        if not any(logger.log_dir for logger in self.loggers):
+            self.folder = folder
+        return str(folder)
+
+    def folder_of_runs(self, root: str) -> str:
+        """Where the folders of runs stand whose loggers have none: in ``root``, named after the experiment."""
+        return os.path.join(root, _file_name(self.loggers[0].name) or "treadle_logs")
+
+    def known_folder(self, root: str) -> str | None:
+        """The run's folder where no logger has one, as far as it is known without beginning a run. For rank zero."""
+        logger = self.loggers[0]
+        if self.folder is None and type(logger).version is Logger.version and isinstance(logger.version, str):
+            return os.path.join(self.folder_of_runs(root), _file_name(logger.version))
+        return self.folder
+
+    def _make_folder(self, root: str) -> str | None:
+        """A folder named by the run's id where a service has given it one; else by the next free number."""
+        logger = self.loggers[0]
+        if type(logger).version is Logger.version and logger.version is None:  # one of its own may never change
+            self._use(logger, "experiment", lambda: logger.experiment)  # which begins the run
+        try:
+            folder = self.known_folder(root)
+            if folder is None:
+                above = self.folder_of_runs(root)
+                return os.path.join(above, f"version_{claim_version(above)}")
+            os.makedirs(folder, exist_ok=True)
+            return folder
+        except OSError as error:
+            warn(f"{root} can't hold this run's folder: {error}")
+            return None
+
+
+def _file_name(name: str | None) -> str:
+    """A name without what would lead into another folder, as the ``/`` of Databricks' experiments would."""
+    return re.sub(r"[^\w.=@+-]+", "_", name or "").strip("._")

@@ -57,6 +57,7 @@ class TrainerNames:
     num_sanity_val_steps: int
     max_seconds: float | None
     val_check_seconds: float | None
+    flags_given: dict[str, Any]
     config: str | None = None  # the run's configuration, as YAML, where it has one; it goes into checkpoints
 
     # -- processes -----------------------------------------------------------------------------------------------
@@ -247,8 +248,8 @@ class TrainerNames:
 
     @property
     def log_dir(self) -> str | None:
-        """The first logger's directory, if it has one. No process has to ask another."""
-        return next((logger.log_dir for logger in self.loggers if logger.log_dir), None)
+        """The run's folder: the first logger's, or the one that ``fit`` has made. No process has to ask another."""
+        return next((logger.log_dir for logger in self.loggers if logger.log_dir), self.logbook.folder)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -257,7 +258,8 @@ class TrainerNames:
         found |= {"num_nodes": self.num_nodes, "devices": self.num_devices, "precision": self.precision}
         found["loggers"] = ", ".join(type(logger).__name__ for logger in self.loggers) or None
         found["callbacks"] = ", ".join(type(callback).__name__ for callback in self.callbacks) or None
-        own = {field.name: getattr(self, field.name, found) for field in fields(TrainerSettings)}
+        given = self.flags_given
+        own = {one.name: getattr(self, one.name, given.get(one.name, found)) for one in fields(TrainerSettings)}
         found |= {name: value for name, value in own.items() if isinstance(value, int | float | str | None)}
         if self.val_check_seconds is not None:
             found["val_check_interval"] = f"{self.val_check_seconds:g} s"
@@ -265,6 +267,12 @@ class TrainerNames:
         found["deterministic"] = torch.are_deterministic_algorithms_enabled()
         found["benchmark"] = torch.backends.cudnn.benchmark
         return found
+
+    @property
+    def settings_given(self) -> set[str]:
+        """The names in `settings` of the flags that were given another value than their default."""
+        renamed = {"accelerator": "device", "logger": "loggers"}
+        return {renamed.get(name, name) for name in self.flags_given}
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

@@ -44,8 +44,9 @@ class Profiled:
         self._before: list[tuple[Any, str, Any]] = []
         accelerator, profiler = trainer.accelerator, self.profiler
         profiler.device, profiler.model = accelerator.device, trainer.task
-        logger = next((logger for logger in trainer.loggers if logger.log_dir), None) if _writes(profiler) else None
-        profiler.setup(stage, trainer.global_rank, trainer.default_root_dir if logger is None else logger.log_dir)
+        root = trainer.default_root_dir
+        folder = trainer.logbook.agree_on_directory(root) if _writes(profiler) else root
+        profiler.setup(stage, trainer.global_rank, folder)
         for owner, names in (
             (accelerator, _ACCELERATOR),
             (accelerator.strategy, _STRATEGY),

@@ -116,16 +116,22 @@ def facts(progress: Progress, task: TaskModule) -> dict[str, Any]:
         "epoch": progress.epoch,
         "samples": progress.samples,
         "task": f"{type(task).__module__}.{type(task).__qualname__}",
-        "hparams_name": task.hparams_name,
     }
 
 
 def parts_of(task: TaskModule, datamodule: DataModule | None, config: str | None = None) -> dict[str, Any]:
     """What a checkpoint holds beside the states of what was prepared or registered."""
-    parts: dict[str, Any] = {"hparams": dict(task.hparams)} if task.hparams else {}
-    if datamodule is not None and datamodule.hparams:
-        own = {"hyper_parameters": dict(datamodule.hparams), "hparams_name": datamodule.hparams_name}
-        parts["datamodule_hparams"] = own
+    parts: dict[str, Any] = {}
+    for name, owner in (("hparams", task), ("datamodule_hparams", datamodule)):
+        if owner is not None and owner.hparams:
+            kept = owner.stored_hparams()
+            owner.check_hparams(kept)
+            parts[name] = {
+                "hyper_parameters": kept.values,
+                "hparams_name": owner.hparams_name,
+                "hparams_kind": owner.hparams_kind,
+                "left_out": kept.left_out,
+            }
     if config is not None:
         parts["config"] = {"yaml": config}
     return parts

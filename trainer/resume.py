@@ -11,6 +11,7 @@ from ..callbacks import ModelCheckpoint
 from ..callbacks.file_names import folders
 from ..engine import CheckpointStore, checkpoint
 from ..engine.manifest import Manifest
+from ..loggers.directory import DirectoryLogger
 from ..strategies import announce, warn
 from .config_values import WORDS_FOR_CHECKPOINTS
 from .runs.folder import CHECKPOINTS
@@ -185,7 +186,7 @@ def _newest_in(stores: list[CheckpointStore], found: Found, resumable: bool) -> 
 
 
 def _places(trainer: Trainer) -> tuple[list[Path], list[Path]]:
-    """The directories this run's ModelCheckpoints save in, and those of earlier versions, the highest first."""
+    """The directories this run's ModelCheckpoints save in, and those of earlier runs, the newest first."""
     own: dict[Path, None] = {}
     earlier: dict[Path, None] = {}
     for callback in trainer.checkpoint_callbacks:
@@ -193,19 +194,30 @@ def _places(trainer: Trainer) -> tuple[list[Path], list[Path]]:
             own[Path(callback.dirpath)] = None
             continue
         logger = next((logger for logger in trainer.loggers if logger.root_dir), None)
-        if logger is None:
-            own[Path(os.path.abspath(trainer.default_root_dir)) / CHECKPOINTS] = None
+        root = trainer.default_root_dir
+        if not trainer.loggers:
+            own[Path(os.path.abspath(root)) / CHECKPOINTS] = None
+            continue
         # To ask for a version that nobody has given would claim the next free one.
-        elif getattr(logger, "_version", None) is not None and logger.log_dir:
-            own[Path(os.path.abspath(logger.log_dir)) / "checkpoints"] = None
-        else:
-            earlier |= dict.fromkeys(_versions(Path(os.path.abspath(str(logger.root_dir)))))
+        known = logger is not None and getattr(logger, "_version", None) is not None
+        folder = trainer.logbook.known_folder(root) if logger is None else logger.log_dir if known else None
+        if folder:
+            own[Path(os.path.abspath(folder)) / CHECKPOINTS] = None
+            continue
+        above = trainer.logbook.folder_of_runs(root) if logger is None else str(logger.root_dir)
+        names = "version_*" if isinstance(logger, DirectoryLogger) else "*"
+        earlier |= dict.fromkeys(_earlier(Path(os.path.abspath(above)), names))
     return list(own), list(earlier)
 
 
-def _versions(root: Path) -> list[Path]:
-    numbers = [int(path.name[8:]) for path in root.glob("version_*") if path.name[8:].isdecimal()]
-    return [root / f"version_{number}" / "checkpoints" for number in sorted(numbers, reverse=True)]
+def _earlier(root: Path, names: str) -> list[Path]:
+    """The checkpoints of runs in a folder, the newest first: by number, or by time where names are a service's ids."""
+
+    def age(folder: Path) -> tuple[int, float]:
+        number = folder.parent.name.removeprefix("version_")
+        return (int(number) if number.isdecimal() else -1, folder.stat().st_mtime)
+
+    return sorted(root.glob(f"{names}/{CHECKPOINTS}"), key=age, reverse=True)
 
 
 def _stores(folder: Path, trainer: Trainer) -> list[CheckpointStore]:

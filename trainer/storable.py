@@ -44,7 +44,9 @@ def _states(trainer: Trainer, task: TaskModule) -> Iterator[tuple[str, Any]]:
     accelerator = trainer.accelerator
     for owner in (task, trainer.datamodule):
         if owner is not None:
-            yield f"{type(owner).__name__}.hparams", dict(owner.hparams)
+            kept = owner.stored_hparams()
+            owner.check_hparams(kept)
+            yield f"{type(owner).__name__}.hparams", kept.values
     for name, state in own_states(trainer.callbacks).items():
         yield f"the state of the callback {name}", state
     for name, value in accelerator.registered.items():

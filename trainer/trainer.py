@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -109,8 +109,8 @@ class Trainer(TrainerNames):
         devices: Devices = "auto",
         num_nodes: int = 1,
         precision: Any = None,
-        logger: Logger | list[Logger] | bool | None = None,
-        callbacks: list[Callback] | Callback | None = None,
+        logger: Logger | Iterable[Logger] | bool | None = None,
+        callbacks: Iterable[Callback] | Callback | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
@@ -149,7 +149,7 @@ class Trainer(TrainerNames):
         on_nonfinite: str = "raise",
         **unknown: Any,
     ) -> None:
-        flags.refuse_unknown(unknown, Trainer.__init__.__kwdefaults__ or ())
+        self.flags_given = flags.given(locals(), Trainer.__init__.__kwdefaults__)
         fast = flags.check_batches("fast_dev_run", fast_dev_run)
         self.barebones = flags.check_switch("barebones", barebones)
         if barebones:
@@ -186,7 +186,7 @@ class Trainer(TrainerNames):
         if self.overfit_batches and not fast:
             self.limit_train_batches = self.limit_val_batches = self.overfit_batches
         self.val_check_seconds: float | None = None
-        if isinstance(val_check_interval, str | timedelta | dict):
+        if isinstance(val_check_interval, str | timedelta | Mapping):
             self.val_check_seconds = None if fast else flags.seconds("val_check_interval", val_check_interval)
             val_check_interval = None
         self.val_check_interval = 1.0 if fast else flags.check_interval("val_check_interval", val_check_interval)

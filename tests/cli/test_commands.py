@@ -89,6 +89,32 @@ def test_a_run_is_repeated(source, here):
     assert torch.equal(weights("runs/default/3"), by_hand(0.03, 3))
 
 
+def test_every_command_takes_every_spelling_of_a_run(here, capsys):
+    for name in ("one", "two"):
+        assert main(["fit", "--config", "run.yaml", f"run.name={name}", "trainer.max_epochs=1"]) == 0
+    assert main(["fit", "--config", "run.yaml", "run.name=two", "model.lr=0.04", "trainer.max_epochs=1"]) == 0
+    (saved,) = (here / "runs" / "two" / "2" / "checkpoints").glob("*.ckpt")
+    for said in ("2", "two/2", "runs/two/2", "runs/two/2/", str(saved), "runs/two/2/config.yaml"):
+        capsys.readouterr()
+        assert main(["runs", "show", said]) == 0
+        assert capsys.readouterr().out.startswith("two/2  finished")
+        assert main(["fit", "--from-run", said, "--print-config"]) == 0
+        assert "lr: 0.04" in capsys.readouterr().out
+        assert main(["validate", "--from-run", said, "trainer.enable_progress_bar=false"]) == 0
+    for command in (["runs", "show", "1"], ["fit", "--from-run", "1"]):
+        assert main(command) == 2
+        assert "1 is the number of one/1, two/1: give the name too." in capsys.readouterr().err
+    assert main(["fit", "--from-run", "2", "ckpt_path=last", "trainer.max_epochs=2"]) == 0
+    assert sorted(str(path.relative_to(here)) for path in here.glob("runs/*/*")) == [
+        "runs/one/1",
+        "runs/two/1",
+        "runs/two/2",
+    ]
+    (here / "runs").rename(here / "elsewhere")
+    assert main(["fit", "--from-run", "two/2", "run.dir=elsewhere", "--print-config"]) == 0
+    assert "lr: 0.04" in capsys.readouterr().out
+
+
 def test_a_run_is_gone_on_with_in_its_own_folder(here):
     assert main(["fit", "--config", "run.yaml", "trainer.max_epochs=1"]) == 0
     assert main(["fit", "--from-run", "runs/default/1", "ckpt_path=last", "trainer.max_epochs=2"]) == 0
@@ -254,7 +280,8 @@ def test_print_config_runs_nothing(here, capsys):
         (["model.lrr=1", "seed=x"], ["treadle fit: 2 problems\n  command line: model.lrr", "\n  command line: seed"]),
         (["ckpt_path=nowhere"], ["command line: ckpt_path: ckpt_path='nowhere' does not exist"]),
         (["trainer.plugins=[1]"], ["command line: trainer.plugins: plugins takes"]),
-        (["--from-run", "nowhere"], ["--from-run nowhere", "no such folder"]),
+        (["--from-run", "nowhere"], ["--from-run nowhere", "no run 'nowhere'", "default/3"]),
+        (["--from-run", "7"], ["--from-run 7", "there are no runs in runs"]),
         (["--from-run", "\x1b]0;title\x07"], ["--from-run ?]0;title?"]),
     ],
     ids=[
@@ -269,6 +296,7 @@ def test_print_config_runs_nothing(here, capsys):
         "ckpt",
         "plugins",
         "from-run",
+        "number",
         "bell",
     ],
 )
@@ -297,7 +325,7 @@ def test_modules_of_the_working_directory(here):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--help"], ["usage: treadle fit", "--config FILE", "--from-run DIR", "lr_scheduler", "~KEY"]),
+        (["--help"], ["usage: treadle fit", "--config FILE", "--from-run RUN", "lr_scheduler", "~KEY"]),
         (["--help", "trainer"], ["max_epochs: int or null; default null", "epochs to train; -1 is no limit"]),
         (["--help", "EarlyStopping"], ["monitor: text; required", "treadle.callbacks.early_stopping", "patience: int"]),
         (["--help", "cli_samples.Line"], ["Fits a line.", "lr: float; default 0.01\n      the learning rate."]),

@@ -8,8 +8,9 @@ import random
 import typing
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, date, datetime, time, timedelta, timezone
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from treadle.engine.codec import MAX_DEPTH, decode, encode
 from treadle.engine.disk import CODES
+from treadle.engine.record import Record
 
 
 def round_trip(state):
@@ -52,6 +54,9 @@ PLAIN = [
     *(0.0, -0.0, 0.1, 1e308, 5e-324, math.inf, -math.inf, math.nan, 1j, complex(math.nan, -0.0), b"", b"\0\xff"),
     *(torch.float32, torch.bfloat16, torch.quint8, torch.device("cpu"), torch.device("cuda", 3), torch.device("meta")),
     *(torch.Size(()), torch.Size((2, 0)), timedelta(0), timedelta(-3, 5, 7)),
+    *(date(2026, 2, 28), datetime(2026, 1, 2, 3, 4, 5, 6), datetime(2026, 1, 2, tzinfo=UTC), time(1, 2, fold=1)),
+    *(datetime(2026, 1, 2, tzinfo=timezone(timedelta(hours=-3, minutes=7))), time(23, 59, 59, 999999)),
+    *(Record("enum", "a:B", "RED"), Record("x", "", {"k": (1, np.int8(2))}), Record("x", "", Record("y", "", [1]))),
     *(pathlib.Path("/a/b c"), pathlib.Path("."), pathlib.PurePosixPath("x/y"), pathlib.PureWindowsPath(r"C:\x")),
     *(np.float16(0.1), np.float32(0.1), np.float64("nan"), np.int8(-5), np.uint64(2**64 - 1), np.bool_(True)),
     *(np.complex64(1 + 2j), np.complex128(1j), np.str_("s")),
@@ -226,6 +231,7 @@ class MyTensor(torch.Tensor):
         (np.array([object()]), r"tolist"),
         (np.ones(2, np.dtype(">f4")), r"astype"),
         (np.longdouble(1), r"Python number"),
+        (datetime(2026, 1, 2, tzinfo=ZoneInfo("Europe/Berlin")), r"isoformat"),
         ({torch.ones(1)}, r"name or a number"),
         ({(1, torch.ones(1)): 1}, r"name or a number"),
     ],
@@ -245,7 +251,9 @@ def test_a_state_without_an_end_is_refused():
     assert round_trip([twice, twice]) == [[1], [1]]
 
 
-@pytest.mark.parametrize("wrap", [lambda s: [s], lambda s: {"k": s}, lambda s: {0: s}, lambda s: (s,)])
+@pytest.mark.parametrize(
+    "wrap", [lambda s: [s], lambda s: {"k": s}, lambda s: {0: s}, lambda s: (s,), lambda s: Record("", "", s)]
+)
 def test_depth_is_bounded(wrap):
     state: Any = math.nan  # itself an object in the document
     for _ in range(MAX_DEPTH):
@@ -266,6 +274,8 @@ def test_depth_is_bounded(wrap):
         *({"$int": "ff"}, {"$int": 1}, {"$int": "0x"}, {"$float": "1"}, {"$float": []}, {"$complex": [1]}),
         *({"$complex": [1, 2]}, {"$bytes": "***"}, {"$bytes": 1}, {"$dtype": "load"}, {"$dtype": "nn"}),
         *({"$device": "bogus:1"}, {"$device": 0}, {"$size": [1.5]}, {"$size": [True]}, {"$size": 3}),
+        *({"$date": 1}, {"$date": "2026"}, {"$datetime": ["x", 0]}, {"$datetime": ["2026-01-02", 2]}, {"$time": "1:2"}),
+        *({"$record": 1}, {"$record": ["a", "b"]}, {"$record": [1, "b", 2]}, {"$record": ["a", "b", {"$x": 1}]}),
         *({"$path": 1}, {"$path": None}, {"$timedelta": [10**12]}, {"$timedelta": ["1"]}),
         *({"$numpy": ["uint8", 300]}, {"$numpy": ["uint8", -1]}, {"$numpy": ["object", 1]}, {"$numpy": ["int8", 1.5]}),
         *({"$numpy": ["float32"]}, {"$numpy": [[], 1]}, {"$numpy": ["bool", 1]}, {"$numpy": ["str", 1]}),

@@ -551,8 +551,8 @@ def test_what_save_hyperparameters_takes():
             super().__init__()
             self.save_hyperparameters()
 
-    with pytest.warns(UserWarning, match="leaves out 'net'"):
-        assert Holding(nn.Linear(1, 1)).hparams == {}
+    with says(TypeError, "save_hyperparameters", "one object that holds them all"):
+        Holding(nn.Linear(1, 1)).save_hyperparameters({"a": 1}, {"b": 2})
 
 
 def test_a_log_directory_that_can_not_be(tmp_path):

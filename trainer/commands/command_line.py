@@ -29,7 +29,7 @@ OPTIONS = {
     "KEY=VALUE": "set one value: trainer.max_epochs=3, model.lr=3e-4, trainer.callbacks.0.monitor=val_loss",
     "KEY+=VALUE": "add to a list: trainer.callbacks+=LearningRateMonitor",
     "~KEY": "take a key out",
-    "--from-run DIR": "begin with the configuration of an earlier run: its folder, or one of its checkpoints",
+    "--from-run RUN": "begin with an earlier run's configuration: its number, NAME/NUMBER, folder, or a checkpoint",
     "--print-config": "print the whole configuration, with defaults and where each value came from, and run nothing",
     "-h, --help [NAME]": "this, or what a section or class takes: --help model, --help EarlyStopping, --help my.Task",
 }
@@ -90,7 +90,7 @@ def options_of(arguments: Sequence[str]) -> Options:
         elif name in ("-c", "--config"):
             found.files.append(_value(name, equals, value, rest, "a file"))
         elif name in ("--from-run", "--from_run"):
-            found.from_run = _value(name, equals, value, rest, "a run's folder")
+            found.from_run = _value(name, equals, value, rest, "a run")
         elif word.startswith("--") and name[2:].rstrip("+").partition(".")[0] in SECTIONS:
             found.overrides.append(f"{name[2:]}={_value(name, equals, value, rest, 'a value')}")
         elif word.startswith("-"):
@@ -102,7 +102,20 @@ def options_of(arguments: Sequence[str]) -> Options:
             raise ConfigError(f"{COMMAND_LINE}: {word}: a file stands behind --config.")
         else:
             raise ConfigError(f"{COMMAND_LINE}: {word}: write it as key.path=value, or a file behind --config.")
+    if found.from_run is not None:
+        found.from_run = _located(found.from_run, found.overrides)
     return found
+
+
+def _located(run: str, overrides: Sequence[str]) -> str:
+    """The path of a run that is named as `treadle runs show` names them."""
+    from ..runs.listing import locate
+
+    directory = next((one.partition("=")[2] for one in reversed(overrides) if one.startswith("run.dir=")), "runs")
+    try:
+        return str(locate(run, Path(directory)))
+    except ValueError as error:
+        raise ConfigError(f"--from-run {run}: {error}") from error
 
 
 def _value(name: str, equals: str, value: str, rest: list[str], what: str) -> str:

@@ -55,7 +55,12 @@ def parser(program: str = "treadle runs") -> argparse.ArgumentParser:
 def show_parser(program: str = "treadle runs show") -> argparse.ArgumentParser:
     """The options of a look at one."""
     made = _new_parser(program, "Open one run: facts, configuration, environment, last values, curves.")
-    made.add_argument("run", nargs="?", metavar="N|PATH", help="its number, NAME/NUMBER or path (default: the newest)")
+    made.add_argument(
+        "run",
+        nargs="?",
+        metavar="N|PATH",
+        help="its number, NAME/NUMBER or path (default: the newest)",
+    )
     made.add_argument("--dir", default="runs", help="where the runs are (default: runs)")
     made.add_argument("--name", help="only those of this name")
     made.add_argument("--metric", action="append", metavar="NAME", help="draw this curve only; may be given repeatedly")
@@ -148,7 +153,10 @@ def _check(option: str, value: str, valid: Iterable[str]) -> None:
 def _show(given: argparse.Namespace) -> str:
     if given.width is not None and not _NARROWEST <= given.width <= 1000:
         raise ValueError(f"--width {given.width} is not between {_NARROWEST} and 1000 letters.")
-    run = _chosen(given.run, Path(given.dir), given.name)
+    directory = Path(given.dir)
+    if given.name is not None:
+        _named(listing.find(directory), given.name)  # a name that no run has
+    run = listing.read(listing.holding(listing.locate(given.run, directory, given.name)))
     problems = [run.problem] if run.problem else []
     parts: dict[str, Any] = {"config": "", "environment": {}, "charts": {}}
     for name, look in (("config", listing.config), ("environment", listing.environment), ("charts", _curves)):
@@ -188,27 +196,6 @@ def _without_defaults(lines: Sequence[str]) -> Iterator[str]:
 
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
-
-
-def _chosen(wanted: str | None, directory: Path, name: str | None) -> Run:
-    """The run that is meant by a number, a name with a number, a path, or nothing: the newest."""
-    if wanted is not None and not (wanted.isascii() and wanted.isdigit()):
-        for path in (Path(wanted), directory / wanted):
-            if path.is_dir():
-                return listing.read(path)
-        raise ValueError(f"there is no run {wanted!r}: give its number, its name and number (default/3), or its path.")
-    runs = _named(listing.find(directory), name)
-    if not runs:
-        raise ValueError(f"there are no runs in {directory}.")
-    if wanted is None:
-        return runs[-1]
-    found = [run for run in runs if run.number == int(wanted)]
-    if not found:
-        raise ValueError(f"there is no run {wanted} in {directory}; `treadle runs {directory}` lists those there are.")
-    if len(found) > 1:
-        names = ", ".join(run.label for run in found)
-        raise ValueError(f"{wanted} is the number of {names}: give the name too.")
-    return found[0]
 
 
 def _head(run: Run) -> Iterator[str]:

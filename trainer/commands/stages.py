@@ -145,7 +145,7 @@ def _execute(stage: str, program: str, checked: Checked, text: str, options: Opt
 def _refuse_kept_secrets(config: Config, owners: Mapping[str, TaskModule | DataModule | None]) -> None:
     """Raise a ConfigError if hyperparameters, which are saved and logged, hold what is to be written nowhere."""
     for section, owner in owners.items():
-        kept = value_of(dict(owner.hparams) if owner is not None else {}, "")
+        kept = value_of(owner.plain_hparams() if owner is not None else {}, "")
         for path, value in walk(kept, (section,)):
             if isinstance(value.data, int | float | str) and hidden(str(value.data), config.secrets) != str(value.data):
                 raise ConfigError(

@@ -147,6 +147,46 @@ def _numbered(folder: Path) -> list[Run]:
     return found
 
 
+def locate(wanted: str | None, directory: Path, name: str | None = None) -> Path:
+    """The path that a command means by a run: the one resolver of all commands.
+
+    Args:
+        wanted: a number, a name and number (``"digits/3"``), or a path: of a run's folder, or something in it, such as
+            a checkpoint. None for the newest run.
+        directory: where runs are kept.
+        name: consider runs of this name only.
+
+    Raises:
+        ValueError: nothing is meant by it, or several runs are.
+    """
+    is_number = wanted is not None and wanted.isascii() and wanted.isdigit()
+    if wanted is not None and not is_number:
+        for path in (Path(wanted), directory / wanted):
+            if os.path.lexists(path):
+                return path
+        raise ValueError(f"there is no run {wanted!r}: give its number, its name and number (default/3), or its path.")
+    runs = [run for run in find(directory) if name in (None, run.name)] if directory.is_dir() or not is_number else []
+    if wanted is None and runs:
+        return runs[-1].path
+    found = [run for run in runs if run.number == int(wanted or 0)]
+    if len(found) > 1:
+        names = ", ".join(run.label for run in found)
+        raise ValueError(f"{wanted} is the number of {names}: give the name too.")
+    if found:
+        return found[0].path
+    if is_number and Path(str(wanted)).is_dir():
+        return Path(str(wanted))
+    if not runs:
+        raise ValueError(f"there are no runs in {directory}.")
+    raise ValueError(f"there is no run {wanted} in {directory}; `treadle runs {directory}` lists those there are.")
+
+
+def holding(path: Path) -> Path:
+    """The run's folder that a path lies in; the path itself where there is none."""
+    path = Path(os.path.abspath(path))
+    return next((one for one in (path, *path.parents) if os.path.lexists(one / RECORD)), path)
+
+
 def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
     """The curves of each chart by name: steps and values, and how many values are not among them as not finite.
 

@@ -12,7 +12,7 @@ from ..engine.inspection import (
     set_shared_parameters,
     suggested_max_num_workers,
 )
-from ..trainer.hparams import AttributeDict
+from ..trainer.stored_hparams import AttributeDict
 
 __all__ = [
     "AttributeDict",

@@ -1,0 +1,162 @@
+"""What the page about a run says of errors, hyperparameters, checkpoints and settings, and how its curves are told
+apart."""
+
+import html
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import ModelCheckpoint
+from treadle.callbacks.report_page import Chart, Page, styles
+from treadle.callbacks.run_report import user_frames
+from treadle.loggers import CSVLogger
+
+import treadle
+
+
+class Data(treadle.DataModule):
+    def __init__(self, batch_size=2):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=self.hparams.batch_size)
+
+    val_dataloader = train_dataloader
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, lr=0.1, net=None, fails=False):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = self.hparams.net or nn.Linear(2, 1)
+
+    def loss(self, batch):
+        return self.net(batch[0]).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        if self.hparams.fails and self.trainer.global_step == 3:
+            self.helper()
+        return self.loss(batch)
+
+    def helper(self):
+        try:
+            raise KeyError("key")
+        except KeyError as error:
+            raise ValueError("first line <b>\nsecond line " + "x" * 300) from error
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+def trainer(root, **flags):
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return treadle.Trainer(logger=CSVLogger(root), **{"max_epochs": 2, **quiet, **flags})
+
+
+def section(page, name):
+    """The text of a section, and what is folded in it."""
+    found = re.search(rf"<section><h2>{re.escape(html.escape(name))}</h2>(.*?)</section>", page, re.DOTALL)[1]
+    return found.partition("<details>")[::2]
+
+
+def rows(content):
+    return dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td></tr>", content, re.DOTALL))
+
+
+def page_of(one):
+    with open(f"{one.log_dir}/report.html", encoding="utf-8") as file:
+        return file.read()
+
+
+def test_an_error_is_shown_whole_with_the_users_frames_before_all_others(tmp_path):
+    one = trainer(tmp_path)
+    with pytest.raises(ValueError, match="first line"):
+        one.fit(Task(fails=True), datamodule=Data())
+    page = page_of(one)
+    shown, folded = section(page, "What ended fit")
+    message = re.search(r'<p class="error">(.*?)</p>', shown, re.DOTALL)[1]
+    assert html.unescape(message) == "ValueError: first line <b>\nsecond line " + "x" * 300
+    frames = re.search(r"<pre>(.*?)</pre>", shown, re.DOTALL)[1]
+    assert re.findall(r"in (\w+)\n", frames) == ["helper"]  # of the first cause
+    assert "KeyError" in folded
+    assert "run_stage" in folded
+    assert "run_stage" not in shown
+    assert page.index("What ended fit") < page.index("Where the time went")
+    assert "pre-wrap" in page  # nothing is cut off at the right
+
+
+def test_the_users_frames_of_an_error_without_a_cause():
+    try:
+        Task().training_step([torch.ones(1, 3)], 0)
+    except RuntimeError as error:
+        lines = user_frames(error).splitlines()
+    assert [line.rpartition(" ")[2] for line in lines if line.startswith("  File")][-2:] == ["training_step", "loss"]
+
+
+def test_hyperparameters_of_what_was_trained_and_where_the_checkpoints_are(tmp_path):
+    saves = ModelCheckpoint(monitor="val_loss", save_last=True)
+    one = trainer(tmp_path, callbacks=[saves])
+    with pytest.warns(UserWarning, match="checkpoints can't hold net"):
+        one.fit(Task(0.2, nn.Linear(2, 1)), datamodule=Data(4))
+    first = page_of(one)
+    one.validate(Task(0.7), DataLoader(TensorDataset(torch.ones(8, 2))), verbose=False)
+    for page in (first, page_of(one)):
+        assert rows(section(page, "Hyperparameters")[0]) == {
+            "lr": "0.2",
+            "fails": "False",
+            "net": "not stored: net (Linear)",
+        }
+        assert rows(section(page, "Data module's hyperparameters")[0]) == {"batch_size": "4"}
+        expected = {"best val_loss": saves.best_model_path, "last": saves.last_model_path}
+        assert rows(section(page, "Checkpoints")[0]) == expected
+    again = trainer(tmp_path, max_epochs=3)
+    again.fit(Task(), datamodule=Data(4), ckpt_path=saves.last_model_path)
+    assert rows(section(page_of(again), "Checkpoints")[0]) == {
+        "went on from": saves.last_model_path,
+        "newest": again.checkpoint_callback.best_model_path,
+    }
+
+
+def test_settings_that_were_given_stand_before_the_defaults(tmp_path):
+    one = trainer(tmp_path, gradient_clip_val=0.5, log_every_n_steps=50, min_epochs=None)
+    one.fit(Task(), datamodule=Data())
+    given, folded = section(page_of(one), "Settings")
+    found = {"device": "cpu", "loggers": "CSVLogger", "max_epochs": "2", "gradient_clip_val": "0.5"}
+    found |= {"enable_progress_bar": "False", "enable_model_summary": "False", "log_every_n_steps": "50"}
+    assert rows(given) == found
+    assert rows(folded).keys() > {"min_epochs", "precision", "on_nonfinite"}
+    assert not rows(folded).keys() & found.keys()
+    assert f"{len(rows(folded))} as they are by default" in folded
+
+
+def test_curves_that_are_the_same_are_one_with_all_names():
+    chart = Chart("lr", {"a": ([1, 2], [3.0, 4.0]), "b": ([1, 2], [3.0, 4.0]), "c": ([1, 2], [3.0, 5.0])})
+    assert chart.lines == {"a = b": ([1, 2], [3.0, 4.0]), "c": ([1, 2], [3.0, 5.0])}
+    many = Chart("lr", {f"pg{n}": ([1, 2], [3.0, 4.0]) for n in range(50)})
+    assert list(many.lines) == ["pg0 = ... = pg49 (50 are the same)"]
+    assert list(Chart("x", {"a": ([], []), "b": ([], [])}).lines) == ["a", "b"]
+
+
+def test_a_stage_has_one_colour_on_the_whole_page():
+    def colours(*names):
+        return [re.search(r'stroke="(.*?)"', style)[1] for style in styles(names)]
+
+    train, val = colours("train_loss", "val_loss")
+    assert colours("val_acc", "train_acc") == [val, train]
+    assert colours("val/f1") == [val]
+    assert colours("loss", "val_loss") == [train, val]  # what names no stage is of training
+    pale, _, full = styles(["train_loss_step", "val_loss", "train_loss_epoch"])
+    assert "opacity" in pale
+    assert pale.startswith(full)
+    first, second = styles(["val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"])
+    assert second == f'{first} stroke-dasharray="6 3"'
+    assert len(set(styles([f"x{n}" for n in range(18)]))) == 18
+    page = Page("t", "s", times={"setup": (9.0, 0.0), "training": (3.0, 0.0), "validation": (2.0, 0.0)}).render()
+    drawn = dict(re.findall(r'background:(#\w+)"></span>(\w+)', page))
+    assert (drawn[train], drawn[val]) == ("training", "validation")

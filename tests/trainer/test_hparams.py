@@ -1,0 +1,442 @@
+"""`hparams` holds what was passed; checkpoints and loggers get what of it is data; the constructor gets that back."""
+
+import dataclasses
+import enum
+import functools
+import sys
+import warnings
+from argparse import Namespace
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.loggers import CSVLogger, Logger
+
+import treadle
+
+
+class Mode(enum.Enum):
+    FAST = 1
+    EXACT = 2
+
+
+@dataclasses.dataclass
+class Layer:
+    width: int
+    mode: Mode = Mode.FAST
+
+
+@dataclasses.dataclass
+class Wide(Layer):
+    times: int = 2
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+
+
+def fitted(task, root, **flags):
+    """Train a little and save; returns the checkpoint."""
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **{**quiet, "logger": False, **flags})
+    trainer.fit(task, None if "datamodule" in flags else loader())
+    trainer.save_checkpoint(root / "c")
+    return root / "c"
+
+
+def config():
+    text = """
+    model: {lr: 0.1, layers: [8, 4], name: 'net-${seed}', literal: '\\${seed}'}
+    again: ${model.layers}
+    seed: 7
+    later: ???
+    nothing: null
+    """
+    return OmegaConf.create(text)
+
+
+# -- what the user has ---------------------------------------------------------------------------------------------
+
+
+class Hydra(Task):
+    """As the template of Hydra projects has it."""
+
+    def __init__(self, net, optimizer, cfg, scheduler=None, compile=False):
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.net = self.hparams.net
+
+    def configure_optimizers(self):
+        return self.hparams.optimizer(params=self.parameters(), lr=self.hparams.cfg.model.lr)
+
+
+def test_everything_is_in_hparams_as_it_was_passed():
+    net, optimizer, cfg = nn.Linear(2, 1), functools.partial(torch.optim.SGD, momentum=0.9), config()
+    task = Hydra(net, optimizer, cfg)
+    assert task.hparams.net is net
+    assert task.hparams.optimizer is optimizer
+    assert isinstance(task.hparams.cfg, DictConfig)
+    assert (task.hparams.cfg.model.lr, task.hparams.cfg.model.name) == (0.1, "net-7")
+    assert list(task.hparams) == ["net", "optimizer", "cfg", "scheduler", "compile"]
+    assert dict(task.named_parameters()).keys() == {"net.weight", "net.bias"}
+
+
+def test_what_can_not_be_stored_is_said_once_and_has_to_be_passed(tmp_path):
+    net, optimizer = nn.Linear(2, 1), functools.partial(torch.optim.SGD, momentum=0.9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        path = fitted(Hydra(net, optimizer, config()), tmp_path, enable_checkpointing=True, default_root_dir=tmp_path)
+    (said,) = (str(one.message) for one in caught if "hparams" in str(one.message))
+    assert said.startswith("Hydra.hparams: checkpoints can't hold net (Linear), optimizer (partial). Pass net=..., ")
+    with pytest.raises(
+        TypeError, match=r"does not hold net \(Linear\), optimizer \(partial\), which Hydra needs\. Pass"
+    ):
+        Hydra.load_from_checkpoint(path)
+    other = nn.Linear(2, 1)
+    again = Hydra.load_from_checkpoint(path, net=other, optimizer=optimizer)
+    assert again.net is other
+    assert torch.equal(other.weight, net.weight)
+    assert isinstance(again.hparams.cfg, DictConfig)
+    assert OmegaConf.to_container(again.hparams.cfg, resolve=True) == OmegaConf.to_container(config(), resolve=True)
+
+
+def test_a_default_that_is_no_data_is_not_missed(tmp_path, recwarn):
+    class Default(Task):
+        def __init__(self, activation=torch.relu, width=3):
+            super().__init__()
+            self.save_hyperparameters()
+
+    path = fitted(Default(width=4), tmp_path)
+    again = Default.load_from_checkpoint(path)
+    assert (again.hparams.activation, again.hparams.width) == (torch.relu, 4)
+    assert [str(one.message) for one in recwarn if "hparams" in str(one.message)] == []
+
+    path = fitted(Default(torch.tanh), tmp_path / "b")
+    with pytest.warns(
+        UserWarning, match=r"does not hold activation \(builtin.*so Default gets its default.*activation=\.\.\."
+    ):
+        assert Default.load_from_checkpoint(path).hparams.activation is torch.relu
+
+
+def test_a_dict_that_can_be_stored_in_part_is_logged_in_part_and_passed_whole(tmp_path):
+    class Part(Task):
+        def __init__(self, settings):
+            super().__init__()
+            self.save_hyperparameters()
+
+    logger = CSVLogger(tmp_path, "logs", 0)
+    with pytest.warns(UserWarning, match=r"can't hold settings\.activation \(class ReLU\)"):
+        path = fitted(Part({"width": 3, "activation": nn.ReLU}), tmp_path, logger=logger)
+    assert yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text()) == {"settings": {"width": 3}}
+    with pytest.raises(TypeError, match=r"does not hold settings\.activation \(class ReLU\), which Part needs"):
+        Part.load_from_checkpoint(path)
+
+
+# -- what comes back -----------------------------------------------------------------------------------------------
+
+
+FEW, RATE = Layer(1), np.float32(0.1)
+
+
+class Typed(Task):
+    def __init__(
+        self,
+        mode: Mode,
+        layer: Layer,
+        layers: "list[Layer] | None" = None,
+        where: Path = Path(),
+        when: date | None = None,
+        rate=RATE,
+        modes=None,
+        extra=FEW,
+    ):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+TYPED = {
+    "mode": Mode.EXACT,
+    "layer": Wide(3, Mode.EXACT, times=5),
+    "layers": [Layer(1), Wide(2)],
+    "where": Path("a/b"),
+    "when": date(2026, 2, 3),
+    "rate": np.float32(0.7),
+    "modes": {Mode.FAST: [Mode.EXACT]},
+    "extra": Layer(9, Mode.EXACT),
+}
+
+
+def test_enums_dataclasses_dates_and_paths_come_back(tmp_path, recwarn):
+    again = Typed.load_from_checkpoint(fitted(Typed(**TYPED), tmp_path))
+    assert again.hparams == TYPED
+    assert {name: type(value) for name, value in again.hparams.items()} == {n: type(v) for n, v in TYPED.items()}
+    assert [str(one.message) for one in recwarn if "hparams" in str(one.message) or "hold" in str(one.message)] == []
+
+
+def test_they_are_logged_as_plain_data_and_come_back_from_that_too(tmp_path):
+    logger = CSVLogger(tmp_path, "logs", 0)
+    path = fitted(Typed(**TYPED), tmp_path, logger=logger)
+    written = Path(logger.log_dir, "hparams.yaml")
+    found = yaml.safe_load(written.read_text())
+    assert found["layer"] == {"width": 3, "mode": "Mode.EXACT", "times": 5}
+    assert (found["mode"], found["where"], found["when"]) == ("Mode.EXACT", "a/b", "2026-02-03")
+    found["layer"].pop("times")  # the annotation says which class it is, and that has none
+    written.write_text(yaml.safe_dump({**found, "layers": None}))
+    again = Typed.load_from_checkpoint(path, hparams_file=written)
+    assert (again.hparams.mode, again.hparams.where, again.hparams.when) == (Mode.EXACT, Path("a/b"), date(2026, 2, 3))
+    assert again.hparams.layer == Layer(3, Mode.EXACT)
+
+
+class Untyped(Task):
+    def __init__(self, layer, mode=None):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_a_dataclass_that_no_annotation_names_is_not_built(tmp_path):
+    with pytest.warns(
+        UserWarning, match=r"can't hold layer \(a Layer, a class that no annotation of the argument names"
+    ):
+        path = fitted(Untyped(Layer(2), Mode.EXACT), tmp_path)
+    with pytest.raises(TypeError, match=r"layer \(a Layer, a class that no annotation.*load_from_checkpoint"):
+        Untyped.load_from_checkpoint(path)
+    assert Untyped.load_from_checkpoint(path, layer=Layer(2)).hparams.mode is Mode.EXACT
+
+
+class Ran:
+    """What a hostile checkpoint would like to build."""
+
+    built = 0
+
+
+@dataclasses.dataclass
+class Runs:
+    command: str
+
+    def __post_init__(self):
+        Ran.built += 1
+
+
+def test_a_checkpoint_does_not_choose_what_is_built(tmp_path):
+    from treadle.engine.record import Record
+    from treadle.trainer.stored_hparams import CannotRebuild, rebuild
+
+    for name in (f"{__name__}:Runs", "subprocess:Popen", "antigravity:x"):
+        for kind in ("dataclass", "enum", "mapping", "DictConfig", "other"):
+            record = Record(kind, name, {"command": "x"} if kind != "enum" else "RED")
+            for annotation in (Layer, object, list[Layer], None):
+                try:
+                    found = rebuild(record, annotation, None, __name__)
+                except CannotRebuild:
+                    continue
+                assert kind in ("mapping", "DictConfig")
+                assert found == {"command": "x"}
+    assert Ran.built == 0
+    assert "antigravity" not in sys.modules
+
+
+def test_no_text_of_a_checkpoint_is_a_reference(tmp_path):
+    """`OmegaConf.register_new_resolver("eval", eval)` is common, and would run what a checkpoint says."""
+    from treadle.engine.record import Record
+    from treadle.trainer.stored_hparams import rebuild
+
+    seen = []
+    OmegaConf.register_new_resolver("treadle_test", lambda text: seen.append(text) or "run", replace=True)
+    hostile = ["${treadle_test:x}", "\\${treadle_test:x}", "\\\\${treadle_test:x}", "a${treadle_test:${b}}"]
+    found = rebuild(Record("DictConfig", "", {"a": hostile, "b": hostile[0]}), None, None, __name__)
+    assert (list(found.a), found.b) == (hostile, hostile[0])
+    assert seen == []
+
+
+# -- one argument that holds them all ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Settings:
+    lr: float = 0.1
+    layer: Layer = dataclasses.field(default_factory=lambda: Layer(1))
+    net: nn.Module | None = None
+
+
+class Whole(Task):
+    def __init__(self, settings: Settings | None):
+        super().__init__()
+        self.save_hyperparameters(settings)
+        self.settings = settings
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        {"lr": 0.3, "layer": {"width": 2}},
+        Namespace(lr=0.3, layer=Namespace(width=2)),
+        OmegaConf.create({"lr": 0.3, "layer": {"width": 2}, "twice": "${lr}"}),
+        OmegaConf.structured(Settings(0.3, Layer(2)))
+        if False
+        else OmegaConf.create({"lr": 0.3, "layer": {"width": 2}}),
+        Settings(0.3, Layer(2, Mode.EXACT)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_it_comes_back_as_what_it_was(tmp_path, whole):
+    path = fitted(Whole(whole), tmp_path)
+    again = Whole.load_from_checkpoint(path)
+    assert again.hparams["lr"] == 0.3
+    if isinstance(whole, dict):
+        assert again.settings == whole
+        assert again.settings.lr == 0.3
+    else:
+        assert type(again.settings) is type(whole)
+        assert again.settings == whole
+        assert again.settings.layer.width == 2
+    assert Whole.load_from_checkpoint(path, lr=0.5).hparams["lr"] == 0.5
+
+
+def test_an_omegaconf_dict_stays_one():
+    cfg = config()
+    OmegaConf.set_struct(cfg, True)
+    task = Whole(cfg)
+    assert isinstance(task.hparams, DictConfig)
+    assert (task.hparams.model.lr, task.hparams.model.name) == (0.1, "net-7")
+    assert isinstance(task.hparams.again, ListConfig)
+    cfg.model.lr = 5.0
+    assert task.hparams.model.lr == 0.1
+
+    class More(Whole):
+        def __init__(self, settings, net):
+            super().__init__(settings)
+            self.save_hyperparameters("net")
+
+    net = nn.Linear(1, 1)
+    assert More(config(), net).hparams.net is net
+    assert More(config(), net).hparams.model.lr == 0.1
+
+    class Less(Task):
+        def __init__(self, settings):
+            super().__init__()
+            self.save_hyperparameters(settings, ignore=["model", "again"])
+
+    assert set(Less(cfg).hparams) == {"seed", "later", "nothing"}
+
+
+def test_what_it_lacks_can_be_passed(tmp_path):
+    net = nn.Linear(1, 1)
+    path = fitted(Whole({"net": net, "lr": 0.3}), tmp_path)
+    with pytest.warns(UserWarning, match=r"settings lacks net \(Linear\), which can't be stored\. Pass net=\.\.\."):
+        assert Whole.load_from_checkpoint(path).settings == {"lr": 0.3}
+    assert Whole.load_from_checkpoint(path, net=net).settings == {"lr": 0.3, "net": net}
+
+
+# -- copies --------------------------------------------------------------------------------------------------------
+
+
+def test_later_changes_of_what_was_passed_are_not_saved(tmp_path):
+    class Lists(Task):
+        def __init__(self, layers, cfg):
+            super().__init__()
+            self.save_hyperparameters()
+            layers.append(99)
+            cfg.seed = 99
+
+    task = Lists([1, 2], config())
+    assert task.hparams.layers == [1, 2]
+    assert task.hparams.cfg.seed == 7
+    task.hparams.layers.append(3)
+    task.hparams.rate = 0.5
+    assert task.hparams_initial.layers == [1, 2]
+    assert "rate" not in task.hparams_initial
+    again = Lists.load_from_checkpoint(fitted(task, tmp_path / "a"))
+    assert again.hparams.layers == [1, 2, 3]
+
+
+# -- where they are found ------------------------------------------------------------------------------------------
+
+
+def test_save_hyperparameters_in_a_helper_of_init():
+    class Helped(Task):
+        def __init__(self, width):
+            super().__init__()
+            self._keep_all()
+
+        def _keep_all(self):
+            self.save_hyperparameters()
+
+    assert Helped(3).hparams == {"width": 3}
+    with pytest.raises(ValueError, match=r"no call of Helped\.__init__ that it is part of"):
+        Helped(3)._keep_all()
+
+
+def test_an_extension_ignores_what_its_base_has_kept():
+    class Base(Task):
+        def __init__(self, net, width=1):
+            super().__init__()
+            self.save_hyperparameters()
+
+    class Extension(Base):
+        def __init__(self, net, width=1):
+            super().__init__(net, width)
+            self.save_hyperparameters(ignore="net")
+
+    assert Extension(nn.Linear(1, 1), 2).hparams == {"width": 2}
+
+
+# -- loggers -------------------------------------------------------------------------------------------------------
+
+
+class Keeps(Logger):
+    def __init__(self):
+        self.calls = []
+
+    def log_metrics(self, metrics, step=None):
+        pass
+
+    def log_hyperparams(self, params, metrics=None):
+        self.calls.append(params)
+
+
+class Data(treadle.DataModule):
+    def __init__(self, batch_size=2, cfg=None):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return loader()
+
+
+class Sized(Task):
+    def __init__(self, batch_size, cfg=None):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def both(task, data):
+    logger = Keeps()
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", logger=logger, **quiet)
+    trainer.fit(task, datamodule=data)
+    return logger.calls
+
+
+def test_a_task_and_its_data_module_are_logged_together():
+    calls = both(Sized(2, config()), Data(2, config()))
+    assert calls == [{"batch_size": 2, "cfg": OmegaConf.to_container(config(), resolve=True)}]
+    with pytest.raises(ValueError, match=r"'batch_size': Sized has 4, Data 2, and loggers keep one value"):
+        both(Sized(4), Data(2))

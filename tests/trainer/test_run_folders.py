@@ -1,0 +1,189 @@
+"""A folder per run, also where the loggers have none of their own; and the newest run found again in them."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from processes import run
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import RunReport
+from treadle.loggers import CSVLogger, Logger
+
+import treadle
+
+
+def omega_list(items):
+    return OmegaConf.create(items, flags={"allow_objects": True})
+
+
+class Elsewhere(Logger):
+    """Sends numbers somewhere, and has no files; a run has an id once it has begun."""
+
+    begun = 0
+
+    def __init__(self, run=None, fails=False):
+        self._version = run
+        self.fails = fails
+        self.rows = []
+
+    @property
+    def name(self):
+        return "/Users/me/digits"  # as Databricks has them
+
+    @property
+    def experiment(self):
+        if self.fails:
+            raise ConnectionError("no server")
+        if self._version is None:
+            Elsewhere.begun += 1
+            self._version = f"run-{os.getpid()}-{Elsewhere.begun}"
+        return self
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append(metrics)
+
+    def log_hyperparams(self, params, metrics=None):
+        pass
+
+
+class Documented(Elsewhere):
+    """As loggers in tutorials have it."""
+
+    version = "0.1"
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(root, logger, ckpt_path=None, **flags):
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "log_every_n_steps": 1}
+    trainer = treadle.Trainer(default_root_dir=root, logger=logger, **{"max_epochs": 1, **quiet, **flags})
+    trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2), ckpt_path=ckpt_path)
+    return trainer
+
+
+def folder_of(trainer):
+    """The run's folder, which everything of it is in."""
+    folder = Path(trainer.log_dir)
+    assert Path(trainer.checkpoint_callback.dirpath) == folder / "checkpoints"
+    return folder
+
+
+def test_runs_of_a_service_are_named_by_their_id(tmp_path):
+    first, second = Elsewhere(), Elsewhere()
+    folders = [folder_of(fit(tmp_path, logger, enable_report=True)) for logger in (first, second)]
+    assert folders == [tmp_path / "Users_me_digits" / logger.version for logger in (first, second)]
+    assert [sorted(os.listdir(folder)) for folder in folders] == [["checkpoints", "report.html"]] * 2
+    assert os.listdir(tmp_path) == ["Users_me_digits"]
+    again = fit(
+        tmp_path, Elsewhere(first.version), "last", max_epochs=2
+    )  # this run goes on, though it is not the newest
+    assert folder_of(again) == folders[0]
+    assert (again.global_step, len(again.loggers[0].rows)) == (8, 4)
+
+
+@pytest.mark.parametrize("make", [Documented, lambda: Elsewhere(fails=True)], ids=["fixed version", "no server"])
+def test_runs_without_an_id_are_numbered(tmp_path, make):
+    folders = [folder_of(fit(tmp_path, make(), enable_report=True)) for _ in range(2)]
+    assert folders == [tmp_path / "Users_me_digits" / f"version_{number}" for number in range(2)]
+    assert [sorted(os.listdir(folder)) for folder in folders] == [["checkpoints", "report.html"]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*failed and gets nothing more")
+@pytest.mark.parametrize("make", [Elsewhere, Documented], ids=["id", "fixed version"])
+def test_the_newest_run_is_found_again(tmp_path, make):
+    fit(tmp_path, make(), max_epochs=3)
+    time.sleep(0.02)
+    newest = folder_of(fit(tmp_path, make()))
+    again = fit(tmp_path, make(), "last", max_epochs=2)
+    assert again.ckpt_path.parent.parent == newest
+    assert again.global_step == 8
+    assert folder_of(again) != newest
+    assert fit(tmp_path, make(), "auto", max_epochs=3).global_step == 12
+
+
+def test_several_fits_of_a_trainer_are_one_run(tmp_path):
+    trainer = fit(tmp_path, Documented())
+    first = folder_of(trainer)
+    trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
+    assert folder_of(trainer) == first
+
+
+def test_without_loggers_and_with_one_that_has_a_folder_all_is_as_it_was(tmp_path):
+    trainer = fit(tmp_path / "a", False, callbacks=[RunReport()])
+    assert trainer.log_dir is None
+    assert sorted(os.listdir(tmp_path / "a")) == ["checkpoints", "report.html"]
+    trainer = fit(tmp_path / "b", [Elsewhere(), CSVLogger(tmp_path / "b")])
+    assert folder_of(trainer) == tmp_path / "b" / "treadle_logs" / "version_0"
+
+
+def test_neither_a_run_without_files_nor_fast_dev_run_makes_a_folder(tmp_path):
+    fit(tmp_path, Documented(), enable_checkpointing=False)
+    fit(tmp_path, Documented(), fast_dev_run=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_logger_is_given_once(tmp_path):
+    logger = CSVLogger(tmp_path)
+    with pytest.raises(ValueError, match="same CSVLogger object twice"):
+        treadle.Trainer(logger=[logger, logger])
+
+
+@pytest.mark.parametrize("kind", [iter, tuple, omega_list], ids=["iterator", "tuple", "OmegaConf"])
+def test_any_iterable_of_loggers_and_callbacks(tmp_path, kind):
+    logger, report = CSVLogger(tmp_path), RunReport()
+    trainer = treadle.Trainer(logger=kind([logger]), callbacks=kind([report]), accelerator="cpu")
+    assert trainer.loggers == [logger]
+    assert report in trainer.callbacks
+
+
+def at_once(root):
+    trainer = fit(root, Documented(), strategy="single" if os.environ["WORLD_SIZE"] == "1" else "ddp")
+    return trainer.log_dir, trainer.checkpoint_callback.best_model_path
+
+
+def test_two_processes_are_one_run(tmp_path):
+    first, second = run(at_once, 2, str(tmp_path))
+    assert first == second
+    assert first[0] == str(tmp_path / "Users_me_digits" / "version_0")
+
+
+def test_a_spike_is_saved_in_the_runs_folder(tmp_path):
+    from treadle.callbacks import SpikeWatch
+
+    class Leaps(Task):
+        def training_step(self, batch, batch_idx):
+            loss = self.net(batch[0]).square().mean() * 0 + (1000.0 if batch_idx == 30 else 1.0 + batch_idx % 3 / 10)
+            self.log("loss", loss)
+            return loss
+
+    for number in range(2):
+        spikes = SpikeWatch("loss", action="save")
+        trainer = treadle.Trainer(
+            default_root_dir=tmp_path,
+            logger=CSVLogger(tmp_path),
+            max_epochs=1,
+            callbacks=[spikes],
+            accelerator="cpu",
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            log_every_n_steps=1,
+        )
+        with pytest.warns(UserWarning, match="loss leapt"):
+            trainer.fit(Leaps(), DataLoader(TensorDataset(torch.ones(80, 2)), batch_size=2))
+        assert os.listdir(tmp_path / "treadle_logs" / f"version_{number}" / "spikes") != []
+    assert os.listdir(tmp_path) == ["treadle_logs"]
