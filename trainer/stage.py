@@ -100,7 +100,7 @@ def _setup(
     task.trainer = trainer
     if datamodule is not None:
         datamodule.trainer = trainer
-    accelerator.free_memory()
+    accelerator.forget_prepared()
     added = as_callbacks("what configure_callbacks returns", task.configure_callbacks())
     trainer.callbacks = [c for c in trainer.callbacks if type(c) not in {type(a) for a in added}] + added
     for callback in trainer.callbacks:
