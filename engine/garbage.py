@@ -30,16 +30,21 @@ def collect(device: torch.device) -> None:
 
 def is_memory_short(device: torch.device) -> bool:
     """Tell whether this process holds a large share of the device's memory, or of main memory. Takes 20 us."""
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        if torch.cuda.memory_allocated(device) > DEVICE_SHARE * total:
-            return True
-    elif (
-        device.type == "mps"
-        and torch.mps.current_allocated_memory() > DEVICE_SHARE * torch.mps.recommended_max_memory()
-    ):
+    if _allocated(device) > DEVICE_SHARE * _total(device):
         return True
     return _resident() > HOST_SHARE * _main_memory()
+
+
+def _allocated(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return torch.mps.current_allocated_memory() if device.type == "mps" else 0
+
+
+def _total(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return torch.mps.recommended_max_memory() if device.type == "mps" else 0
 
 
 def _resident() -> int:

@@ -6,11 +6,12 @@ import weakref
 
 import pytest
 import torch
-import treadle
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine import garbage
+
+import treadle
 
 
 class Task(treadle.TaskModule):
