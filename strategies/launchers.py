@@ -24,6 +24,7 @@ from . import connection
 from .environment import LaunchEnvironment
 from .launch import FAILURE_GRACE, die_with_parent
 from .messages import choose
+from .tracebacks import formatted
 from .world import World
 
 _ANY_PORT = "29500"  # Accelerate's default, which two notebooks would share
@@ -280,7 +281,7 @@ class _Launch:
             if isinstance(error, SystemExit) and not error.code:
                 return
             own = error.__traceback__ and error.__traceback__.tb_next  # from the function on
-            words = "".join(traceback.format_exception(type(error), error, own))
+            words = formatted(error, own)
             pipe.send((time.time(), words[-20_000:]))  # no more than a pipe holds: nobody reads it yet
             sys.stdout.flush()
             sys.stderr.flush()

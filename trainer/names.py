@@ -58,6 +58,7 @@ class TrainerNames:
     max_seconds: float | None
     val_check_seconds: float | None
     config: str | None = None  # the run's configuration, as YAML, where it has one; it goes into checkpoints
+    resume_command: str | None = None  # the shell command that resumes the run, where one started it
 
     # -- processes -----------------------------------------------------------------------------------------------
 

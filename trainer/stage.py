@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import diagnosis, flags, profiled, restore, resume
+from ..strategies.tracebacks import hide_frames, report_uncaught
+from . import diagnosis, flags, profiled, restore, resume, summary
 from .datamodule import DataModule
 from .defaults import as_callbacks
 from .hooks import Hooks, name_of
@@ -82,6 +83,8 @@ def run_stage(
         raise
     finally:
         _teardown(trainer, stage, task, failure)
+        if isinstance(failure, KeyboardInterrupt):
+            summary.announce_interrupt(trainer, stage, diagnosis.place(trainer, stage, failure))
 
 
 def uncompiled(task: Any) -> Any:
@@ -159,7 +162,10 @@ def _clean_up(trainer: Trainer, stage: str, task: TaskModule, failure: BaseExcep
 
 
 def _tell_of(trainer: Trainer, error: BaseException) -> None:
+    world = trainer.accelerator.world
     diagnosis.annotate(error, trainer)
+    hide_frames(error)
+    report_uncaught(None, world.rank, world.size)
     owners = () if trainer.datamodule is None else (trainer.datamodule.on_exception,)
     for hook in (*(trainer.hooks.on_exception if trainer.hooks is not None else ()), *owners):
         try:

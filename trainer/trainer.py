@@ -280,6 +280,7 @@ class Trainer(TrainerNames):
         flags.refuse_code(weights_only)
         given = {"train": train_dataloaders, "val": val_dataloaders}
         run_stage(self, "fit", model, given, datamodule, ckpt_path, partial(run_fit, self))
+        summary.announce_end(self)
 
     def validate(
         self,
