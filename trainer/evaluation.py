@@ -12,7 +12,7 @@ from torch import nn
 
 from ..engine import Loader, Metrics, move_data_to_device
 from ..engine.modes import evaluation_mode
-from ..strategies import World
+from ..strategies import World, warn
 from . import summary
 from .hooks import Hooks
 from .steps import count_positional
@@ -75,7 +75,7 @@ def evaluate(
             metrics.between_batches(False)
             metrics.suffix = f"/dataloader_idx_{number}" if len(loaders) > 1 else ""
             kept = _one_loader(
-                trainer, task, hooks, loader, number, name, stage, metrics, keep_predictions, len(loaders)
+                trainer, task, hooks, loader, number, name, stage, metrics, keep_predictions, len(loaders), within_fit
             )
             predictions.append(kept)
         metrics.suffix = ""
@@ -114,6 +114,7 @@ def _one_loader(
     metrics: Metrics,
     keep: bool,
     loaders: int,
+    within_fit: bool,
 ) -> list[Any]:
     step = trainer.accelerator.local_method(task, f"{name}_step")
     takes = step_arguments(getattr(task, f"{name}_step"), loaders)
@@ -132,7 +133,11 @@ def _one_loader(
         if keep and metrics.weight:
             kept.append(move_data_to_device(output, "cpu"))
     if trainer.accelerator.world.all(index < 0):
-        raise ValueError(f"the {stage} loader yielded no batch. {summary.explain_empty(loader, trainer.world_size)}")
+        words = f"the {stage} loader yielded no batch. {summary.explain_empty(loader, trainer.world_size)}"
+        if not within_fit:
+            raise ValueError(words)
+        if loader.length != 0:  # else it was said when fit began
+            warn(words)
     return kept
 
 

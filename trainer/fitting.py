@@ -180,6 +180,8 @@ def _check_validation(trainer: Trainer, task: TaskModule, sources: Sources) -> N
     has_step = type(task).validation_step is not TaskModule.validation_step
     if loaders and not has_step:
         warn(f"there is a validation loader, but {type(task).__name__} has no validation_step: nothing is validated.")
+    if has_step:
+        summary.warn_of_empty_validation(trainer)
     if has_step and not loaders and trainer.limit_val_batches:
         warn(f"{type(task).__name__} has a validation_step, but there is no validation loader: nothing is validated.")
 

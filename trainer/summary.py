@@ -13,7 +13,7 @@ from ..callbacks import ModelCheckpoint, RunReport
 from ..callbacks.file_names import folders
 from ..engine import CheckpointStore, Loader, checkpoint
 from ..engine.compiled import compiled_names
-from ..strategies import announce
+from ..strategies import announce, warn
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -137,7 +137,9 @@ def newest_checkpoint(trainer: Trainer) -> tuple[int, Path] | None:
 
 def announce_end(trainer: Trainer) -> None:
     """Say after ``fit`` where its results are: logs, report, checkpoint, the last metrics."""
-    lines = [f"logs: {where}" for where in dict.fromkeys(one.log_dir for one in trainer.loggers) if where]
+    if not trainer.is_global_zero:
+        return
+    lines = [f"logs: {place}" for place in trainer.logbook.places()]
     for callback in trainer.callbacks:
         if isinstance(callback, RunReport) and callback.path is not None:
             lines.append(f"report: {callback.path}")
@@ -179,6 +181,18 @@ def explain_empty(loader: Loader, processes: int) -> str:
     if loader.limit == 0:
         return "its limit is 0 batches: raise limit_*_batches."
     return f"{kind} ended at once: give an iterable that can be run through again, with at least one batch."
+
+
+def warn_of_empty_validation(trainer: Trainer) -> None:
+    """Within ``fit`` a validation loader without batches is no error: a small split may leave none."""
+    assert trainer.sources is not None
+    if trainer.limit_val_batches == 0:
+        return
+    loaders = trainer.sources.evaluation("val")
+    for loader in trainer.sources.empty("val"):
+        which = f" {loaders.index(loader)} (of {len(loaders)})" if len(loaders) > 1 else ""
+        why = explain_empty(loader, trainer.world_size)
+        warn(f"validation loader{which} is empty: nothing is validated on it. {why}")
 
 
 def results(stage: str, found: Iterable[dict[str, float]]) -> str:

@@ -397,12 +397,14 @@ class Trainer(TrainerNames):
 
     @property
     def has_validation(self) -> bool:
-        """Whether ``fit`` validates: there is a loader, a ``validation_step``, and no limit of zero."""
+        """Whether ``fit`` validates: a loader that is not empty, a ``validation_step``, and no limit of zero."""
         if self.sources is None or self.task is None:
             return False
         if type(self.task).validation_step is TaskModule.validation_step:
             return False
-        return self.limit_val_batches != 0 and bool(self.sources.evaluation("val"))
+        if self.limit_val_batches == 0:
+            return False
+        return len(self.sources.evaluation("val")) > len(self.sources.empty("val"))
 
     @property
     def enable_validation(self) -> bool:
