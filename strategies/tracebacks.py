@@ -5,7 +5,8 @@ Only printing changes:
 
 - In a script the interpreter prints through ``sys.excepthook``. Treadle's takes the place of Python's own, or of the
   one that torch installs with each process group, but of no other: who has chosen a hook keeps it. It is installed
-  where the processes connect, or, in one process, once an error leaves a stage.
+  with the first Trainer, and where processes connect. Errors that no frame of Treadle's took part in are left to the
+  hook before it.
 - pytest, IPython and notebooks leave out frames that have a local variable ``__tracebackhide__``.
 
 ``TREADLE_FULL_TRACEBACK=1`` disables both.

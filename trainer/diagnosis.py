@@ -73,17 +73,20 @@ def place(trainer: Trainer, stage: str, error: BaseException) -> str:
 
 def _batch(next_batch: int, within_fit: bool, frames: Sequence[FrameType]) -> Iterator[str]:
     """Which batch is being worked on or read, and whose; nothing between batches."""
-    position = max((n for n, frame in enumerate(frames) if frame.f_code in _AT_WORK), default=None)
-    if position is None:
-        return
-    code, variables = frames[position].f_code, frames[position].f_locals
-    reading = any(isinstance(frame.f_locals.get("self"), Loader) for frame in frames[position + 1 :])
+    codes = [frame.f_code for frame in frames]
     kind = ""
-    if code is _one_loader.__code__ and within_fit:
-        checking = any(frame.f_code is _sanity_check.__code__ for frame in frames)
-        kind = "sanity check " if checking else "validation "
-    if code is not FitLoop._epoch.__code__:
-        yield f"{'reading' if reading else 'in'} {kind}batch {variables.get('index', -1) + reading}"
+    if within_fit and evaluate.__code__ in codes:
+        kind = "sanity check" if _sanity_check.__code__ in codes else "validation"
+    position = max((n for n, code in enumerate(codes) if code in _AT_WORK), default=None)
+    if position is None or (kind and codes[position] is not _one_loader.__code__):
+        if kind:
+            yield f"in {kind}"
+        return
+    variables = frames[position].f_locals
+    reading = any(isinstance(frame.f_locals.get("self"), Loader) for frame in frames[position + 1 :])
+    if codes[position] is not FitLoop._epoch.__code__:
+        number = variables.get("index", -1) + reading
+        yield f"{'reading' if reading else 'in'} {kind}{' ' if kind else ''}batch {number}"
     elif reading:
         yield f"reading batch {next_batch}"
     if variables.get("loaders", 1) > 1:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..strategies.tracebacks import hide_frames, report_uncaught
+from ..strategies.tracebacks import hide_frames
 from . import diagnosis, flags, profiled, restore, resume, summary
 from .datamodule import DataModule
 from .defaults import as_callbacks
@@ -158,14 +158,13 @@ def _clean_up(trainer: Trainer, stage: str, task: TaskModule, failure: BaseExcep
     trainer.accelerator.close_loaders()
     trainer.logbook.call("finalize", "success" if failure is None else "failed")
     if errors and failure is None:
+        hide_frames(errors[0])
         raise errors[0]
 
 
 def _tell_of(trainer: Trainer, error: BaseException) -> None:
-    world = trainer.accelerator.world
     diagnosis.annotate(error, trainer)
     hide_frames(error)
-    report_uncaught(None, world.rank, world.size)
     owners = () if trainer.datamodule is None else (trainer.datamodule.on_exception,)
     for hook in (*(trainer.hooks.on_exception if trainer.hooks is not None else ()), *owners):
         try:

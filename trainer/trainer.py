@@ -16,6 +16,7 @@ from ..engine.profilers import Profiler, choose_profiler
 from ..loggers import Logger
 from ..strategies import Strategy, choose
 from ..strategies.devices import Devices
+from ..strategies.tracebacks import report_uncaught
 from . import flags, restore, summary
 from .datamodule import DataModule
 from .defaults import choose_callbacks, choose_loggers
@@ -149,6 +150,7 @@ class Trainer(TrainerNames):
         on_nonfinite: str = "raise",
         **unknown: Any,
     ) -> None:
+        report_uncaught()  # also what is wrong with the flags
         flags.refuse_unknown(unknown, Trainer.__init__.__kwdefaults__ or ())
         fast = flags.check_batches("fast_dev_run", fast_dev_run)
         self.barebones = flags.check_switch("barebones", barebones)

@@ -195,7 +195,7 @@ def test_an_interrupt_says_how_to_go_on(here, capsys):
         "interrupted in fit, epoch 0, after optimizer step 2, in batch 2",
         "no checkpoint was saved",
     ]
-    assert main([*line, "trainer.callbacks+={name: ModelCheckpoint, every_n_train_steps: 1}"]) == 130
+    assert main([*line, "trainer.callbacks+={class: ModelCheckpoint, every_n_train_steps: 1}"]) == 130
     said = capsys.readouterr().err
     first, newest, resume = said.splitlines()[-3:]
     assert first == "interrupted in fit, epoch 0, after optimizer step 2, in batch 2"
