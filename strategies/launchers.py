@@ -24,7 +24,7 @@ from . import connection
 from .environment import LaunchEnvironment
 from .launch import FAILURE_GRACE, die_with_parent
 from .messages import choose
-from .tracebacks import formatted
+from .tracebacks import formatted, hide_frames
 from .world import World
 
 _ANY_PORT = "29500"  # Accelerate's default, which two notebooks would share
@@ -235,7 +235,9 @@ class _Launch:
             if failed:
                 # A killed rank comes first, then who said so first: one failure makes others raise.
                 first = min(failed, key=lambda local: (ended[local] >= 0, failed[local][0]))
-                raise self._failure(first, ended[first], failed[first][1])
+                failure = self._failure(first, ended[first], failed[first][1])
+                hide_frames(failure)
+                raise failure
             for local in ended:
                 del waiting[local]
 

@@ -83,8 +83,6 @@ def run_stage(
         raise
     finally:
         _teardown(trainer, stage, task, failure)
-        if isinstance(failure, KeyboardInterrupt):
-            summary.announce_interrupt(trainer, stage, diagnosis.place(trainer, stage, failure))
 
 
 def uncompiled(task: Any) -> Any:
@@ -139,6 +137,8 @@ def _teardown(trainer: Trainer, stage: str, task: TaskModule, failure: BaseExcep
         trainer.stage = trainer.steps = None
         for callback in trainer.callbacks:
             callback._task = None
+        if isinstance(failure, KeyboardInterrupt):
+            summary.announce_interrupt(trainer, stage, diagnosis.place(trainer, stage, failure))
 
 
 def _clean_up(trainer: Trainer, stage: str, task: TaskModule, failure: BaseException | None) -> None:

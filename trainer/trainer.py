@@ -14,9 +14,8 @@ from ..engine import Accelerator, Metrics
 from ..engine.metrics import MutedMetrics
 from ..engine.profilers import Profiler, choose_profiler
 from ..loggers import Logger
-from ..strategies import Strategy, choose
+from ..strategies import Strategy, choose, report_uncaught
 from ..strategies.devices import Devices
-from ..strategies.tracebacks import report_uncaught
 from . import flags, restore, summary
 from .datamodule import DataModule
 from .defaults import choose_callbacks, choose_loggers
@@ -240,9 +239,7 @@ class Trainer(TrainerNames):
         self.progress = Progress()
         self.new_metrics = MutedMetrics if barebones else Metrics
         self.metrics = self.new_metrics(training=True)
-        self.should_stop = False
-        self.interrupted = False
-        self.sanity_checking = False
+        self.should_stop = self.interrupted = self.sanity_checking = False
         self.decided = ""
         self.evaluation_batch = 0
         self.evaluation_total: int | None = None
@@ -400,11 +397,9 @@ class Trainer(TrainerNames):
     @property
     def has_validation(self) -> bool:
         """Whether ``fit`` validates: a loader that is not empty, a ``validation_step``, and no limit of zero."""
-        if self.sources is None or self.task is None:
+        if self.sources is None or self.task is None or self.limit_val_batches == 0:
             return False
         if type(self.task).validation_step is TaskModule.validation_step:
-            return False
-        if self.limit_val_batches == 0:
             return False
         return len(self.sources.evaluation("val")) > len(self.sources.empty("val"))
 
