@@ -90,6 +90,8 @@ def never_logged(trainer: Trainer, name: str, who: str, logged: Iterable[str]) -
     """The error for a name that was not logged, with those that were."""
     names = sorted(logged)
     validation = "" if trainer.has_validation else " This run has no validation."
+    if trainer.limit_val_batches and trainer.sources is not None and trainer.sources.empty("val"):
+        validation += " Of its validation loaders at least one is empty."
     return ValueError(
         f"{who} {name!r} was never logged. Logged so far: {', '.join(names) or 'nothing'}.{nearest(name, names)}"
         f"{validation} Log it with self.log({name!r}, ...) in the step or hook that measures it."

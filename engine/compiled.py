@@ -54,6 +54,12 @@ def unused(model: nn.Module) -> list[str]:
     return [name for name, part in model.named_modules() if getattr(part._compiled_call_impl, "unused", False)]
 
 
+def compiled_names(model: nn.Module) -> list[str]:
+    """The names of the modules in ``model`` that run compiled; its class's name is its own."""
+    parts = ((name, part) for name, part in model.named_modules() if part._compiled_call_impl is not None)
+    return [name or type(part).__name__ for name, part in parts]
+
+
 def _options(module: nn.Module) -> Any:
     return getattr(module._compiled_call_impl, "options", None)
 

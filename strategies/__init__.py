@@ -9,6 +9,7 @@ from .messages import announce, choose, logger, nearest, warn
 from .precision import Precision
 from .registry import register_strategy, resolve_strategy, strategy_names
 from .strategy import SingleDevice, Strategy
+from .tracebacks import report_uncaught
 from .world import World
 
 DDPStrategy = DDP
@@ -34,6 +35,7 @@ __all__ = [
     "logger",
     "nearest",
     "register_strategy",
+    "report_uncaught",
     "resolve_strategy",
     "strategy_names",
     "warn",

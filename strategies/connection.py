@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from .tracebacks import report_uncaught
+
 
 def connect(
     device: torch.device,
@@ -58,6 +60,8 @@ def connect(
             store = dist.PrefixStore(f"treadle/{run_id}/{number}", store)
             _check_versions(store, rank)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        if size > 1:
+            report_uncaught(dist.PrefixStore("uncaught", store), rank, size)
         # With the store, which ends with its last reference: the next group's processes meet there again.
         atexit.unregister(disconnect)  # with the store of the group before
         atexit.register(disconnect, store)

@@ -140,7 +140,7 @@ def die_with_parent(supervisor_pid: int) -> None:
     if os.getppid() == supervisor_pid:
         prctl(set_death_signal, signal.SIGKILL)
     # The supervisor may have died before that call took effect, or before this process got here at all.
-    if os.getppid() != supervisor_pid and not _alive(supervisor_pid):
+    if os.getppid() != supervisor_pid and not is_alive(supervisor_pid):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -246,7 +246,7 @@ def cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -24,6 +24,7 @@ from . import connection
 from .environment import LaunchEnvironment
 from .launch import FAILURE_GRACE, die_with_parent
 from .messages import choose
+from .tracebacks import formatted, hide_frames
 from .world import World
 
 _ANY_PORT = "29500"  # Accelerate's default, which two notebooks would share
@@ -234,7 +235,9 @@ class _Launch:
             if failed:
                 # A killed rank comes first, then who said so first: one failure makes others raise.
                 first = min(failed, key=lambda local: (ended[local] >= 0, failed[local][0]))
-                raise self._failure(first, ended[first], failed[first][1])
+                failure = self._failure(first, ended[first], failed[first][1])
+                hide_frames(failure)
+                raise failure
             for local in ended:
                 del waiting[local]
 
@@ -280,7 +283,7 @@ class _Launch:
             if isinstance(error, SystemExit) and not error.code:
                 return
             own = error.__traceback__ and error.__traceback__.tb_next  # from the function on
-            words = "".join(traceback.format_exception(type(error), error, own))
+            words = formatted(error, own)
             pipe.send((time.time(), words[-20_000:]))  # no more than a pipe holds: nobody reads it yet
             sys.stdout.flush()
             sys.stderr.flush()

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import connection
 from .current import current_place, current_world, disconnect
 from .environment import LaunchEnvironment
+from .tracebacks import PeerFailed
 
 DONE, RETRY = "done", "retry"
 
@@ -67,21 +68,21 @@ class Attempts:
         """Once this process is `DONE`: whether all are; False asks for another attempt.
 
         Raises:
-            RuntimeError: if another process failed for good.
+            PeerFailed: if another process failed for good.
         """
         if self.size == 1:
             return True
         outcomes = self._outcomes(timedelta(days=365))
         failed = [(rank, text) for rank, text in enumerate(outcomes) if text not in (DONE, RETRY)]
         if failed:
-            raise RuntimeError(f"rank {failed[0][0]} failed: {failed[0][1]}")
+            raise PeerFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
         return RETRY not in outcomes
 
     def start_over(self) -> None:
         """Free what the attempt has left behind, and connect the processes anew.
 
         Raises:
-            RuntimeError: if a process does not report in time, or failed for good.
+            RuntimeError: if a process does not report in time, or failed for good (`PeerFailed`).
         """
         gc.collect()
         if self.size > 1:
@@ -91,7 +92,7 @@ class Attempts:
             outcomes = self._outcomes(self.patience)
             failed = [(rank, text) for rank, text in enumerate(outcomes) if text not in (DONE, RETRY)]
             if failed:
-                raise RuntimeError(f"rank {failed[0][0]} failed: {failed[0][1]}")
+                raise PeerFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
             if self._device is not None:
                 current_world(self._device)
         if torch.cuda.is_available():

@@ -17,6 +17,7 @@ from . import connection, launch
 from .devices import Devices, device_of, device_type, wanted_devices
 from .environment import DebugEnvironment, LaunchEnvironment
 from .messages import choose
+from .tracebacks import PeerFailed
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -316,12 +317,12 @@ class World:
         """Raise on every process if any failed: its own error where it happened, a named one elsewhere.
 
         Raises:
-            RuntimeError: on the processes that did not fail, with the rank and the words of the first that did.
+            PeerFailed: on the processes that did not fail, with the rank and the words of the first that did.
         """
         if self.size > 1:
             errors = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
             failed = [(rank, text) for rank, text in enumerate(errors) if text is not None]
             if failed and error is None:
-                raise RuntimeError(f"rank {failed[0][0]} failed: {failed[0][1]}")
+                raise PeerFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
         if error is not None:
             raise error

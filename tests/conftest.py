@@ -1,6 +1,5 @@
 """What holds for every test."""
 
-import gc
 import os
 import signal
 
@@ -13,13 +12,6 @@ def an_interrupt_is_not_ignored():
     """As it is in tests that a shell has started in its background, and in every process that those start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def what_is_loaded_is_no_garbage():
-    """Each stage begins with a collection. It would look at all that is loaded: tenths of a second."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

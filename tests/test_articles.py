@@ -317,11 +317,13 @@ def test_an_error_of_torch_says_where_and_why(two, mistake, said):
             assert words in process[mistake]
 
 
-def test_an_error_in_one_process_has_the_cause_only():
-    assert error_of(train, 2, task=Task("memory")).count("\n") == 1
+def test_an_error_in_one_process_has_its_place_and_cause_only():
+    assert error_of(train, 2, task=Task("memory")).count("\n") == 2
     own = Task()
     own.training_step = lambda batch, batch_idx: 1 / 0
-    assert error_of(train, 2, task=own) == "ZeroDivisionError: division by zero"
+    assert error_of(train, 2, task=own) == (
+        "ZeroDivisionError: division by zero\nin fit, epoch 0, after optimizer step 0, in batch 0"
+    )
 
 
 def test_shapes_that_do_not_fit_together(two):

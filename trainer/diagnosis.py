@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from ..engine import Loader
 from ..engine.batch_size import is_out_of_memory
+from .closure_steps import ClosureSteps
+from .evaluation import _one_loader, evaluate
+from .fitting import _sanity_check
+from .loop import FitLoop
+from .manual_steps import ManualSteps
+from .steps import Steps
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -28,14 +35,22 @@ _BACKWARD = (
     "loss. A tensor kept from the batch before needs detach()."
 )
 _SHOWN, _DEPTH = 8, 3
+# Functions that work through batches, whose variable ``index`` is the newest batch's.
+_AT_WORK = {
+    step.__code__
+    for step in (FitLoop._epoch, Steps.take, ManualSteps.take, ClosureSteps._forward_and_backward, _one_loader)
+}
+_BEGUN = {FitLoop.run.__code__, evaluate.__code__}  # what fails before is the call, or a hook that the traceback names
 
 
 def annotate(error: BaseException, trainer: Trainer) -> None:
     """Add to an error, as notes, where the run was, and its cause where torch's own words do not tell it."""
-    world, progress = trainer.accelerator.world, trainer.progress
+    world = trainer.accelerator.world
+    where = place(trainer, str(trainer.stage), error)
     if world.size > 1:
-        step = f", epoch {progress.epoch}, after optimizer step {progress.step}" if trainer.stage == "fit" else ""
-        error.add_note(f"on rank {world.rank} of {world.size}, in {trainer.stage}{step}")
+        error.add_note(f"on rank {world.rank} of {world.size}, {where}")
+    elif not _BEGUN.isdisjoint(frame.f_code for frame in _frames(error)):
+        error.add_note(where)
     if is_out_of_memory(error):
         error.add_note(_MEMORY)
     elif isinstance(error, RuntimeError) and _TWICE in str(error):
@@ -43,6 +58,39 @@ def annotate(error: BaseException, trainer: Trainer) -> None:
     elif isinstance(error, RuntimeError) and trainer.task is not None and _MISMATCH.search(str(error)):
         with contextlib.suppress(Exception):  # what the user's objects do when looked at may not hide the error
             error.add_note(_mismatch(error, trainer.task))
+
+
+def place(trainer: Trainer, stage: str, error: BaseException) -> str:
+    """Where a run was when an error came: ``"in fit, epoch 0, after optimizer step 3, in batch 3"``.
+
+    The batch is numbered as in ``batch_idx``.
+    """
+    words = [f"in {stage}"]
+    if stage == "fit":
+        words += [f"epoch {trainer.progress.epoch}", f"after optimizer step {trainer.progress.step}"]
+    return ", ".join([*words, *_batch(trainer.progress.batch, stage == "fit", list(_frames(error)))])
+
+
+def _batch(next_batch: int, within_fit: bool, frames: Sequence[FrameType]) -> Iterator[str]:
+    """Which batch is being worked on or read, and whose; nothing between batches."""
+    codes = [frame.f_code for frame in frames]
+    kind = ""
+    if within_fit and evaluate.__code__ in codes:
+        kind = "sanity check" if _sanity_check.__code__ in codes else "validation"
+    position = max((n for n, code in enumerate(codes) if code in _AT_WORK), default=None)
+    if position is None or (kind and codes[position] is not _one_loader.__code__):
+        if kind:
+            yield f"in {kind}"
+        return
+    variables = frames[position].f_locals
+    reading = any(isinstance(frame.f_locals.get("self"), Loader) for frame in frames[position + 1 :])
+    if codes[position] is not FitLoop._epoch.__code__:
+        number = variables.get("index", -1) + reading
+        yield f"{'reading' if reading else 'in'} {kind}{' ' if kind else ''}batch {number}"
+    elif reading:
+        yield f"reading batch {next_batch}"
+    if variables.get("loaders", 1) > 1:
+        yield f"loader {variables['number']}"
 
 
 def _mismatch(error: BaseException, task: nn.Module) -> str:

@@ -77,7 +77,7 @@ def evaluate(
             metrics.suffix = f"/dataloader_idx_{number}" if len(loaders) > 1 else ""
             before = trainer.evaluation_batch
             kept = _one_loader(
-                trainer, task, hooks, loader, number, name, stage, metrics, keep_predictions, len(loaders)
+                trainer, task, hooks, loader, number, name, stage, metrics, keep_predictions, len(loaders), within_fit
             )
             predictions.append(kept)
             counts.append(trainer.evaluation_batch - before)
@@ -139,6 +139,7 @@ def _one_loader(
     metrics: Metrics,
     keep: bool,
     loaders: int,
+    within_fit: bool,
 ) -> list[Any]:
     step = trainer.accelerator.local_method(task, f"{name}_step")
     takes = step_arguments(getattr(task, f"{name}_step"), loaders)
@@ -157,7 +158,11 @@ def _one_loader(
         if keep and metrics.weight:
             kept.append(move_data_to_device(output, "cpu"))
     if trainer.accelerator.world.all(index < 0):
-        raise ValueError(f"the {stage} loader yielded no batch. {summary.explain_empty(loader, trainer.world_size)}")
+        words = f"the {stage} loader yielded no batch. {summary.explain_empty(loader, trainer.world_size)}"
+        if not within_fit:
+            raise ValueError(words)
+        if loader.length != 0:  # else it was said when fit began
+            warn(words)
     return kept
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from .evaluation import evaluate
 from .hooks import Hooks
 from .last_step import LastStep
 from .loop import FitLoop
-from .optimizers import SchedulerConfig, check_ownership, parse_optimizers
+from .optimizers import SchedulerConfig, check_ownership, endless, parse_optimizers
 from .profiled import measured
 from .sources import Sources
 from .start_checks import check_monitors, warn_of_untrained
@@ -122,13 +123,29 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
     accelerator = trainer.accelerator
     _check_steps(task)
     model = wrap(trainer, task)
-    optimizers, schedulers = configure(task)  # now that the parameters are where and what they will be
+    try:
+        optimizers, schedulers = configure(task)  # now that the parameters are where and what they will be
+    except (ValueError, TypeError, OverflowError) as error:
+        if "inf" in str(error) and trainer.estimated_stepping_batches == inf:
+            error.add_note(_why_endless(trainer))
+        raise
+    for config in schedulers:
+        if (name := endless(config.scheduler)) is not None:
+            raise ValueError(
+                f"{type(config.scheduler).__name__}({name}=inf) would never change the learning rate; "
+                + _why_endless(trainer)
+            )
     trainer.lr_scheduler_configs = schedulers
     for optimizer in optimizers:
         accelerator.prepare_optimizer(optimizer)
     accelerator.schedulers.extend(config.scheduler for config in schedulers)
     accelerator.agree_on_steps(finite=trainer.on_nonfinite != "ignore", at_once=trainer.on_nonfinite == "skip")
     return model
+
+
+def _why_endless(trainer: Trainer) -> str:
+    why = "the training loader has no length" if trainer.max_epochs != -1 else "max_epochs=-1"
+    return f"trainer.estimated_stepping_batches is infinite, as {why} and max_steps={trainer.max_steps}: set max_steps."
 
 
 def wrap(trainer: Trainer, task: TaskModule) -> Any:
@@ -168,6 +185,8 @@ def _check_validation(trainer: Trainer, task: TaskModule, sources: Sources) -> N
     has_step = type(task).validation_step is not TaskModule.validation_step
     if loaders and not has_step:
         warn(f"there is a validation loader, but {type(task).__name__} has no validation_step: nothing is validated.")
+    if has_step:
+        summary.warn_of_empty_validation(trainer)
     if has_step and not loaders and trainer.limit_val_batches:
         warn(f"{type(task).__name__} has a validation_step, but there is no validation loader: nothing is validated.")
 

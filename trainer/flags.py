@@ -47,8 +47,8 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
     if total is None and limit > 0:
         raise ValueError(f"{name}={limit} is a share, but the loader has no length: give a whole number of batches.")
     count = int((total or 0) * limit)
-    if limit > 0 and not count:
-        raise ValueError(f"{name}={limit} of {total} batches is less than one: give at least {1 / (total or 1):.3g}.")
+    if limit > 0 and total and not count:
+        raise ValueError(f"{name}={limit} of {total} batches is less than one: give at least {1 / total:.3g}.")
     return count
 
 

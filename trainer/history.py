@@ -194,6 +194,8 @@ class History(Mapping[str, Curve]):
     def plot(self, *names: str, show: bool = False) -> Figure:
         """Draw curves with matplotlib; returns the figure, with one plot for names that end alike (``..._loss``).
 
+        A notebook displays the figure as the cell's value, once: there pyplot, which would display it too, forgets it.
+
         Args:
             names: which; all, by default, with the learning rates.
             show: open a window.
@@ -223,6 +225,8 @@ class History(Mapping[str, Curve]):
         figure.tight_layout()
         if show:
             plt.show()
+        if "inline" in plt.get_backend():
+            plt.close(figure)
         return figure
 
 

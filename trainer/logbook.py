@@ -66,6 +66,7 @@ class Logbook:
         self.evaluated: list[int] = []
         self.folder: str | None = None
         self._failed: set[int] = set()
+        self._written: set[int] = set()
         self._epoch_row: dict[str, float] = {}
         self.watch = ValidationWatch()
 
@@ -176,6 +177,8 @@ class Logbook:
             if id(logger) in self._failed:
                 continue
             self._use(logger, method, partial(getattr(logger, method), *args, **kwargs))
+            if method == "log_metrics":
+                self._written.add(id(logger))
 
     def _use(self, logger: Logger, what: str, use: Callable[[], Any]) -> None:
         try:
@@ -183,6 +186,13 @@ class Logbook:
         except Exception as error:
             self._failed.add(id(logger))
             warn(f"{type(logger).__name__}.{what} failed and gets nothing more: {type(error).__name__}: {error}")
+
+    def places(self) -> list[str]:
+        """Where rank zero's loggers have written metrics: a directory, or the run of a service."""
+        # Not of others: to ask a logger that has written nothing for its directory claims one.
+        written = [logger for logger in self.loggers if id(logger) in self._written - self._failed]
+        places = (one.log_dir or f"{type(one).__name__}, {one.name}/{one.version}" for one in written)
+        return list(dict.fromkeys(map(str, places)))
 
     def clear(self) -> None:
         """Forget the values so far."""

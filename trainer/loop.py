@@ -203,6 +203,7 @@ class FitLoop:
         sources.reload(self.progress.epoch)
         self.loader = sources.train
         self.total = self.loader.length
+        summary.warn_of_empty_validation(self.trainer)
         self.validation_every = self._validation_interval()
 
     def _why_empty(self) -> str:

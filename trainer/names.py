@@ -59,6 +59,7 @@ class TrainerNames:
     val_check_seconds: float | None
     flags_given: dict[str, Any]
     config: str | None = None  # the run's configuration, as YAML, where it has one; it goes into checkpoints
+    resume_command: str | None = None  # the shell command that resumes the run, where one started it
 
     # -- processes -----------------------------------------------------------------------------------------------
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Any
 
 from torch import nn
@@ -137,3 +139,21 @@ def _scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
     if "scheduler" not in value:
         raise ValueError("the lr_scheduler dict has no 'scheduler'.")
     return SchedulerConfig(**{"monitor": monitor, **value})
+
+
+def endless(scheduler: Any) -> str | None:
+    """Return the name of a scheduler's length that is infinite; None if it has none such.
+
+    Looks at torch's schedulers, those that one combines, and at what a ``LambdaLR``'s function was made with: that of
+    transformers' ``get_cosine_schedule_with_warmup`` holds ``num_training_steps``.
+    """
+    for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        values = {name: getattr(part, name, None) for name in ("total_steps", "T_max", "total_iters", "T_0")}
+        for function in getattr(part, "lr_lambdas", ()):
+            if inspect.isfunction(function):
+                values |= inspect.getclosurevars(function).nonlocals
+            values |= getattr(function, "keywords", {})
+        for name, value in values.items():
+            if isinstance(value, float) and value == inf:
+                return name
+    return None

@@ -57,6 +57,7 @@ class Sources:
         self._watch: Callable[[str, Any], None] | None = None
         self._train: Loader | None = None
         self._evaluation: dict[str, list[Loader]] = {}
+        self._empty: dict[str, list[Loader]] = {}
 
     @property
     def has_train(self) -> bool:
@@ -82,8 +83,16 @@ class Sources:
         """The prepared loaders of ``"val"``, ``"test"`` or ``"predict"``; empty where there are none."""
         if kind not in self._evaluation:
             several = _one_by_one(self._find(kind))
-            self._evaluation[kind] = [self._prepare(kind, each, number) for number, each in enumerate(several)]
+            loaders = [self._prepare(kind, each, number) for number, each in enumerate(several)]
+            world = self._accelerator.world
+            self._empty[kind] = [loader for loader in loaders if world.all(loader.length == 0)]
+            self._evaluation[kind] = loaders
         return self._evaluation[kind]
+
+    def empty(self, kind: str) -> list[Loader]:
+        """Those of `evaluation` whose length is 0 on all processes. A loader without a length is known only later."""
+        self.evaluation(kind)
+        return self._empty[kind]
 
     @property
     def asked(self) -> list[Loader]:
@@ -120,7 +129,7 @@ class Sources:
         """
         other = copy.copy(self)
         other.task, other.datamodule, other._watch = task, datamodule, watch
-        other._warned, other._train, other._evaluation = set(self._warned), None, {}
+        other._warned, other._train, other._evaluation, other._empty = set(self._warned), None, {}, {}
         return other
 
     def _find(self, kind: str) -> Any:

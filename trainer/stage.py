@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import diagnosis, flags, profiled, restore, resume
+from ..strategies.tracebacks import hide_frames
+from . import diagnosis, flags, profiled, restore, resume, summary
 from .datamodule import DataModule
 from .defaults import as_callbacks
 from .hooks import Hooks, name_of
@@ -101,7 +102,7 @@ def _setup(
     task.trainer = trainer
     if datamodule is not None:
         datamodule.trainer = trainer
-    accelerator.free_memory()
+    accelerator.forget_prepared()
     added = as_callbacks("what configure_callbacks returns", task.configure_callbacks())
     trainer.callbacks = [c for c in trainer.callbacks if type(c) not in {type(a) for a in added}] + added
     for callback in trainer.callbacks:
@@ -137,6 +138,8 @@ def _teardown(trainer: Trainer, stage: str, task: TaskModule, failure: BaseExcep
         trainer.stage = trainer.steps = None
         for callback in trainer.callbacks:
             callback._task = None
+        if isinstance(failure, KeyboardInterrupt):
+            summary.announce_interrupt(trainer, stage, diagnosis.place(trainer, stage, failure))
 
 
 def _clean_up(trainer: Trainer, stage: str, task: TaskModule, failure: BaseException | None) -> None:
@@ -157,11 +160,13 @@ def _clean_up(trainer: Trainer, stage: str, task: TaskModule, failure: BaseExcep
     trainer.accelerator.close_loaders()
     trainer.logbook.call("finalize", "success" if failure is None else "failed")
     if errors and failure is None:
+        hide_frames(errors[0])
         raise errors[0]
 
 
 def _tell_of(trainer: Trainer, error: BaseException) -> None:
     diagnosis.annotate(error, trainer)
+    hide_frames(error)
     owners = () if trainer.datamodule is None else (trainer.datamodule.on_exception,)
     for hook in (*(trainer.hooks.on_exception if trainer.hooks is not None else ()), *owners):
         try:

@@ -14,7 +14,7 @@ from ..engine import Accelerator, Metrics
 from ..engine.metrics import MutedMetrics
 from ..engine.profilers import Profiler, choose_profiler
 from ..loggers import Logger
-from ..strategies import Strategy, choose
+from ..strategies import Strategy, choose, report_uncaught
 from ..strategies.devices import Devices
 from . import flags, restore, summary
 from .datamodule import DataModule
@@ -149,6 +149,7 @@ class Trainer(TrainerNames):
         on_nonfinite: str = "raise",
         **unknown: Any,
     ) -> None:
+        report_uncaught()  # also what is wrong with the flags
         self.flags_given = flags.given(locals(), Trainer.__init__.__kwdefaults__)
         fast = flags.check_batches("fast_dev_run", fast_dev_run)
         self.barebones = flags.check_switch("barebones", barebones)
@@ -238,9 +239,7 @@ class Trainer(TrainerNames):
         self.progress = Progress()
         self.new_metrics = MutedMetrics if barebones else Metrics
         self.metrics = self.new_metrics(training=True)
-        self.should_stop = False
-        self.interrupted = False
-        self.sanity_checking = False
+        self.should_stop = self.interrupted = self.sanity_checking = False
         self.decided = ""
         self.evaluation_batch = 0
         self.evaluation_total: int | None = None
@@ -280,6 +279,7 @@ class Trainer(TrainerNames):
         flags.refuse_code(weights_only)
         given = {"train": train_dataloaders, "val": val_dataloaders}
         run_stage(self, "fit", model, given, datamodule, ckpt_path, partial(run_fit, self))
+        summary.announce_end(self)
 
     def validate(
         self,
@@ -396,12 +396,12 @@ class Trainer(TrainerNames):
 
     @property
     def has_validation(self) -> bool:
-        """Whether ``fit`` validates: there is a loader, a ``validation_step``, and no limit of zero."""
-        if self.sources is None or self.task is None:
+        """Whether ``fit`` validates: a loader that is not empty, a ``validation_step``, and no limit of zero."""
+        if self.sources is None or self.task is None or self.limit_val_batches == 0:
             return False
         if type(self.task).validation_step is TaskModule.validation_step:
             return False
-        return self.limit_val_batches != 0 and bool(self.sources.evaluation("val"))
+        return len(self.sources.evaluation("val")) > len(self.sources.empty("val"))
 
     @property
     def enable_validation(self) -> bool:

@@ -245,6 +245,6 @@ def failing():
 
 def test_a_real_mistake_on_one_of_two_reaches_the_other():
     assert run(failing, 2) == [
-        ("RuntimeError", "rank 1 failed: KeyError: 'a real mistake'"),
+        ("PeerFailed", "rank 1 failed: KeyError: 'a real mistake'"),
         ("KeyError", "'a real mistake'"),
     ]

@@ -297,7 +297,7 @@ def two_processes(strategy, root):
 @pytest.mark.parametrize("strategy", [pytest.param("zero", marks=pytest.mark.slow), "fsdp"])
 def test_two_processes(tmp_path, strategy):
     first, second = run(two_processes, 2, strategy, tmp_path)
-    assert first == "RuntimeError: rank 1 failed: OSError: [Errno 5] the disk is gone"
+    assert first == "PeerFailed: rank 1 failed: OSError: [Errno 5] the disk is gone"
     assert second == "OSError: [Errno 5] the disk is gone"
     assert sorted(os.listdir(tmp_path)) == ["beside", "now"]
     for name in os.listdir(tmp_path / "now"):

@@ -153,7 +153,7 @@ def exchanges():
 def test_two_processes():
     first, second = run(exchanges, 2)
     wanted = [3.0, 1.5, 2.0, 1.0, [0], [1], [{"r": 0}, {"r": 1}], "from 1", True, False, 1, [2.0] * 4]
-    assert first == (wanted, "RuntimeError: rank 1 failed: KeyError: 'broken'")
+    assert first == (wanted, "PeerFailed: rank 1 failed: KeyError: 'broken'")
     assert second == (wanted, "KeyError: 'broken'")
 
 

@@ -176,7 +176,7 @@ def test_a_loader_that_yields_nothing():
         with says(ValueError, *words):
             trainer(**flags).fit(Plain(), source)
     with says(ValueError, "validate loader", "empty"):
-        trainer().fit(Validated(), loader(), DataLoader(Nothing()))
+        trainer().validate(Validated(), DataLoader(Nothing()))
     with says(ValueError, "validate needs a loader"):
         trainer().validate(Validated())
     assert trainer(limit_val_batches=0).validate(Validated(), loader()) == []  # as it was asked for

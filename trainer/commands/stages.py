@@ -120,6 +120,8 @@ def _execute(stage: str, program: str, checked: Checked, text: str, options: Opt
         except (ValueError, TypeError, OSError) as error:
             raise located(checked.config, error, about) from error
         trainer.config = text
+        if folder is not None:
+            trainer.resume_command = f"{program} --from-run {os.path.relpath(folder.path)} ckpt_path=auto"
         model, data = checked.task(), checked.datamodule()
         _refuse_kept_secrets(checked.config, {"model": model, "data": data})
         ckpt_path = checked.ckpt_path if stage == "fit" else _weights(checked, options, trainer)
@@ -132,12 +134,6 @@ def _execute(stage: str, program: str, checked: Checked, text: str, options: Opt
         except ValueError as error:
             if str(error).startswith("ckpt_path="):
                 raise located(checked.config, error) from error
-            raise
-        except KeyboardInterrupt:
-            if folder is not None and trainer.is_global_zero:
-                place = os.path.relpath(folder.path)
-                words = f"interrupted in step {trainer.global_step + 1:,}. To go on from the newest checkpoint:"
-                print(f"{words} {program} --from-run {place} ckpt_path=auto", file=sys.stderr)
             raise
     return Session(trainer, model, data, result)
 

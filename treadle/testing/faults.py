@@ -28,7 +28,6 @@ Nothing of this is in the engine: an armed plan puts its own functions in the pl
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import os
 import threading
@@ -263,7 +262,6 @@ def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[st
     child = os.fork()
     if child == 0:
         status = 1
-        gc.freeze()  # a fit collects garbage, and needs 0.3 s to look through what torch alone holds
         torch.set_num_threads(1)  # OpenMP's other threads are not in the copy, and it would wait for them for ever
         try:
             with FaultPlan(faults, record=record):

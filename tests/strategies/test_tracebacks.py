@@ -1,0 +1,228 @@
+"""Uncaught errors: user frames in full, framework frames counted, one report for all ranks; nothing else changes."""
+
+import contextlib
+import io
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run, script
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.strategies import World, tracebacks
+from treadle.strategies.tracebacks import PeerFailed
+
+import treadle
+
+SCRIPT = """
+import atexit, sys, torch, treadle
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            nn.functional.mse_loss(self.net(batch[0]), batch[0][:1, :1].expand(3, 1))
+        return self.net(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+def at_exit():
+    count, trace = 0, sys.last_traceback
+    while trace is not None:
+        count, trace = count + 1, trace.tb_next
+    print("frames for a debugger:", count)
+
+def main():
+    loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+    trainer = treadle.Trainer(**QUIET, accelerator="cpu", max_epochs=1)
+    atexit.register(at_exit)
+    trainer.fit(Task(), loader)
+
+main()
+"""
+
+
+def after_announcement(stderr):
+    """What follows the words with which `fit` begins, without the lines of carets."""
+    text = stderr[stderr.index("Traceback") :]
+    return [line for line in text.splitlines() if set(line) - set(" ^~")]
+
+
+def test_a_script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    done = script(path)
+    assert done.returncode == 1
+    lines = after_announcement(done.stderr)
+    assert lines[-2].startswith("RuntimeError: The size of tensor a (2) must match")
+    assert lines[-1] == "in fit, epoch 0, after optimizer step 2, in batch 2"
+    shown = [line for line in lines if line.startswith("  File ")]
+    assert [line.split()[-1] for line in shown] == ["<module>", "main", "training_step"]
+    counted = [line for line in lines if line.startswith("  ... ")]
+    frames = int(done.stdout.split()[-1])
+    assert [sum(int(line.split()[1]) for line in counted), len(counted)] == [frames - 3, 2]
+    assert counted[0].endswith(" frames of treadle (TREADLE_FULL_TRACEBACK=1 shows them)")
+    assert counted[1].endswith(" frames of torch") or counted[1].endswith(" frame of torch")
+
+
+# -- in this process -------------------------------------------------------------------------------------------------
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, error):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+        self.error = error
+
+    def training_step(self, batch, batch_idx):
+        raise self.error
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def failed(error):
+    """The error that comes out of a fit in which a step raised ``error``."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = treadle.Trainer(**quiet, accelerator="cpu", max_epochs=1)
+    with pytest.raises(type(error)) as caught:
+        trainer.fit(Task(error), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
+    return caught.value
+
+
+@pytest.fixture(autouse=True)
+def hook_is_left_as_it_was():
+    before = sys.excepthook
+    sys.excepthook = sys.__excepthook__
+    yield
+    sys.excepthook = before
+
+
+def printed(error):
+    """What a hook prints."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        sys.excepthook(type(error), error, error.__traceback__)
+    return said.getvalue()
+
+
+def test_the_error_and_its_traceback_stay_the_users():
+    error = ValueError("mine")
+    caught = failed(error)
+    assert caught is error
+    names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(caught.__traceback__)]
+    assert {"fit", "run_stage", "take", "training_step"} <= set(names)
+
+
+def test_pytest_leaves_framework_frames_out(monkeypatch):
+    text = str(pytest.ExceptionInfo.from_exception(failed(ValueError("mine"))).getrepr(style="short"))
+    assert "in training_step" in text
+    assert "stage.py" not in text
+    monkeypatch.setenv("TREADLE_FULL_TRACEBACK", "1")
+    text = str(pytest.ExceptionInfo.from_exception(failed(ValueError("mine"))).getrepr(style="short"))
+    assert "stage.py" in text
+
+
+def test_the_flag_shows_every_frame(monkeypatch):
+    monkeypatch.setenv("TREADLE_FULL_TRACEBACK", "1")
+    error = failed(ValueError("mine"))
+    assert sys.excepthook is sys.__excepthook__
+    assert tracebacks.formatted(error, error.__traceback__) == "".join(traceback.format_exception(error))
+
+
+def test_a_hook_of_the_users_is_kept():
+    sys.excepthook = hook = lambda *_: None
+    failed(ValueError("mine"))
+    assert sys.excepthook is hook
+
+
+def test_causes_and_groups_are_folded_too():
+    try:
+        raise ExceptionGroup("several", [failed(ValueError("first"))]) from failed(KeyError("cause"))
+    except ExceptionGroup as group:
+        said = printed(group)
+    assert said.count(" frames of treadle") == 2
+    assert said.count("TREADLE_FULL_TRACEBACK") == 1
+    assert said.count("in training_step") == 2
+    assert "stage.py" not in said
+
+
+def test_an_error_that_treadle_had_no_part_in_is_printed_as_ever():
+    failed(ValueError("before"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.nn.Linear(2, 2)(torch.ones(3))
+    assert printed(caught.value) == "".join(traceback.format_exception(caught.value))
+
+
+# -- two ranks -------------------------------------------------------------------------------------------------------
+
+
+def reports(kinds, patience):
+    """What the hook of each rank prints for an error of its kind; the last rank is late, or never reports."""
+    tracebacks.PATIENCE = patience
+    world = World.from_env("cpu")
+    hook = sys.excepthook
+    assert isinstance(hook, tracebacks.Uncaught)
+    hook._let_go_first = lambda earlier: None  # in this test no process ends
+    kind = kinds[world.rank]
+    if kind is None:  # it claims the report, and is killed before it makes it
+        hook._claim(ValueError(), "ValueError: ")
+        world.barrier()
+        world.barrier()
+        return ""
+    if None in kinds:
+        world.barrier()
+    try:
+        raise kind("of both") if issubclass(kind, ValueError) else kind(f"rank {1 - world.rank} failed")
+    except Exception as error:
+        said = printed(error)
+    world.barrier()
+    return said
+
+
+def test_ranks_with_the_same_error_report_it_once():
+    said = sorted(run(reports, 2, (ValueError, ValueError), 10))
+    assert said[0] == ""
+    assert "ValueError: of both\non rank " in said[1]
+
+
+def test_a_rank_with_another_error_says_it_in_a_line():
+    short, long = sorted(run(reports, 2, (ValueError, KeyError), 10), key=len)
+    assert "Traceback" in long
+    assert short in (
+        "rank 1 of 2: KeyError: 'rank 0 failed'\n",
+        "rank 0 of 2: ValueError: of both\n",
+    )
+
+
+def test_a_rank_that_only_heard_of_an_error_lets_the_other_report():
+    first, second = run(reports, 2, (PeerFailed, ValueError), 10)
+    assert first == ""
+    assert "ValueError: of both\non rank 1 of 2\n" in second
+
+
+def test_an_error_is_not_lost_with_the_rank_that_was_to_report_it():
+    assert "ValueError: of both\non rank 1 of 2\n" in run(reports, 2, (None, ValueError), 0.2)[1]
+
+
+TWO = SCRIPT.replace("treadle.Trainer(", "treadle.Trainer(devices=2, ").replace("(8, 2)", "(16, 2)")
+
+
+def test_two_processes(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TWO)
+    done = script(Path(path))
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == done.stderr.count("RuntimeError: The size of tensor") == 1
+    rank = done.stderr.partition("on rank ")[2][0]
+    assert f"on rank {rank} of 2, in fit, epoch 0, after optimizer step 2, in batch 2" in done.stderr
+    assert f"treadle: rank {rank} of 2 failed first: exit status 1" in done.stderr

@@ -1,0 +1,156 @@
+"""A validation loader without batches: within `fit` there is no validation and a warning, by itself it is an error."""
+
+import warnings
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from treadle.callbacks import EarlyStopping, ModelCheckpoint
+
+import treadle
+
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Task(treadle.TaskModule):
+    """Counts the hooks of validation."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def on_validation_epoch_start(self):
+        self.seen.append("start")
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.seen.append(dataloader_idx)
+        self.log("val_loss", self.net(batch[0]).square().mean())
+
+    def on_validation_epoch_end(self):
+        self.seen.append("end")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Dry(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+def loader(samples=6, **options):
+    return DataLoader(TensorDataset(torch.ones(samples, 2)), batch_size=2, **options)
+
+
+def fit(val, **flags):
+    """The trainer, what validation called, and the warnings."""
+    task = Task()
+    trainer = treadle.Trainer(**{**QUIET, "max_epochs": 2, "enable_checkpointing": False, **flags})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(task, loader(8), val)
+    return trainer, task.seen, [str(each.message) for each in caught]
+
+
+EMPTY = {
+    "no samples": lambda: loader(0),
+    "all dropped": lambda: loader(1, drop_last=True),
+    "a list": lambda: [],
+}
+
+
+@pytest.mark.parametrize("empty", EMPTY.values(), ids=EMPTY)
+def test_within_fit_there_is_no_validation(empty):
+    val = empty()
+    trainer, seen, said = fit(val)
+    assert trainer.global_step == 8
+    assert seen == []
+    assert not trainer.has_validation
+    assert [text for text in said if "validat" in text] == [text for text in said if "empty" in text or val == []]
+    assert len([text for text in said if "nothing is validated" in text]) == 1
+    if val != []:
+        with pytest.raises(ValueError, match="the validate loader yielded no batch"):
+            trainer.validate(Task(), val)
+
+
+def test_a_share_of_nothing():
+    _, seen, said = fit(loader(0), limit_val_batches=0.5)
+    assert seen == []
+    assert any("dataset (TensorDataset) is empty: give it samples" in text for text in said)
+
+
+def test_a_stream_that_is_empty_is_known_when_it_ends():
+    trainer, seen, said = fit(DataLoader(Dry()))
+    assert trainer.global_step == 8
+    assert set(seen) == {"start", "end"}
+    assert any("the validate loader yielded no batch" in text for text in said)
+    with pytest.raises(ValueError, match="the validate loader yielded no batch"):
+        trainer.validate(Task(), DataLoader(Dry()))
+
+
+def test_one_of_several_is_empty():
+    trainer, seen, said = fit([loader(4), loader(0), loader(2)], num_sanity_val_steps=0)
+    assert seen == ["start", 0, 0, 2, "end"] * 2
+    assert [text for text in said if "empty" in text and "validation loader 1 (of 3)" in text]
+    assert len([text for text in said if "empty" in text]) == 1
+    assert "val_loss/dataloader_idx_2" in trainer.callback_metrics
+
+
+def test_no_validation_that_is_asked_for_is_not_warned_of():
+    _, seen, said = fit(loader(0), limit_val_batches=0)
+    assert seen == []
+    assert not [text for text in said if "empty" in text]
+
+
+def test_a_monitor_that_never_comes(tmp_path):
+    words = "'val_loss' was never logged.*no validation. Of its validation loaders at least one is empty"
+    with pytest.raises(ValueError, match=f"ModelCheckpoint's monitor {words}"):
+        fit(loader(0), enable_checkpointing=None, callbacks=ModelCheckpoint(tmp_path, monitor="val_loss"))
+    with pytest.raises(ValueError, match=words):
+        fit(loader(0), callbacks=EarlyStopping("val_loss"))
+    trainer, _, _ = fit(loader(0), enable_checkpointing=None, callbacks=ModelCheckpoint(tmp_path, monitor="loss"))
+    assert trainer.checkpoint_callback.best_model_path
+
+
+class Later(Task):
+    """Has validation data in every second epoch."""
+
+    def train_dataloader(self):
+        return loader(8)
+
+    def val_dataloader(self):
+        return loader(4 * (self.current_epoch % 2))
+
+
+def test_loaders_that_are_asked_anew():
+    task = Later()
+    trainer = treadle.Trainer(**QUIET, max_epochs=4, reload_dataloaders_every_n_epochs=1, enable_checkpointing=False)
+    with pytest.warns(UserWarning, match="validation loader is empty"):
+        trainer.fit(task)
+    assert task.seen == ["start", 0, 0, "end"] * 2
+
+
+def on_two_processes(root):
+    found = []
+    for val in (loader(0), [loader(0), loader(6)], DataLoader(Dry()), loader(1)):
+        trainer, seen, said = fit(val, default_root_dir=root, num_sanity_val_steps=0, max_epochs=1)
+        found.append((trainer.global_step, seen, any("empty" in t or "yielded no batch" in t for t in said)))
+    return found
+
+
+def test_two_processes(tmp_path):
+    for rank, found in enumerate(run(on_two_processes, 2, tmp_path)):
+        assert found == [
+            (2, [], rank == 0),
+            (2, ["start", 1, 1, "end"], rank == 0),
+            (2, ["start", "end"], rank == 0),
+            (2, ["start", 0, "end"], False),
+        ]
