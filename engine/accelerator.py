@@ -62,7 +62,8 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         project_dir: where the run keeps its files.
         project_config: the same in more detail.
         gradient_accumulation_plugin: which micro-batches form a step, in more detail.
-        step_scheduler_with_optimizer: False leaves prepared schedulers as they are: each ``step()`` counts.
+        step_scheduler_with_optimizer: False leaves prepared schedulers as they are: each ``step()`` counts once. For
+            schedules that count epochs.
         kwargs_handlers: arguments of what torch does: autocast, the loss scaler, the process group, replicas, profiler.
         dynamo_backend: compile prepared models, in place: a backend of ``torch.compile``.
         dynamo_plugin: the same in more detail.
@@ -262,7 +263,11 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Make a scheduler advance once per optimizer step that really happened."""
+        """Make a scheduler advance with its optimizer's steps that really happened.
+
+        Size the schedule by the loader as it is before `prepare`: each ``step()`` advances it by the number of
+        processes that share the data, as in Accelerate, or by one with ``split_batches``.
+        """
         for known in self.schedulers:
             if scheduler is known or scheduler is getattr(known, "scheduler", None):
                 return known

@@ -97,7 +97,7 @@ class GradientAccumulationPlugin:
 
     Args:
         num_steps: how many.
-        adjust_scheduler: accepted; a schedule advances once per optimizer step either way.
+        adjust_scheduler: accepted; a schedule advances at the end of a group only, as in Accelerate either way.
         sync_with_dataloader: a loader's end ends a group; False lets groups go on into its next epoch.
         sync_each_batch: reduce gradients in every micro-batch, which saves memory where the model is sharded.
     """

@@ -259,8 +259,8 @@ def model():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def classified():
-    """`CLASSIFY`, written out for one process without any library."""
+def classified(world):
+    """`CLASSIFY`, written out without any library; a batch of each process is a step of the schedule."""
     torch.manual_seed(42)
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -271,7 +271,8 @@ def classified():
         for inputs, targets in train:
             nn.functional.cross_entropy(net(inputs), targets).backward()
             optimizer.step()
-            scheduler.step()
+            for _ in range(world):
+                scheduler.step()
             optimizer.zero_grad()
         with torch.no_grad():  # the loader draws a seed from the same generator as the shuffle, so it is read here too
             outputs, references = zip(*((net(x), y) for x, y in evaluation), strict=True)
@@ -279,7 +280,7 @@ def classified():
     return {"losses": losses, "rate": round(scheduler.get_last_lr()[0], 8)}
 
 
-def accumulated(samples):
+def accumulated(samples, world):
     """`ACCUMULATE`, each step on its whole group at once."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
@@ -289,7 +290,7 @@ def accumulated(samples):
         norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.3).item())
         optimizer.step()
         optimizer.zero_grad()
-        optimizer.param_groups[0]["lr"] *= 0.9
+        optimizer.param_groups[0]["lr"] *= 0.9**world
     return {"norms": norms, "weights": torch.cat([p.flatten() for p in net.parameters()]).norm().item()}
 
 
@@ -304,13 +305,13 @@ WORLDS = pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slo
 
 @WORLDS
 def test_classification(world, tmp_path):
-    close(launched("classify", world, tmp_path), classified())
+    close(launched("classify", world, tmp_path), classified(world))
 
 
 @WORLDS
 @pytest.mark.parametrize("samples", [48, 42])  # 42: the last group holds one short batch
 def test_accumulation_clipping_and_a_schedule(world, samples, tmp_path):
-    close(output("accumulate", world, tmp_path, str(samples)), accumulated(samples))
+    close(output("accumulate", world, tmp_path, str(samples)), accumulated(samples, world))
 
 
 @WORLDS
