@@ -5,6 +5,7 @@ The Trainer owns one and uses only its public calls; a hand-written loop uses th
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -39,6 +40,7 @@ from .profiling import Profiling
 from .random_state import RandomStream, draw_apart, isolated_random_state, random_state, seed_everything
 from .saving import Saving
 from .scale import LossScale
+from .seedable_sampler import with_seedable_sampler
 from .skip import skip_first_batches
 from .stepping import Stepping
 from .tracking import Tracking
@@ -300,6 +302,8 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         assert self.stream is not None
         if move is None and (self.device_placement if device_placement is None else device_placement):
             move = mover(self.device, self.precision)
+        if self.use_seedable_sampler:
+            loader = self._with_seedable_samplers(loader, shard)
         prepared = (JointLoader if isinstance(loader, CombinedLoader) else Loader)(
             loader,
             world=self.data_world,
@@ -314,6 +318,18 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         prepared.agree(self.data_world)
         self.loaders.append(prepared)
         return prepared
+
+    def _with_seedable_samplers(self, loader: Any, shared: bool) -> Any:
+        seed = self.dataloader_config.data_seed
+        if seed is None:
+            seed = torch.initial_seed()
+        if shared:
+            seed = self.world.broadcast(seed)
+        if not isinstance(loader, CombinedLoader):
+            return with_seedable_sampler(loader, seed)
+        combined = copy.copy(loader)
+        combined.flattened = [with_seedable_sampler(each, seed) for each in loader.flattened]
+        return combined
 
     def start_order(self) -> None:
         """Take the random state that data order is drawn from: rank zero's, as it is now.

@@ -20,9 +20,10 @@ from torch.utils.data import (
 
 from .draws import Draws
 from .random_state import RandomStream, State, seed_from
+from .seedable_sampler import SeedableRandomSampler
 
 # These draw when an epoch begins and never again, so nothing has to be lent to them later.
-_DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_DRAW_ONCE = (SequentialSampler, RandomSampler, SeedableRandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 @dataclass(slots=True, frozen=True)
@@ -386,10 +387,11 @@ def shards_itself(loader: Any) -> bool:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell the dataset and the samplers of ``loader`` that have a ``set_epoch`` which epoch begins."""
-    batches = getattr(loader, "batch_sampler", None)
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     owners = (
         getattr(loader, "dataset", None),
-        getattr(loader, "sampler", None),
+        sampler,
+        getattr(sampler, "sampler", None),  # a batch sampler may stand in its place
         batches,
         getattr(batches, "sampler", None),
     )

@@ -11,6 +11,7 @@ import os
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -225,14 +226,14 @@ def printed(path, world, *args):
     if world == 1:
         for name in os.environ.keys() - clean_environment().keys():
             del os.environ[name]
-    sys.argv = [str(path), str(path.parent), *args]
+    sys.argv = [str(path), *args]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         runpy.run_path(str(path), run_name="__main__")
     return out.getvalue()
 
 
 def output(name, world, folder, *args):
-    text, *_ = run(printed, world, written(name, folder), world, *args)
+    text, *_ = run(printed, world, written(name, folder), world, str(folder), *args)
     return json.loads(text.strip().splitlines()[-1])
 
 
@@ -340,3 +341,31 @@ def test_a_stop_that_one_process_asks_for(world, tmp_path):
     found = output("stop", world, tmp_path)
     assert 1 < found["steps"] < 40
     assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+# -- beside Accelerate's own figures -----------------------------------------------------------------------------------
+
+
+RECORDED = json.loads((Path(__file__).parent / "swap" / "accelerate" / "recorded.json").read_text(encoding="utf-8"))
+
+
+def decayed(path, world, arguments):
+    """What `tests/swap/accelerate/decay.py` prints, for each list of arguments."""
+    return [printed(path, world, *each) for each in arguments]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_losses_are_accelerates(world, tmp_path):
+    """With `use_seedable_sampler`; figures of accelerate 1.15.0, torch 2.13.0 (`benchmarks/swap_accelerate.py`)."""
+    source = (Path(__file__).parent / "swap" / "accelerate" / "decay.py").read_text(encoding="utf-8")
+    path = tmp_path / "decay.py"
+    path.write_text(treadles(source))
+    runs = [one for one in RECORDED["runs"] if one["processes"] == world]
+    assert len({tuple(one["results"]["losses"]) for one in runs}) == 3  # each has an order of its own
+    texts = run(decayed, world, path, world, [one["arguments"] for one in runs])[0]
+    found = [json.loads(text.strip().splitlines()[-1]) for text in texts]
+    for ours, theirs in zip(found, (one["results"] for one in runs), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, values in theirs.items():
+            assert ours[name] == pytest.approx(values, rel=5e-7, abs=1e-7), name
+        assert ours["rates"][-1] == theirs["rates"][-1] == 0.0
