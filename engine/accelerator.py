@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,6 +38,7 @@ from .plugins import (
 )
 from .profiling import Profiling
 from .random_state import RandomStream, draw_apart, isolated_random_state, random_state, seed_everything
+from .same_settings import check_same_settings
 from .saving import Saving
 from .scale import LossScale
 from .seedable_sampler import with_seedable_sampler
@@ -152,6 +153,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         self.schedulers: list[Any] = []
         self.loaders: list[Loader] = []
         self.stream: RandomStream | None = None
+        self._compared = False
         self._trained: dict[int, frozenset[int]] = {}
         self._begin_steps(self.gradient_accumulation_plugin)
         self._begin_saving()
@@ -235,9 +237,11 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
             self.dynamo_plugin.compile(own)
         elif model is self.models[number]:
             model = own
-        if evaluation_mode:
+        if evaluation_mode:  # which one rank may do alone
             wrapped = self.strategy.place(model)
         else:
+            if trained:
+                self.compare_settings()
             wrapped = self.strategy.replicate(model) if by_hand else self.strategy.wrap(model, step)
         self._trained[id(own)] = frozenset(id(p) for p in own.parameters() if p.requires_grad)
         if number is None:
@@ -245,6 +249,31 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         else:
             self.models[number] = wrapped
         return wrapped
+
+    def compare_settings(self, settings: Mapping[str, Any] | None = None) -> None:
+        """See that every rank is configured alike. Happens by itself when the first model or loader is prepared.
+
+        Args:
+            settings: what to compare in place of the Accelerator's own arguments.
+
+        Raises:
+            ValueError: on every rank, with the settings that differ, their values and ranks.
+        """
+        if not self._compared:
+            check_same_settings(self._settings() if settings is None else settings, self.world)
+            self._compared = True
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy.name,
+            "mixed_precision": self.mixed_precision,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "sync_with_dataloader": self.groups_end_with_loader,
+            "sync_each_batch": self.gradient_accumulation_plugin.sync_each_batch,
+            "step_scheduler_with_optimizer": self.step_scheduler_with_optimizer,
+            "split_batches": self.split_batches,
+            "use_seedable_sampler": self.use_seedable_sampler,
+        }
 
     def _see_that_it_is_here(self, model: nn.Module) -> None:
         for name, tensor in model.named_parameters():
@@ -298,6 +327,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         if isinstance(loader, Loader):
             return loader
         if self.stream is None:
+            self.compare_settings()
             self.start_order()
         assert self.stream is not None
         if move is None and (self.device_placement if device_placement is None else device_placement):
@@ -391,6 +421,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         for known in (self.models, self.optimizers, self.schedulers, self.loaders, self.registered):
             known.clear()  # type: ignore[attr-defined]
         self.cursor.micro = self.stream = None
+        self._compared = False
         self._copies.clear()
         self._trained.clear()
         self.forget_group()

@@ -1,0 +1,62 @@
+"""An Accelerator that is configured differently on two ranks."""
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader
+from treadle.engine.same_settings import check_same_settings
+from treadle.utils import DataLoaderConfiguration
+
+import treadle
+
+
+def refused(function):
+    with pytest.raises(ValueError, match="configured differently") as caught:
+        function()
+    return str(caught.value)
+
+
+def prepared():
+    rank = treadle.Accelerator(cpu=True).process_index
+    model, loader = nn.Linear(1, 1), DataLoader(range(8))
+    found = []
+    for first in (model, loader):
+        accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=1 + rank)
+        found.append(refused(lambda accelerator=accelerator, first=first: accelerator.prepare(first)))
+        accelerator.gradient_accumulation_steps = 2
+        accelerator.prepare(first)  # compared again, as the error changed nothing
+    split = treadle.Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=bool(rank)))
+    found.append(refused(lambda: split.prepare(model, loader)))
+    if rank == 0:  # nothing that needs the others
+        accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=7)
+        accelerator.prepare_model(model, evaluation_mode=True)
+        accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.prepare(nn.Linear(1, 1).requires_grad_(False))
+    return found
+
+
+def test_what_is_prepared_first_compares():
+    first, second = run(prepared, 2, timeout=60)
+    assert first == second
+    for text in first[:2]:
+        assert "gradient_accumulation_steps: 1 on rank 0, 2 on rank 1\n" in text
+        assert "Pass the same values on every rank." in text
+    assert "split_batches: False on rank 0, True on rank 1" in first[2]
+
+
+class Ranks:
+    """A world of five whose settings are known."""
+
+    def __init__(self, *settings):
+        self.settings = settings
+
+    def gather_objects(self, _):
+        return list(self.settings)
+
+
+def test_ranks_with_the_same_value_are_named_together():
+    with pytest.raises(ValueError, match="steps: 1 on ranks 0-1, 4, 2 on rank 2, None on rank 3\n") as caught:
+        check_same_settings({}, Ranks({"steps": 1}, {"steps": 1}, {"steps": 2}, {}, {"steps": 1}))
+    assert "other" not in str(caught.value)
+    check_same_settings({}, Ranks({"steps": float("nan")}, {"steps": float("nan")}))
