@@ -38,7 +38,7 @@ from .plugins import (
 )
 from .profiling import Profiling
 from .random_state import RandomStream, draw_apart, isolated_random_state, random_state, seed_everything
-from .same_settings import check_same_settings
+from .same_settings import check_same, check_same_model
 from .saving import Saving
 from .scale import LossScale
 from .seedable_sampler import with_seedable_sampler
@@ -240,8 +240,9 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         if evaluation_mode:  # which one rank may do alone
             wrapped = self.strategy.place(model)
         else:
-            if trained:
+            if trained or step:
                 self.compare_settings()
+                check_same_model(own, self.world)
             wrapped = self.strategy.replicate(model) if by_hand else self.strategy.wrap(model, step)
         self._trained[id(own)] = frozenset(id(p) for p in own.parameters() if p.requires_grad)
         if number is None:
@@ -260,7 +261,8 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
             ValueError: on every rank, with the settings that differ, their values and ranks.
         """
         if not self._compared:
-            check_same_settings(self._settings() if settings is None else settings, self.world)
+            values = self._settings() if settings is None else settings
+            check_same("the ranks are configured differently", values, self.world)
             self._compared = True
 
     def _settings(self) -> dict[str, Any]:

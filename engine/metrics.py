@@ -141,7 +141,7 @@ class Metrics:
         """The values of the epoch over all batches and processes; one exchange. All processes must ask."""
         entries = [entry for entry in self.entries if entry.on_epoch]
         plain = [entry for entry in entries if entry.metric is None]
-        values = dict(self._reduced(plain, [entry.epoch_pair() for entry in plain], world))
+        values = dict(self._reduced(plain, [entry.epoch_pair() for entry in plain], world, entries))
         for entry in entries:
             if entry.metric is not None:  # exchanges its own state
                 values[entry] = _computed(entry)
@@ -174,9 +174,11 @@ class Metrics:
         self.evaluation = None
 
     @staticmethod
-    def _reduced(entries: list[Entry], pairs: list[tuple[Any, float]], world: World) -> list[tuple[Entry, float]]:
-        if world.size > 1:
-            _same_names([f"{entry.name} ({entry.reduction})" for entry in entries], world)
+    def _reduced(
+        entries: list[Entry], pairs: list[tuple[Any, float]], world: World, compared: list[Entry] | None = None
+    ) -> list[tuple[Entry, float]]:
+        if world.size > 1:  # metric objects exchange their own state, on every rank or on none
+            _same_names([f"{entry.name} ({entry.reduction})" for entry in compared or entries], world)
         if not entries:
             return []
         flat = [value for value, _ in pairs] + [weight for _, weight in pairs]

@@ -127,9 +127,10 @@ class PreparedScheduler:
             return
         if taken > 1 and self.advances > 1:
             self._warn(
-                f"{type(self.scheduler).__name__}.step() was called after {taken} optimizer steps. A prepared scheduler "
-                f"advances by {self.advances} per call, one for each process, so a schedule that counts epochs runs "
-                f"{self.advances} times too fast. Use Accelerator(step_scheduler_with_optimizer=False) for it."
+                f"{type(self.scheduler).__name__}.step() was called after {taken} optimizer steps. A prepared "
+                f"scheduler advances by {self.advances} per call, one for each process, so a schedule that counts "
+                f"epochs runs {self.advances} times too fast. Use Accelerator(step_scheduler_with_optimizer=False) "
+                "for it."
             )
         if self._has_ended():
             self._warn(

@@ -1,36 +1,59 @@
-"""Settings that every rank must share, because they decide which collectives it calls."""
+"""What every rank must have alike, because it decides which steps it takes and which collectives it calls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+from torch.nn.parameter import is_lazy
+from xxhash import xxh3_64
+
 from ..strategies import World
 from ..strategies.messages import named_ranks
 
+_SHOWN = 10
 
-def check_same_settings(settings: Mapping[str, Any], world: World) -> None:
-    """Raise on every rank if the ranks were configured differently. One exchange; all ranks must call it.
+
+def check_same(what: str, values: Mapping[str, Any], world: World) -> None:
+    """Raise on every rank if the ranks have different values. One exchange of a digest; all ranks must call it.
 
     Args:
-        settings: by the name that users know, plain values.
+        what: what the values are of, as the error's subject: ``"the ranks are configured differently"``.
+        values: by the name that users know, plain data.
         world: the ranks to compare.
 
     Raises:
-        ValueError: names each setting that differs, its values, and the ranks that have them.
+        ValueError: names what differs, the values, and the ranks that have them.
     """
-    every = world.gather_objects(dict(settings))
-    names = dict.fromkeys(name for each in every for name in each)
+    if world.size == 1:
+        return
+    digest = xxh3_64(repr(list(values.items())).encode()).hexdigest()
+    if len(set(world.gather_objects(digest))) == 1:
+        return
+    every = world.gather_objects(dict(values))
     lines = []
-    for name in names:
+    for name in dict.fromkeys(name for each in every for name in each):
         ranks: dict[str, list[int]] = {}
         for rank, each in enumerate(every):
-            ranks.setdefault(repr(each.get(name)), []).append(rank)
+            ranks.setdefault(repr(each[name]) if name in each else "nothing", []).append(rank)
         if len(ranks) > 1:
-            values = ", ".join(f"{value} on {named_ranks(who)}" for value, who in ranks.items())
-            lines.append(f"  {name}: {values}")
-    if lines:
-        raise ValueError(
-            "the ranks are configured differently, so they would not take the same steps or would wait for each other "
-            "without end:\n" + "\n".join(lines) + "\nPass the same values on every rank."
-        )
+            lines.append(f"  {name}: {', '.join(f'{value} on {named_ranks(who)}' for value, who in ranks.items())}")
+    if len(lines) > _SHOWN:
+        lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
+    raise ValueError(
+        f"{what}, so they would not take the same steps, or would wait for each other without end:\n"
+        + "\n".join(lines or ["  the order"])
+        + "\nPass the same values on every rank."
+    )
+
+
+def check_same_model(model: nn.Module, world: World) -> None:
+    """As `check_same`, for the names, shapes, formats and ``requires_grad`` of a model's parameters and buffers."""
+    if world.size == 1:
+        return
+    values = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        shape = "not initialized" if is_lazy(tensor) else f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
+        values[name] = f"{shape}, trained" if tensor.requires_grad else shape
+    check_same(f"the {type(model).__name__} differs between the ranks", values, world)

@@ -62,7 +62,13 @@ def with_seedable_sampler(loader: Any, seed: int) -> Any:
 
 
 def _replaced(sampler: Any, seed: int, replaced: dict[int, Any]) -> Any:
-    """``sampler``, or a copy with the seedable one in it; ``replaced`` has those that were made, by the id of theirs."""
+    """Return ``sampler``, or a copy with the seedable one in it.
+
+    Args:
+        sampler: a sampler, a batch sampler, or None.
+        seed: for the seedable one.
+        replaced: those made so far, by the id of what they replace.
+    """
     # A subclass with an order of its own keeps it.
     if isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__:
         return replaced.setdefault(id(sampler), SeedableRandomSampler(sampler, seed))

@@ -218,7 +218,8 @@ def verdict_on(calls: Sequence[Call], ranks: Sequence[int], note: str = "") -> s
     if len(gone) == len(calls):
         return _SAME
     if gone:
-        return f"{_MISSING}{named_ranks(gone)} will not come to a call that needs all processes:\n{listed}{_before(note)}"
+        what = f"{named_ranks(gone)} will not come to a call that needs all processes"
+        return f"{_MISSING}{what}:\n{listed}{_before(note)}"
     same = {
         "the call": len({(call.operation, call.name) for call in calls}) == 1,
         "the tensor": len({call.value for call in calls}) == 1,

@@ -18,6 +18,7 @@ from .last_step import LastStep
 from .loop import FitLoop
 from .optimizers import SchedulerConfig, check_ownership, parse_optimizers
 from .profiled import measured
+from .same_settings import check_same_optimizers
 from .sources import Sources
 from .storable import check_storable
 from .task import TaskModule
@@ -118,6 +119,7 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
     _check_steps(task)
     model = wrap(trainer, task)
     optimizers, schedulers = configure(task)  # now that the parameters are where and what they will be
+    check_same_optimizers(task, optimizers, schedulers, accelerator.world)
     trainer.lr_scheduler_configs = schedulers
     for optimizer in optimizers:
         accelerator.prepare_optimizer(optimizer)

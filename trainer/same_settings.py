@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..engine.same_settings import check_same
+from ..strategies import World
+from .optimizers import SchedulerConfig
 
 if TYPE_CHECKING:
     from .task import TaskModule
@@ -56,3 +64,37 @@ def same_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: Any
         **{flag: getattr(trainer, flag) for flag in _FLAGS},
         "callbacks": [type(callback).__name__ for callback in trainer.callbacks if callback.exchanges],
     }
+
+
+def check_same_optimizers(
+    task: TaskModule, optimizers: Sequence[Optimizer], schedulers: Sequence[SchedulerConfig], world: World
+) -> None:
+    """See that ``configure_optimizers`` returned the same on every rank. One exchange; all ranks must call it.
+
+    Raises:
+        ValueError: on every rank, with what differs: replicas would become different models without a word.
+    """
+    if world.size == 1:
+        return
+    names = {id(parameter): name for name, parameter in task.named_parameters()}
+    values: dict[str, Any] = {"optimizers": [type(optimizer).__name__ for optimizer in optimizers]}
+    for number, optimizer in enumerate(optimizers):
+        for position, group in enumerate(optimizer.param_groups):
+            where = f"optimizer {number}, group {position}"
+            values[f"{where}, params"] = [names.get(id(parameter), "?") for parameter in group["params"]]
+            for key, value in group.items():
+                if key != "params":
+                    values[f"{where}, {key}"] = _plain(value)
+    values["schedulers"] = [
+        (type(one.scheduler).__name__, one.interval, one.frequency, one.monitor) for one in schedulers
+    ]
+    check_same(f"{type(task).__name__}.configure_optimizers returned different things on the ranks", values, world)
+
+
+def _plain(value: Any) -> Any:
+    """What ranks can compare of a value; of an object that is its class, as its ``repr`` may name its address."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__

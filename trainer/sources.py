@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ..engine import Accelerator, CombinedLoader, JointLoader, Loader
 from ..engine.combined import is_collection
+from ..engine.same_settings import check_same
 from ..strategies import warn
 from . import flags
 from .datamodule import DataModule, TransferHooks
@@ -81,6 +82,8 @@ class Sources:
         """The prepared loaders of ``"val"``, ``"test"`` or ``"predict"``; empty where there are none."""
         if kind not in self._evaluation:
             several = _one_by_one(self._find(kind))
+            count = {f"{kind} loaders": len(several)}
+            check_same("the ranks have different loaders", count, self._accelerator.world)
             self._evaluation[kind] = [self._prepare(kind, each, number) for number, each in enumerate(several)]
         return self._evaluation[kind]
 

@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 from torch.utils.data import DataLoader
-from treadle.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ParallelismConfig
 
 import treadle
+from treadle.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ParallelismConfig
 
 SAMPLES = 48
 
@@ -152,7 +152,7 @@ def test_one_cycle_may_end_within_a_step_but_is_not_left_silently():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run(one_cycle, 2, 9) == [9, 9]
-    with pytest.warns(UserWarning, match=r"OneCycleLR has taken its total_steps=3; the learning rate stays at .* raise"):
+    with pytest.warns(UserWarning, match=r"OneCycleLR has taken its total_steps=3; the learning rate stays .* raise"):
         assert one_cycle(3) == 3
 
 

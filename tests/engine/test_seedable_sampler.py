@@ -7,9 +7,9 @@ import torch
 from processes import run
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from treadle.engine import CombinedLoader
-from treadle.utils import DataLoaderConfiguration
 
 import treadle
+from treadle.utils import DataLoaderConfiguration
 
 SAMPLES = 24
 

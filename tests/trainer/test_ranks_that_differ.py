@@ -3,7 +3,6 @@
 Every run here has a time limit far below that of a collective.
 """
 
-import pytest
 import torch
 from processes import run
 from torch import nn
