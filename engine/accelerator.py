@@ -38,7 +38,7 @@ from .plugins import (
 )
 from .profiling import Profiling
 from .random_state import RandomStream, draw_apart, isolated_random_state, random_state, seed_everything
-from .same_settings import check_same, check_same_model
+from .same_settings import check_same, check_same_loaders, check_same_model
 from .saving import Saving
 from .scale import LossScale
 from .seedable_sampler import with_seedable_sampler
@@ -347,6 +347,9 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
             move=move,
             split=self.split_batches and shard,
         )
+        if shard:
+            each = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+            check_same_loaders(each, self.data_world)
         prepared.agree(self.data_world)
         self.loaders.append(prepared)
         return prepared

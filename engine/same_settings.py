@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,7 @@ from xxhash import xxh3_64
 
 from ..strategies import World
 from ..strategies.messages import named_ranks
+from .order import shards_itself
 
 _SHOWN = 10
 
@@ -46,6 +47,24 @@ def check_same(what: str, values: Mapping[str, Any], world: World) -> None:
         + "\n".join(lines or ["  the order"])
         + "\nPass the same values on every rank."
     )
+
+
+def check_same_loaders(loaders: Iterable[Any], world: World) -> None:
+    """As `check_same`, for loaders that the ranks share: the samples of a batch, and who picks them.
+
+    The data itself is another check's, see `check_same_data`.
+    """
+    values: dict[str, Any] = {}
+    for number, loader in enumerate(loaders):
+        values[f"loader {number}"] = type(loader).__name__
+        if shards_itself(loader):
+            values[f"loader {number}, sampler"] = "each rank's own"
+            continue
+        for name in ("batch_size", "drop_last"):
+            values[f"loader {number}, {name}"] = getattr(loader, name, None)
+        for name in ("sampler", "batch_sampler"):
+            values[f"loader {number}, {name}"] = type(getattr(loader, name, None)).__name__
+    check_same("the ranks have different loaders", values, world)
 
 
 def check_same_model(model: nn.Module, world: World) -> None:

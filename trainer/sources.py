@@ -81,7 +81,7 @@ class Sources:
     def evaluation(self, kind: str) -> list[Loader]:
         """The prepared loaders of ``"val"``, ``"test"`` or ``"predict"``; empty where there are none."""
         if kind not in self._evaluation:
-            several = _one_by_one(self._find(kind))
+            several = list(_one_by_one(self._find(kind)))
             count = {f"{kind} loaders": len(several)}
             check_same("the ranks have different loaders", count, self._accelerator.world)
             self._evaluation[kind] = [self._prepare(kind, each, number) for number, each in enumerate(several)]

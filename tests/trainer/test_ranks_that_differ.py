@@ -3,6 +3,7 @@
 Every run here has a time limit far below that of a collective.
 """
 
+import pytest
 import torch
 from processes import run
 from torch import nn
@@ -122,6 +123,66 @@ def test_settings_that_differ_are_an_error_that_names_them():
             assert words in first[name], (name, first[name])
     assert "stage: 'fit' on rank 0, 'validate' on rank 1" in first["stage"]
     assert "ckpt_path: None on rank 0, 'a path' on rank 1" in first["ckpt_path"]
+
+
+class Other(Task):
+    """Differs on rank one in what `differs` says."""
+
+    def __init__(self, differs, rank):
+        super().__init__()
+        self.differs = differs if rank else ""
+        if self.differs == "shape":
+            self.net = nn.Linear(1, 2)
+        elif self.differs == "frozen":
+            self.net[0].bias.requires_grad_(False)
+        elif self.differs == "buffer":
+            self.register_buffer("mine", torch.zeros(2))
+
+    def training_step(self, batch, batch_idx):
+        if self.differs == "name":
+            self.log("mine", 1.0)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        kind = torch.optim.SGD if self.differs == "optimizer" else torch.optim.AdamW
+        parameters = self.net[0].parameters() if self.differs == "parameters" else self.parameters()
+        optimizer = kind(parameters, lr=0.02 if self.differs == "rate" else 0.01)
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1)] if self.differs == "scheduler" else []
+        return [optimizer], schedulers
+
+
+OTHER = {
+    "shape": "net.weight: nothing on rank 0, 'float32 [2, 1], trained' on rank 1",
+    "frozen": "net.0.bias: 'float32 [4], trained' on rank 0, 'float32 [4]' on rank 1",
+    "buffer": "mine: nothing on rank 0, 'float32 [2]' on rank 1",
+    "optimizer": "optimizers: ['AdamW'] on rank 0, ['SGD'] on rank 1",
+    "parameters": "optimizer 0, group 0, params: ['net.0.weight', 'net.0.bias', 'net.1.weight'",
+    "rate": "optimizer 0, group 0, lr: 0.01 on rank 0, 0.02 on rank 1",
+    "scheduler": "schedulers: [] on rank 0, [('StepLR', 'epoch', 1, None)] on rank 1",
+    "name": "rank 1 alone: mine (mean)",
+}
+
+
+def every_other(strategy):
+    rank = treadle.Accelerator(cpu=True).process_index
+    options = dict(QUIET, max_epochs=1, log_every_n_steps=1, strategy=strategy)
+    found = {
+        name: refused(lambda name=name: treadle.Trainer(**options).fit(Other(name, rank), loader())) for name in OTHER
+    }
+    several = [loader(4)] * (1 + rank)
+    found["loaders"] = refused(lambda: treadle.Trainer(**options).fit(Task(), loader(), several))
+    found["batches"] = refused(lambda: treadle.Trainer(**options).fit(Task(), loader(size=2 + rank)))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_models_optimizers_and_loaders_that_differ(strategy):
+    first, second = run(every_other, 2, strategy, timeout=LIMIT)
+    assert first == second
+    for name, words in OTHER.items():
+        assert words in first[name], (name, first[name])
+    assert "val loaders: 1 on rank 0, 2 on rank 1" in first["loaders"]
+    assert "batch_size: 2 on rank 0, 3 on rank 1" in first["batches"]
 
 
 class Stop(Callback):
