@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from ..engine.same_settings import check_same
 from ..strategies import World
 from .optimizers import SchedulerConfig
+from .task import TaskModule
 
 if TYPE_CHECKING:
-    from .task import TaskModule
     from .trainer import Trainer
 
 # `max_time` may differ: the first rank whose time is over stops all of them.
@@ -55,7 +55,7 @@ def same_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: Any
     accelerator = trainer.accelerator
     return {
         "stage": stage,
-        "task": type(task).__qualname__,
+        "has a validation_step": type(task).validation_step is not TaskModule.validation_step,
         "automatic_optimization": task.automatic_optimization,
         "ckpt_path": ckpt_path if ckpt_path is None or ckpt_path in _WORDS else "a path",
         "strategy": accelerator.strategy.name,
