@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -369,3 +370,10 @@ def test_the_losses_are_accelerates(world, tmp_path):
         for name, values in theirs.items():
             assert ours[name] == pytest.approx(values, rel=5e-7, abs=1e-7), name
         assert ours["rates"][-1] == theirs["rates"][-1] == 0.0
+
+
+def test_the_guides_schedule_ends_at_zero(capsys):
+    text = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(block, {})
+    assert capsys.readouterr().out == "[0.0]\n"
