@@ -29,6 +29,8 @@ class GradientAccumulationScheduler(Callback):
         TypeError: for anything but a dict.
     """
 
+    exchanges = True
+
     def __init__(self, scheduling: dict[int, int]) -> None:
         if not isinstance(scheduling, Mapping):
             raise TypeError(f"scheduling={scheduling!r} must be a dict: {{epoch: micro-batches per optimizer step}}.")

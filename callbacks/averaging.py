@@ -18,6 +18,8 @@ class Averaging(Callback):
     Whatever goes wrong before that, the model gets its own weights back.
     """
 
+    exchanges = True
+
     _key: str
     """The name, among `averages.KEYS`, that the averages are saved under."""
 

@@ -49,6 +49,7 @@ class BatchSizeFinder(Callback):
     """
 
     searches = True
+    exchanges = True
 
     def __init__(
         self,

@@ -22,10 +22,13 @@ class Callback:
         after_task: 0 to be called before the task's own hook; 1 after it, to decide (`EarlyStopping`, `Timer`); 2 to
             keep what was decided (`ModelCheckpoint`); 3 to show it (`TQDMProgressBar`).
         searches: whether it tries something out before the stage begins (`BatchSizeFinder`, `LearningRateFinder`).
+        exchanges: whether its hooks call collectives, so that every rank must have one (`ModelCheckpoint`). It is
+            compared when a stage begins; without it a callback may be on some ranks only.
     """
 
     after_task: int = 0
     searches: bool = False
+    exchanges: bool = False
     _task: TaskModule | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:

@@ -53,6 +53,7 @@ class EarlyStopping(Callback):
     """
 
     after_task = 1
+    exchanges = True
 
     def __init__(
         self,

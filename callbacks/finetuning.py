@@ -35,6 +35,8 @@ class BaseFinetuning(Callback):
             trained is decided there once. On going on, if ``configure_optimizers`` makes other groups.
     """
 
+    exchanges = True
+
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 

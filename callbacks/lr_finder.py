@@ -161,6 +161,7 @@ class LearningRateFinder(Callback):
     """
 
     searches = True
+    exchanges = True
 
     def __init__(
         self,

@@ -83,6 +83,7 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
     """
 
     after_task = 2
+    exchanges = True
 
     def __init__(
         self,

@@ -65,6 +65,7 @@ class ModelPruning(Callback):
     """
 
     PARAMETER_NAMES = _NAMES
+    exchanges = True
 
     def __init__(
         self,

@@ -56,6 +56,7 @@ class SpikeWatch(Callback):
     """
 
     after_task = 1
+    exchanges = True
 
     def __init__(
         self,

@@ -42,6 +42,8 @@ class ThroughputMonitor(Service):
         ValueError, TypeError: for an argument that can't be honoured; in ``fit``, where ``log_every_n_steps`` is 0.
     """
 
+    exchanges = True
+
     def __init__(
         self,
         batch_size_fn: Callable[[Any], float] | None = None,

@@ -5,8 +5,9 @@ The Trainer owns one and uses only its public calls; a hand-written loop uses th
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -45,8 +46,10 @@ from .random_state import (
     seed_from,
     set_random_state,
 )
+from .same_settings import check_same, check_same_loaders, check_same_model
 from .saving import Saving
 from .scale import LossScale
+from .seedable_sampler import with_seedable_sampler
 from .skip import skip_first_batches
 from .stepping import Stepping
 from .tracking import Tracking
@@ -70,7 +73,8 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         project_dir: where the run keeps its files.
         project_config: the same in more detail.
         gradient_accumulation_plugin: which micro-batches form a step, in more detail.
-        step_scheduler_with_optimizer: False leaves prepared schedulers as they are: each ``step()`` counts.
+        step_scheduler_with_optimizer: False leaves prepared schedulers as they are: each ``step()`` counts once. For
+            schedules that count epochs.
         kwargs_handlers: arguments of what torch does: autocast, the loss scaler, the process group, replicas, profiler.
         dynamo_backend: compile prepared models, in place: a backend of ``torch.compile``.
         dynamo_plugin: the same in more detail.
@@ -159,6 +163,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         self.stream: RandomStream | None = None
         self.stream_start: State = {}
         self._draws_apart = False
+        self._compared = False
         self._trained: dict[int, frozenset[int]] = {}
         self._begin_steps(self.gradient_accumulation_plugin)
         self._begin_saving()
@@ -242,9 +247,12 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
             self.dynamo_plugin.compile(own)
         elif model is self.models[number]:
             model = own
-        if evaluation_mode:
+        if evaluation_mode:  # which one rank may do alone
             wrapped = self.strategy.place(model)
         else:
+            if trained or step:
+                self.compare_settings()
+                check_same_model(own, self.world)
             wrapped = self.strategy.replicate(model) if by_hand else self.strategy.wrap(model, step)
         self._trained[id(own)] = frozenset(id(p) for p in own.parameters() if p.requires_grad)
         if number is None:
@@ -252,6 +260,32 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         else:
             self.models[number] = wrapped
         return wrapped
+
+    def compare_settings(self, settings: Mapping[str, Any] | None = None) -> None:
+        """See that every rank is configured alike. Happens by itself when the first model or loader is prepared.
+
+        Args:
+            settings: what to compare in place of the Accelerator's own arguments.
+
+        Raises:
+            ValueError: on every rank, with the settings that differ, their values and ranks.
+        """
+        if not self._compared:
+            values = self._settings() if settings is None else settings
+            check_same("the ranks are configured differently", values, self.world)
+            self._compared = True
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy.name,
+            "mixed_precision": self.mixed_precision,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "sync_with_dataloader": self.groups_end_with_loader,
+            "sync_each_batch": self.gradient_accumulation_plugin.sync_each_batch,
+            "step_scheduler_with_optimizer": self.step_scheduler_with_optimizer,
+            "split_batches": self.split_batches,
+            "use_seedable_sampler": self.use_seedable_sampler,
+        }
 
     def _see_that_it_is_here(self, model: nn.Module) -> None:
         for name, tensor in model.named_parameters():
@@ -272,7 +306,11 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Make a scheduler advance once per optimizer step that really happened."""
+        """Make a scheduler advance with its optimizer's steps that really happened.
+
+        Size the schedule by the loader as it is before `prepare`: each ``step()`` advances it by the number of
+        processes that share the data, as in Accelerate, or by one with ``split_batches``.
+        """
         for known in self.schedulers:
             if scheduler is known or scheduler is getattr(known, "scheduler", None):
                 return known
@@ -301,10 +339,13 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         if isinstance(loader, Loader):
             return loader
         if self.stream is None:
+            self.compare_settings()
             self.start_order()
         assert self.stream is not None
         if move is None and (self.device_placement if device_placement is None else device_placement):
             move = mover(self.device, self.precision)
+        if self.use_seedable_sampler:
+            loader = self._with_seedable_samplers(loader, shard)
         prepared = (JointLoader if isinstance(loader, CombinedLoader) else Loader)(
             loader,
             world=self.data_world,
@@ -317,9 +358,24 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
             split=self.split_batches and shard,
             on_begin=self.draw_apart,
         )
+        if shard:
+            each = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+            check_same_loaders(each, self.data_world)
         prepared.agree(self.data_world)
         self.loaders.append(prepared)
         return prepared
+
+    def _with_seedable_samplers(self, loader: Any, shared: bool) -> Any:
+        seed = self.dataloader_config.data_seed
+        if seed is None:
+            seed = torch.initial_seed()
+        if shared:
+            seed = self.world.broadcast(seed)
+        if not isinstance(loader, CombinedLoader):
+            return with_seedable_sampler(loader, seed)
+        combined = copy.copy(loader)
+        combined.flattened = [with_seedable_sampler(each, seed) for each in loader.flattened]
+        return combined
 
     def start_order(self) -> None:
         """Take the random state that data order is drawn from: rank zero's, as it is now, which all ranks get.
@@ -419,6 +475,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         for known in (self.models, self.optimizers, self.schedulers, self.loaders, self.registered):
             known.clear()  # type: ignore[attr-defined]
         self.cursor.micro = self.stream = None
+        self._compared = False
         self._copies.clear()
         self._trained.clear()
         self.forget_group()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..strategies import Strategy, World
 
-_WEIGHT, _STOP, _TAINT = 0, 1, 2
+_WEIGHT, _STOP, _TAINT, _LEAVE = 0, 1, 2, 3
 
 
 class Agreement:
@@ -22,11 +22,15 @@ class Agreement:
         stop_vote: this process wants to stop; set it at any time.
         stop: some process wanted to stop, and every process knows it now.
         finite: the losses of the step were finite on every process.
+        leave_vote: this process wants to leave the epoch without this step.
+        leaves: how many processes wanted that.
     """
 
     def __init__(self, world: World, strategy: Strategy) -> None:
         self.stop_vote = False
         self.stop = False
+        self.leave_vote = False
+        self.leaves = 0
         self.finite = True
         self.own_finite = True
         self.watch_finite = True
@@ -58,6 +62,8 @@ class Agreement:
             votes[_WEIGHT] = weight
         if self.stop_vote:
             votes[_STOP] = 1.0
+        if self.leave_vote:
+            votes[_LEAVE] = 1.0
         if self._taint is not None:
             votes[_TAINT] = self._taint
         self._own_taint, self._taint = self._taint, None
@@ -83,15 +89,21 @@ class Agreement:
         values = packed.tolist()
         if not self.alone:
             self.stop = values[_STOP] > 0
+            self.leaves = round(values[_LEAVE])
         self.finite = not math.isnan(values[_TAINT])
         self.own_finite = not math.isnan(values[-1])
 
-    def _read_later(self, packed: Tensor) -> None:
-        if self._pending is not None:
-            _, host, event = self._pending
+    def settle(self) -> None:
+        """Read at once what would be read one step later; waits for the device."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            _, host, event = pending
             if event is not None:
                 event.synchronize()
             self._read(host)
+
+    def _read_later(self, packed: Tensor) -> None:
+        self.settle()
         event = None
         if packed.is_cuda:
             host = torch.empty(packed.shape, pin_memory=True)
@@ -110,7 +122,8 @@ class Agreement:
     def reset(self) -> None:
         """Forget the votes of the run before."""
         self.forget_losses()
-        self.stop_vote = self.stop = False
+        self.stop_vote = self.stop = self.leave_vote = False
+        self.leaves = 0
         self._own_taint = self._pending = None
 
 

@@ -184,7 +184,7 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
     """
     choose("reduction", reduction, REDUCTIONS)
     if world.size > 1 and world.debug is None and reduction != "none":
-        _check_forms(value, world)  # gloo returns what was in memory, NCCL hangs
+        _check_forms("reduce", value, world)  # gloo returns what was in memory, NCCL hangs
 
     def one(tensor: Tensor) -> Tensor:
         result = tensor.detach().clone()
@@ -197,13 +197,13 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
     return apply_to_collection(value, Tensor, one)
 
 
-def _check_forms(value: Any, world: World) -> None:
+def _check_forms(name: str, value: Any, world: World) -> None:
     own: list[str] = []
     apply_to_collection(value, Tensor, lambda t: own.append(_form(t, False)))
     forms = world.gather_objects(own)
     if any(form != own for form in forms):
         each = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
-        raise ValueError(f"reduce needs tensors of the same shapes and formats on every process, but got {each}.")
+        raise ValueError(f"{name} needs tensors of the same shapes and formats on every process, but got {each}.")
 
 
 def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, pad_first: bool) -> Any:
@@ -239,8 +239,14 @@ def _has(tensor: Tensor, dim: int) -> bool:
 
 
 def broadcast(value: Any, world: World, source: int) -> Any:
-    """Process ``source``'s tensors, in a nested value of one form on all processes; the input is left as it is."""
+    """Process ``source``'s tensors, in a nested value of one form on all processes; the input is left as it is.
+
+    Raises:
+        ValueError: on every process, if their tensors differ in number, shape or format.
+    """
     check_process(source, world.size, "from_process")
+    if world.size > 1 and world.debug is None:
+        _check_forms("broadcast", value, world)
     return apply_to_collection(value, Tensor, lambda t: world.broadcast_tensor(t.detach().clone(), source))
 
 

@@ -83,7 +83,7 @@ class Facts(Process):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """As it was given; every order can be repeated either way."""
+        """Whether the order of an epoch follows from a seed and the epoch's number alone."""
         return self.dataloader_config.use_seedable_sampler
 
     @property

@@ -150,8 +150,7 @@ class JointLoader(Loader):
                 )
 
     def _begin(self) -> Iterator[Any]:
-        if not self._resuming and self._plan.order is not None:
-            self.end_epoch()  # the one before was left early
+        self._leave_epoch()
         self._resuming, self._plan.order = False, {}
         for number, loader in enumerate(self.loaders):
             if loader._plan.draws_later and number not in self._own_streams:

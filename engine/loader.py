@@ -74,6 +74,7 @@ class Loader:
         self._micro: Micro | None = None  # the last one of this epoch
         self._drawn: State | None = None  # where the order's stream stood then
         self._resuming = False
+        self._named = False  # whether `set_epoch` was called since the epoch began
         self._passing = 0  # batches that the coming epoch begins without
         self._ahead = 0  # items of the sampler that this epoch was further than `batches` of this width are
         self._reads: list[Any] = []  # generators of the dataset's own, where this process reads it
@@ -212,8 +213,7 @@ class Loader:
     def _begin(self) -> Iterator[Any]:
         """Start the epoch's iterator; its order is drawn with the first batch. The plan has the facts of each batch."""
         plan = self._plan
-        if not self._resuming and plan.order is not None:
-            self.end_epoch()  # the one before was left early
+        self._leave_epoch()
         self._resuming = False
         passing, self._passing = self._passing, 0
         if self._repeats and plan.order is None:
@@ -254,8 +254,7 @@ class Loader:
         Raises:
             ValueError: for a stream that has passed it already.
         """
-        if not self._resuming and self._plan.order is not None:
-            self.end_epoch()  # the one before was left early
+        self._leave_epoch()
         if self._resuming and self.length is not None and self.batches >= self.length:
             self.end_epoch()  # saved with its last batch: the running epoch is the next one
             self._resuming = False
@@ -274,6 +273,17 @@ class Loader:
             self.samples = self.batches = self._ahead = 0
             self._first = self._first or self._plan.order
             self._plan.order = self._micro = None
+
+    def _leave_epoch(self) -> None:
+        """End an epoch that was left early; the next one is the one that `set_epoch` has named since, if any."""
+        named, self._named = self._named, False
+        if self._resuming or self._plan.order is None:
+            return
+        epoch = self.epoch
+        self.end_epoch()
+        if named:
+            self.set_epoch(epoch)
+            self._named = False
 
     def keep_order(self) -> bool:
         """Yield each epoch in one order: the dataset's, or of a sampler of the user's own the one that it draws first.
@@ -337,8 +347,15 @@ class Loader:
         self._stream = self._plan.draws.stream = stream
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next, or runs: samplers and datasets with a ``set_epoch`` are told."""
+        """Say which epoch comes next, or runs: samplers and datasets with a ``set_epoch`` are told.
+
+        An epoch that a resume stands in goes on in its own order.
+        """
+        if self._resuming and epoch != self.epoch and self.length is not None and self.batches >= self.length:
+            self.end_epoch()  # it was saved with its last batch
+            self._resuming = False
         self.epoch = epoch
+        self._named = True
 
     def close(self) -> None:
         """End persistent workers. Left to the garbage collector, each would be waited for five seconds."""

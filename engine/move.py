@@ -14,17 +14,21 @@ from ..strategies import Precision
 def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
     """Return ``batch`` with every tensor on ``device``.
 
-    Collections, dataclasses and anything else with a ``.to(device)`` are followed.
+    Collections, dataclasses and anything else with a ``.to(device)`` are followed. The values can be read as soon as
+    this returns, also those of a copy to the host.
 
     Raises:
         TypeError: if something in the batch has a ``.to`` that does not take a device.
     """
+    # Into CUDA a pinned host tensor is copied while the device still computes, in stream order. A non-blocking copy to
+    # the host returns before its values are there, and one to MPS may read a host tensor that was freed meanwhile
+    # (https://github.com/pytorch/pytorch/issues/83015).
+    non_blocking = torch.device(device).type not in ("cpu", "mps")
 
     def to(item: Any) -> Any:
         try:
-            # A pinned host tensor is copied while the device still computes.
             if isinstance(item, torch.Tensor):
-                return item.to(device, non_blocking=True)
+                return item.to(device, non_blocking=non_blocking)
             moved = item.to(device)
         except TypeError as error:
             raise TypeError(

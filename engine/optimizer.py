@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from ..strategies import warn
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
@@ -88,24 +92,65 @@ class PreparedOptimizer(Optimizer):
 
 
 class PreparedScheduler:
-    """The user's scheduler, which advances only when the optimizer really stepped, and once per optimizer step."""
+    """The user's scheduler, advanced by its optimizer's steps that really happened.
+
+    A script sizes its schedule by the loader it wrote, whose batches the processes share: one optimizer step takes one
+    batch per process. So each call advances the schedule by that many steps, as in Accelerate, and by one with
+    ``split_batches``. The rate then follows the samples seen, on any number of processes.
+
+    Attributes:
+        advances: steps of the schedule per call.
+    """
 
     def __init__(self, scheduler: Any, accelerator: Accelerator) -> None:
         self.scheduler = scheduler
+        self.advances = 1 if accelerator.split_batches else accelerator.data_world.size
         self._accelerator = accelerator
         self._seen = (0, 0)
+        self._warned = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance, unless inside a group, or if all of the optimizer's steps since the last call were skipped."""
-        accelerator = self._accelerator
-        if not accelerator.sync_gradients:
+        """Advance, unless inside a group, or if all of the optimizer's steps since the last call were skipped.
+
+        Args:
+            args, kwargs: for the wrapped scheduler's ``step``: a metric or an epoch, which it is told once.
+        """
+        if not self._accelerator.sync_gradients:
             return
-        if accelerator.loss_scale is not None:
-            taken, skipped = self.since
-            if skipped and not taken:
-                return
-            self._seen = self._counts()
-        self.scheduler.step(*args, **kwargs)
+        taken, skipped = self.since
+        if skipped and not taken:
+            return
+        self._seen = self._counts()
+        if args or kwargs:
+            # Told one value of a metric twice, ReduceLROnPlateau would count an epoch without improvement.
+            self.scheduler.step(*args, **kwargs)
+            return
+        if taken > 1 and self.advances > 1:
+            self._warn(
+                f"{type(self.scheduler).__name__}.step() was called after {taken} optimizer steps. A prepared "
+                f"scheduler advances by {self.advances} per call, one for each process, so a schedule that counts "
+                f"epochs runs {self.advances} times too fast. Use Accelerator(step_scheduler_with_optimizer=False) "
+                "for it."
+            )
+        if self._has_ended():
+            self._warn(
+                f"{type(self.scheduler).__name__} has taken its total_steps={self.scheduler.total_steps}; the learning "
+                f"rate stays at {self.scheduler.get_last_lr()[0]:.3g}. It takes {self.advances} per optimizer step: "
+                "raise total_steps."
+            )
+        for _ in range(self.advances):
+            # OneCycleLR raises beyond its end, which the last, short batches of epochs can reach.
+            if not self._has_ended():
+                self.scheduler.step()
+
+    def _has_ended(self) -> bool:
+        total = getattr(self.scheduler, "total_steps", None)
+        return total is not None and getattr(self.scheduler, "last_epoch", -1) >= total
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(text)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped scheduler's state."""
@@ -121,10 +166,47 @@ class PreparedScheduler:
         taken, skipped = self._counts()
         return taken - self._seen[0], skipped - self._seen[1]
 
-    def resume(self, since: tuple[int, int]) -> None:
-        """Go on where `since` was this."""
+    def resume(self, state: dict[str, Any], since: tuple[int, int], advances: int, *, same_batch: bool) -> None:
+        """Continue a saved schedule.
+
+        Args:
+            state: the scheduler's own.
+            since: what `since` was.
+            advances: what `advances` was.
+            same_batch: an optimizer step takes as many samples as in the run that saved. With another number of
+                processes each then has a batch of another size, and the schedule's steps have another length.
+        """
+        self.scheduler.load_state_dict(state)
         taken, skipped = self._counts()
         self._seen = (taken - since[0], skipped - since[1])
+        if same_batch and advances != self.advances and not self._convert(advances):
+            self.advances = advances  # what the schedule's length is counted in was saved with it
+
+    def _convert(self, saved_advances: int) -> bool:
+        """Count the position in this script's steps, if the schedule is sized in them.
+
+        Only functions are not in a checkpoint, but the script's: the saved rate tells whether they depend on the number
+        of processes.
+        """
+        scheduler = self.scheduler
+        if not isinstance(scheduler, LambdaLR):
+            return False
+        position, rest = divmod(scheduler.last_epoch * self.advances, saved_advances)
+        if rest:
+            return False
+        converted, unchanged = (
+            all(
+                math.isclose(base * function(at), rate, rel_tol=1e-9, abs_tol=1e-15)
+                for base, function, rate in zip(
+                    scheduler.base_lrs, scheduler.lr_lambdas, scheduler.get_last_lr(), strict=True
+                )
+            )
+            for at in (position, scheduler.last_epoch)
+        )
+        if unchanged and not converted:
+            return False
+        scheduler.last_epoch, scheduler._step_count = position, position + 1
+        return True
 
     def _counts(self) -> tuple[int, int]:
         own = getattr(self.scheduler, "optimizer", None)

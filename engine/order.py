@@ -25,9 +25,10 @@ from .draws import Draws, left_as_it_is
 from .fingerprint import share_data, sized
 from .random_state import RandomStream, State, seed_from
 from .rank_shares import RankShares, Share, same_on_all_ranks
+from .seedable_sampler import SeedableRandomSampler
 
 # These draw when an epoch begins and never again, so nothing has to be lent to them later.
-_DRAW_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_DRAW_ONCE = (SequentialSampler, RandomSampler, SeedableRandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 _COMPARED = 64  # indices
 _DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -511,10 +512,11 @@ def shards_itself(loader: Any) -> bool:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell the dataset and the samplers of ``loader`` that have a ``set_epoch`` which epoch begins."""
-    batches = getattr(loader, "batch_sampler", None)
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     owners = (
         getattr(loader, "dataset", None),
-        getattr(loader, "sampler", None),
+        sampler,
+        getattr(sampler, "sampler", None),  # a batch sampler may stand in its place
         batches,
         getattr(batches, "sampler", None),
     )

@@ -33,7 +33,9 @@ class DataLoaderConfiguration:
         split_batches: ``batch_size`` is that of the global batch, which the processes share; it must divide.
         dispatch_batches: True, reading on the main process only, is not honoured: each process reads its own part.
         even_batches: accepted; all processes take part in every batch, and no sample is ever repeated for it.
-        use_seedable_sampler: accepted; every order can be repeated and is the same on all processes.
+        use_seedable_sampler: a shuffling loader draws each epoch's order from a seed plus the epoch's number
+            (``loader.set_epoch(epoch)`` sets it). The seed is ``data_seed``, else that of torch's generator when the
+            loader is prepared. Without it the order continues from epoch to epoch, as in the plain loop.
         data_seed: draw the order of samples from this seed, not from the process's random state.
         non_blocking: accepted; a pinned batch is always copied while the device computes.
         use_stateful_dataloader: accepted; every prepared loader has ``state_dict`` and is in every checkpoint.
@@ -97,7 +99,7 @@ class GradientAccumulationPlugin:
 
     Args:
         num_steps: how many.
-        adjust_scheduler: accepted; a schedule advances once per optimizer step either way.
+        adjust_scheduler: accepted; a schedule advances at the end of a group only, as in Accelerate either way.
         sync_with_dataloader: a loader's end ends a group; False lets groups go on into its next epoch.
         sync_each_batch: reduce gradients in every micro-batch, which saves memory where the model is sharded.
     """

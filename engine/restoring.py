@@ -32,6 +32,7 @@ _STATE = {"schedulers": list, "steps_since": list, "loaders": list, "evaluation_
     "reduction_orders": list,
     "registered": dict,
 }
+_OF_SCHEDULERS = ("schedulers", "scheduler_kinds", "steps_since", "scheduler_advances")
 _RANK = {"random": dict, "buffers": list}
 _OPTIMIZER = {"class": str, "groups": list} | dict.fromkeys(("shapes", "formats", "slots", "unnamed", "others"), dict)
 
@@ -84,7 +85,7 @@ def load(
         accelerator.strategy.load_optimizer_state(optimizer, saved)
         optimizer_state.keep_formats(optimizer, saved)
     if state:
-        _load_shared_state(accelerator, found)
+        _load_shared_state(accelerator, found, manifest)
         same_world = world.size == manifest.world_size
         _load_buffers(accelerator, manifest, own["buffers"] if own and same_world else [])
         accelerator.draw_apart()  # a rank that the checkpoint knows nothing of draws numbers of its own
@@ -136,6 +137,9 @@ def _checked_state(accelerator: Accelerator, path: Path, manifest: Manifest, str
     if not has_part(manifest.files, "state"):
         raise ValueError(f"{path} holds weights only, so no run can go on from it: load them into a model before fit.")
     found = _of_form(_STATE, checkpoint.open_part(path, "state")[0], path, "state")
+    # Checkpoints from before it was saved: each optimizer step advanced a schedule by one.
+    found.setdefault("scheduler_advances", [1] * len(found["schedulers"]))
+    _of_form({"scheduler_advances": list}, found, path, "state")
     _check_counts(accelerator, found, path, manifest, strict)
     _check_kinds(accelerator, found, path, strict)
     _say_other_batches(accelerator, manifest)
@@ -326,9 +330,9 @@ def _check_counts(
         if strict or kind in ("models", "optimizers"):
             raise ValueError(f"{text}: the same ones have to be there before it is loaded.")
         warn(f"{text}: they begin anew.")
-        for name in ("schedulers", "scheduler_kinds", "steps_since") if kind == "schedulers" else (kind,):
+        for name in _OF_SCHEDULERS if kind == "schedulers" else (kind,):
             state[name] = []
-    if len({len(state[name]) for name in ("schedulers", "scheduler_kinds", "steps_since")}) > 1:
+    if len({len(state[name]) for name in _OF_SCHEDULERS}) > 1:
         raise ValueError(f"{path}: part 'state' is damaged: its schedulers are not all there. Use another checkpoint.")
 
 
@@ -378,15 +382,22 @@ def _say_other_formats(accelerator: Accelerator, path: Path, manifest: Manifest)
             architecture.say_other_formats(model, _as_named_in(model.state_dict(), stored), path)
 
 
-def _load_shared_state(accelerator: Accelerator, state: dict[str, Any]) -> None:
+def _load_schedulers(accelerator: Accelerator, state: dict[str, Any], manifest: Manifest) -> None:
     kinds = scheduler_kinds(accelerator.schedulers)
-    there = zip(state["scheduler_kinds"], state["schedulers"], state["steps_since"], strict=True)
-    for scheduler, kind, (saved_kind, saved, since) in zip(accelerator.schedulers, kinds, there, strict=False):
+    samples = facts(accelerator)["global_batch_size"]
+    same_batch = samples is not None and samples == manifest.info.get("global_batch_size")
+    there = zip(*(state[name] for name in _OF_SCHEDULERS), strict=True)
+    for scheduler, kind, (saved, saved_kind, *place) in zip(accelerator.schedulers, kinds, there, strict=False):
         if kind != saved_kind:
             continue
-        scheduler.load_state_dict(saved)
         if isinstance(scheduler, PreparedScheduler):
-            scheduler.resume(since)
+            scheduler.resume(saved, *place, same_batch=same_batch)
+        else:
+            scheduler.load_state_dict(saved)
+
+
+def _load_shared_state(accelerator: Accelerator, state: dict[str, Any], manifest: Manifest) -> None:
+    _load_schedulers(accelerator, state, manifest)
     evaluation = [loader for loader in accelerator.loaders if loader.evaluation]
     for loader, saved in zip(_training(accelerator), state["loaders"], strict=False):
         loader.load_state_dict(saved)

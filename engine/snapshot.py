@@ -339,6 +339,7 @@ def _shared_state(accelerator: Accelerator) -> dict[str, Any]:
         "schedulers": [scheduler.state_dict() for scheduler in accelerator.schedulers],
         "scheduler_kinds": scheduler_kinds(accelerator.schedulers),
         "steps_since": [s.since if isinstance(s, PreparedScheduler) else (0, 0) for s in accelerator.schedulers],
+        "scheduler_advances": [s.advances if isinstance(s, PreparedScheduler) else 1 for s in accelerator.schedulers],
         "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
         "loaders": [loader.state_dict() for loader in accelerator.loaders if not loader.evaluation],
         "evaluation_loaders": [loader.state_dict() for loader in accelerator.loaders if loader.evaluation],

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .ddp import DDP
 from .environment import DebugEnvironment
-from .messages import warn
+from .messages import named_ranks, warn
 from .strategy import Strategy
 from .world import World
 
@@ -203,7 +203,7 @@ class Meeting:
             if not at or at[0] < number
         }
         return (
-            f"{_named(list(away))} did not come within {self._timeout:g} s to a call that needs all processes:\n"
+            f"{named_ranks(list(away))} did not come within {self._timeout:g} s to a call that needs all processes:\n"
             f"{_listed({**here, **away})}\n"
             "A call that only some processes make (`if accelerator.is_main_process:`) never ends; one process may also "
             "have failed, wait in a call of its own (a backward pass of DDP), or need more time: TREADLE_DEBUG_TIMEOUT "
@@ -218,7 +218,8 @@ def verdict_on(calls: Sequence[Call], ranks: Sequence[int], note: str = "") -> s
     if len(gone) == len(calls):
         return _SAME
     if gone:
-        return f"{_MISSING}{_named(gone)} will not come to a call that needs all processes:\n{listed}{_before(note)}"
+        what = f"{named_ranks(gone)} will not come to a call that needs all processes"
+        return f"{_MISSING}{what}:\n{listed}{_before(note)}"
     same = {
         "the call": len({(call.operation, call.name) for call in calls}) == 1,
         "the tensor": len({call.value for call in calls}) == 1,
@@ -251,18 +252,7 @@ def _listed(said: dict[int, str]) -> str:
     who: dict[str, list[int]] = {}
     for rank in sorted(said):
         who.setdefault(said[rank], []).append(rank)
-    return "\n".join(f"  {_named(ranks)}: {text}" for text, ranks in who.items())
-
-
-def _named(ranks: list[int]) -> str:
-    """``rank 3``, ``ranks 0-2, 5``."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, span)) for span in spans)}"
+    return "\n".join(f"  {named_ranks(ranks)}: {text}" for text, ranks in who.items())
 
 
 def meant_to_be_equal(strategy: Strategy) -> bool:

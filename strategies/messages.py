@@ -62,3 +62,14 @@ def choose(what: str, value: object, valid: Iterable[str]) -> str:
     if isinstance(value, str) and value in names:
         return value
     raise ValueError(f"{what}={value!r} is not one of {', '.join(names)}.{nearest(str(value), names)}")
+
+
+def named_ranks(ranks: list[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0-2, 5``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, span)) for span in spans)}"

@@ -8,9 +8,11 @@ import contextlib
 import io
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -225,14 +227,14 @@ def printed(path, world, *args):
     if world == 1:
         for name in os.environ.keys() - clean_environment().keys():
             del os.environ[name]
-    sys.argv = [str(path), str(path.parent), *args]
+    sys.argv = [str(path), *args]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         runpy.run_path(str(path), run_name="__main__")
     return out.getvalue()
 
 
 def output(name, world, folder, *args):
-    text, *_ = run(printed, world, written(name, folder), world, *args)
+    text, *_ = run(printed, world, written(name, folder), world, str(folder), *args)
     return json.loads(text.strip().splitlines()[-1])
 
 
@@ -259,8 +261,8 @@ def model():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def classified():
-    """`CLASSIFY`, written out for one process without any library."""
+def classified(world):
+    """`CLASSIFY`, written out without any library; a batch of each process is a step of the schedule."""
     torch.manual_seed(42)
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -271,7 +273,8 @@ def classified():
         for inputs, targets in train:
             nn.functional.cross_entropy(net(inputs), targets).backward()
             optimizer.step()
-            scheduler.step()
+            for _ in range(world):
+                scheduler.step()
             optimizer.zero_grad()
         with torch.no_grad():  # the loader draws a seed from the same generator as the shuffle, so it is read here too
             outputs, references = zip(*((net(x), y) for x, y in evaluation), strict=True)
@@ -279,7 +282,7 @@ def classified():
     return {"losses": losses, "rate": round(scheduler.get_last_lr()[0], 8)}
 
 
-def accumulated(samples):
+def accumulated(samples, world):
     """`ACCUMULATE`, each step on its whole group at once."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
@@ -289,7 +292,7 @@ def accumulated(samples):
         norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.3).item())
         optimizer.step()
         optimizer.zero_grad()
-        optimizer.param_groups[0]["lr"] *= 0.9
+        optimizer.param_groups[0]["lr"] *= 0.9**world
     return {"norms": norms, "weights": torch.cat([p.flatten() for p in net.parameters()]).norm().item()}
 
 
@@ -304,13 +307,13 @@ WORLDS = pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slo
 
 @WORLDS
 def test_classification(world, tmp_path):
-    close(launched("classify", world, tmp_path), classified())
+    close(launched("classify", world, tmp_path), classified(world))
 
 
 @WORLDS
 @pytest.mark.parametrize("samples", [48, 42])  # 42: the last group holds one short batch
 def test_accumulation_clipping_and_a_schedule(world, samples, tmp_path):
-    close(output("accumulate", world, tmp_path, str(samples)), accumulated(samples))
+    close(output("accumulate", world, tmp_path, str(samples)), accumulated(samples, world))
 
 
 @WORLDS
@@ -339,3 +342,38 @@ def test_a_stop_that_one_process_asks_for(world, tmp_path):
     found = output("stop", world, tmp_path)
     assert 1 < found["steps"] < 40
     assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+# -- beside Accelerate's own figures -----------------------------------------------------------------------------------
+
+
+RECORDED = json.loads((Path(__file__).parent / "swap" / "accelerate" / "recorded.json").read_text(encoding="utf-8"))
+
+
+def decayed(path, world, arguments):
+    """What `tests/swap/accelerate/decay.py` prints, for each list of arguments."""
+    return [printed(path, world, *each) for each in arguments]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_losses_are_accelerates(world, tmp_path):
+    """With `use_seedable_sampler`; figures of accelerate 1.15.0, torch 2.13.0 (`benchmarks/swap_accelerate.py`)."""
+    source = (Path(__file__).parent / "swap" / "accelerate" / "decay.py").read_text(encoding="utf-8")
+    path = tmp_path / "decay.py"
+    path.write_text(treadles(source))
+    runs = [one for one in RECORDED["runs"] if one["processes"] == world]
+    assert len({tuple(one["results"]["losses"]) for one in runs}) == 3  # each has an order of its own
+    texts = run(decayed, world, path, world, [one["arguments"] for one in runs])[0]
+    found = [json.loads(text.strip().splitlines()[-1]) for text in texts]
+    for ours, theirs in zip(found, (one["results"] for one in runs), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, values in theirs.items():
+            assert ours[name] == pytest.approx(values, rel=5e-7, abs=1e-7), name
+        assert ours["rates"][-1] == theirs["rates"][-1] == 0.0
+
+
+def test_the_guides_schedule_ends_at_zero(capsys):
+    text = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(block, {})
+    assert capsys.readouterr().out == "[0.0]\n"

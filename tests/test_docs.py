@@ -446,16 +446,14 @@ def on_each_process(folder):
     accelerator = treadle.Accelerator(cpu=True)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    model, optimizer, batches, stepped = accelerator.prepare(model, optimizer, loader(6), scheduler)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(6))
     gathered = []
     for (x,) in batches:
         accelerator.backward(model(x).mean())
         optimizer.step()
-        stepped.step()
         optimizer.zero_grad()
         gathered += accelerator.gather_for_metrics(x).flatten().tolist()
-    return found | {"schedule": scheduler.last_epoch, "gathered": gathered} | losses_of(accelerator) | formats()
+    return found | {"gathered": gathered} | losses_of(accelerator) | formats()
 
 
 def losses_of(accelerator):
@@ -534,10 +532,6 @@ def test_a_stop_on_one_process_stops_all_after_the_same_step(two):
 
 def test_logged_values_are_of_all_processes(two):
     assert [found["logged"] for found in two[1]] == [0.5, 0.5]
-
-
-def test_a_scheduler_steps_once_per_optimizer_step(two):
-    assert [found["schedule"] for found in two[1]] == [3, 3]
 
 
 def test_another_number_of_processes_goes_on_with_the_samples_left(two):

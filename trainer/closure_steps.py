@@ -23,6 +23,10 @@ class ClosureSteps(Steps):
     optimizer decides by it, all decide alike.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.voting = self.may_leave()
+
     def take(self, group: Iterable[Any]) -> None:
         """See `Steps.take`. The hooks of backward and of the optimizer's step are called in each evaluation."""
         hooks, progress, cursor = self.hooks, self.progress, self.cursor
@@ -35,9 +39,13 @@ class ClosureSteps(Steps):
                 if hook(batch, progress.batch + len(held) - 1) == -1:
                     self.skip_rest = True
             if self.skip_rest:
-                progress.within = False
-                return
+                break
         if not held:
+            return
+        if self.voting:
+            self.vote_to_leave(progress.batch + len(held) - 1)
+        if self.skip_rest:
+            progress.within = False
             return
         first, optimizer = progress.batch, self.optimizer
         assert optimizer is not None

@@ -102,7 +102,8 @@ def _end_epoch(
 ) -> dict[str, float]:
     """Call the hooks of the epoch's end, hand what was logged to the loggers, and return the epoch's values."""
     metrics.between_batches(True)
-    if getattr(hooks, f"on_{name}_epoch_end"):
+    # With several ranks always, as the hook may be on some of them only.
+    if getattr(hooks, f"on_{name}_epoch_end") or trainer.world_size > 1:
         trainer.logbook.update_epoch(metrics)  # what the steps have logged, they may want to read
         _fire(hooks, f"on_{name}_epoch_end")
     found = trainer.logbook.update_epoch(metrics)

@@ -19,6 +19,7 @@ from .last_step import LastStep
 from .loop import FitLoop
 from .optimizers import SchedulerConfig, check_ownership, endless, parse_optimizers
 from .profiled import measured
+from .same_settings import check_same_optimizers
 from .sources import Sources
 from .start_checks import check_monitors, warn_of_untrained
 from .storable import check_storable
@@ -135,6 +136,7 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
                 f"{type(config.scheduler).__name__}({name}=inf) would never change the learning rate; "
                 + _why_endless(trainer)
             )
+    check_same_optimizers(task, optimizers, schedulers, accelerator.world)
     trainer.lr_scheduler_configs = schedulers
     for optimizer in optimizers:
         accelerator.prepare_optimizer(optimizer)

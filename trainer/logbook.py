@@ -227,8 +227,9 @@ class Logbook:
         """Give every process rank zero's version, and so one directory. All processes must call it."""
         if self.world.size == 1:
             return  # reading a version claims its directory; that can wait until something is logged
-        for logger in self.loggers:
-            version = self.world.broadcast(getattr(logger, "version", None) if self.world.is_main else None)
+        # At once, as the other ranks may have no logger.
+        own = [getattr(logger, "version", None) for logger in self.loggers] if self.world.is_main else None
+        for logger, version in zip(self.loggers, self.world.broadcast(own), strict=False):
             if getattr(logger, "version", None) != version:
                 logger.version = version
 

@@ -32,6 +32,7 @@ class ManualSteps(Steps):
         self.optimizers = optimizers
         self.votes = self.accelerator.always_agree
         self.accelerator.always_agree = False  # not in each backward, but once, after the step
+        self.voting = self.may_leave()
         hooked = optimizers if self.hooks.on_before_optimizer_step else []
         self._handles = [one.optimizer.register_step_pre_hook(self._before_step) for one in hooked]
 
@@ -55,6 +56,8 @@ class ManualSteps(Steps):
             for hook in hooks.on_train_batch_start:
                 if hook(batch, index) == -1:
                     self.skip_rest = True
+            if self.voting:
+                self.vote_to_leave(index)  # training_step steps the optimizers, so it may not run in vain
             if self.skip_rest:
                 progress.within = False
                 return

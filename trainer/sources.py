@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ..engine import Accelerator, CombinedLoader, JointLoader, Loader
 from ..engine.combined import is_collection
+from ..engine.same_settings import check_same
 from ..strategies import warn
 from . import flags
 from .datamodule import DataModule, TransferHooks
@@ -82,9 +83,10 @@ class Sources:
     def evaluation(self, kind: str) -> list[Loader]:
         """The prepared loaders of ``"val"``, ``"test"`` or ``"predict"``; empty where there are none."""
         if kind not in self._evaluation:
-            several = _one_by_one(self._find(kind))
+            several = list(_one_by_one(self._find(kind)))
+            world, count = self._accelerator.world, {f"{kind} loaders": len(several)}
+            check_same("the ranks have different loaders", count, world)
             loaders = [self._prepare(kind, each, number) for number, each in enumerate(several)]
-            world = self._accelerator.world
             self._empty[kind] = [loader for loader in loaders if world.all(loader.length == 0)]
             self._evaluation[kind] = loaders
         return self._evaluation[kind]

@@ -14,6 +14,7 @@ from . import diagnosis, flags, profiled, restore, resume, summary
 from .datamodule import DataModule
 from .defaults import as_callbacks
 from .hooks import Hooks, name_of
+from .same_settings import same_settings
 from .sources import KINDS, Sources, check_kinds
 from .task import TaskModule, log_to, task_modules
 
@@ -108,6 +109,7 @@ def _setup(
     for callback in trainer.callbacks:
         callback._task = task
     trainer.hooks = hooks = Hooks(trainer, task, trainer.callbacks)
+    accelerator.compare_settings(same_settings(trainer, stage, task, ckpt_path))
     trainer.ckpt_path = resume.find_checkpoint(trainer, stage, ckpt_path)
     limits = {kind: getattr(trainer, f"limit_{kind}_batches") for kind in KINDS}
     shard = trainer.use_distributed_sampler

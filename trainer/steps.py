@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from ..engine import isolated_random_state
+from ..engine.metrics import MutedMetrics
 from ..strategies import announce
-from .hooks import Hooks
+from .hooks import Hook, Hooks
 from .outputs import check_loss, for_hooks, loss_in
 from .schedules import Schedules
 from .task import TaskModule
@@ -74,7 +80,8 @@ class Steps:
     def take(self, group: Iterable[Any]) -> None:
         """Work through one group of micro-batches; after its last one the optimizer steps."""
         accelerator, hooks, progress, cursor = self.accelerator, self.hooks, self.progress, self.cursor
-        for batch in group if self.alone else self.metrics.counted(group, cursor, self.task):
+        batches = iter(group if self.alone else self.metrics.counted(group, cursor, self.task))
+        for batch in batches:
             progress.within = True
             index = progress.batch
             micro = cursor.micro
@@ -84,6 +91,8 @@ class Steps:
                 if hook(batch, index) == -1:
                     self.skip_rest = True
             if self.skip_rest:
+                if not self.alone:
+                    self._leave_together(itertools.chain((batch,), batches), index)
                 accelerator.drop_gradients()  # of the group's micro-batches before
                 progress.within = False
                 return
@@ -120,6 +129,8 @@ class Steps:
         accelerator, optimizer, progress, hooks = self.accelerator, self.optimizer, self.progress, self.hooks
         if accelerator.always_agree or accelerator.unfinished:
             accelerator.agree()
+        if self.agreement.leaves:
+            self.refuse_to_leave(None)
         if not self.agreement.finite:
             self.refuse()
             return
@@ -143,6 +154,74 @@ class Steps:
             progress.step += 1
             if self.schedules.by_step:
                 self.schedules.after_step()
+
+    def _leave_together(self, batches: Iterable[Any], index: int) -> None:
+        """Find out whether every rank leaves the epoch with this group, which is then dropped.
+
+        A rank that does not is in the group's collectives already, so this one takes part in them, without weight. Its
+        vote travels in them, which costs nothing in any other step.
+
+        Args:
+            batches: those of the group that are left.
+            index: the micro-batch for which a hook returned -1.
+
+        Raises:
+            ValueError: if some rank stays; on every rank.
+        """
+        accelerator, cursor, agreement = self.accelerator, self.cursor, self.agreement
+        agreement.leave_vote = True
+        buffers = [(buffer, buffer.clone()) for buffer in self.task.buffers()]
+        with isolated_random_state(), self.trainer.logging_to(MutedMetrics(training=True)):
+            for batch in batches:
+                micro = cursor.micro
+                cursor.micro = replace(micro, samples=0, scale=0.0)  # type: ignore[type-var]
+                with accelerator.accumulate(self.model):
+                    output = self.step(batch, index) if self.takes_index else self.step(batch)
+                    loss, weight = (output, None) if isinstance(output, Tensor) else loss_in(output)
+                    accelerator.backward(loss, weight=weight, by=self.own_backward)
+                cursor.micro = micro
+        accelerator.agree()
+        agreement.settle()
+        agreement.leave_vote = False
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        if agreement.leaves < accelerator.num_processes:
+            self.refuse_to_leave(index)
+        agreement.leaves = 0
+
+    def may_leave(self) -> bool:
+        """Whether some rank has a hook that may return -1. All ranks must ask, once."""
+        return not self.alone and self.accelerator.world.any(any(map(_is_users, self.hooks.on_train_batch_start)))
+
+    def vote_to_leave(self, index: int) -> None:
+        """As `_leave_together`, by an exchange of its own, where the group's collectives can't carry a vote.
+
+        Raises:
+            ValueError: if some ranks leave and others stay; on every rank.
+        """
+        leaves = int(self.accelerator.world.all_reduce(torch.tensor(int(self.skip_rest))))
+        if 0 < leaves < self.accelerator.num_processes:
+            self.refuse_to_leave(index if self.skip_rest else None)
+
+    def refuse_to_leave(self, index: int | None) -> None:
+        """Some ranks leave the epoch and others stay.
+
+        Args:
+            index: the micro-batch for which this rank's hook returned -1, if it did.
+
+        Raises:
+            ValueError: names the ranks and their micro-batches, as far as they are known.
+        """
+        world = self.accelerator.world
+        # Where votes are read one step late, the others are elsewhere by now.
+        every = world.gather_objects(index) if self.agreement.immediate else {world.rank: index}.items()
+        asked = [(rank, at) for rank, at in (enumerate(every) if isinstance(every, list) else every) if at is not None]
+        where = ", ".join(f"rank {rank} (micro-batch {at})" for rank, at in asked) or "some rank"
+        raise ValueError(
+            f"on_train_batch_start returned -1 on {where} in epoch {self.progress.epoch}, and not on every rank: the "
+            "ranks leave an epoch with the same step. Decide by what is the same on all of them, such as the index of "
+            "the batch, global_step or a logged metric."
+        )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """What ``manual_backward`` does.
@@ -191,6 +270,12 @@ class Steps:
         self.progress.skipped += 1
         if self.optimizer is not None:
             self.optimizer.zero_grad()
+
+
+def _is_users(hook: Hook) -> bool:
+    """Whether a hook is not one of our own callbacks', none of which returns anything."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return not str(getattr(function, "__module__", "")).startswith("treadle.")
 
 
 def overrides(task: TaskModule, name: str) -> bool:

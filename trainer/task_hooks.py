@@ -63,7 +63,7 @@ class TaskHooks:
         """An epoch is over, its validation and its schedulers too."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """A micro-batch is on the device; return -1 to end the epoch here."""
+        """A micro-batch is on the device; return -1, on every rank, to end the epoch here."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """A micro-batch is done; after its group's last one, the optimizer has stepped."""

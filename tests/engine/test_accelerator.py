@@ -50,8 +50,9 @@ def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
-def by_hand(k, width, weighted, clip, seed=7):
-    """The reference: each step on the mean over its whole group, clipped once."""
+def by_hand(k, width, weighted, clip, processes=1, seed=7):
+    """The reference: each step on the mean over its whole group, clipped once; a batch of each process is a step of
+    the schedule."""
     model = Net()
     torch.manual_seed(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -66,7 +67,8 @@ def by_hand(k, width, weighted, clip, seed=7):
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip).item()
         optimizer.step()
-        scheduler.step()
+        for _ in range(processes):
+            scheduler.step()
         trace.append((norm, optimizer.param_groups[0]["lr"], weights(model)))
     return trace
 
@@ -113,8 +115,8 @@ def all_traces():
 
 @pytest.mark.guarantee
 def test_gradients_clipping_and_schedules(two_ranks):
-    wanted = [by_hand(*point) for point in GRID]
-    for found in (all_traces(), *(found["traces"] for found in two_ranks)):
+    for processes, found in ((1, all_traces()), *((2, found["traces"]) for found in two_ranks)):
+        wanted = [by_hand(*point, processes) for point in GRID]
         for one, other in zip(found, wanted, strict=True):
             assert len(one) == len(other)
             for (norm, lr, values), (norm_by_hand, lr_by_hand, values_by_hand) in zip(one, other, strict=True):

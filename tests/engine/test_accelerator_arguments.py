@@ -430,7 +430,7 @@ def test_the_data_seed_decides_the_order():
     def order(loader):
         return [i for batch in loader for i in batch.tolist()]
 
-    config = utils.DataLoaderConfiguration(data_seed=5, use_seedable_sampler=True)
+    config = utils.DataLoaderConfiguration(data_seed=5)
     torch.manual_seed(1)
     loader = cpu(dataloader_config=config).prepare(DataLoader(range(8), batch_size=4, shuffle=True))
     drawn = torch.rand(())

@@ -75,7 +75,7 @@ def by_hand(accumulate):
             losses = [model(batch).pow(2).mean() / accumulate for part in active for batch in part]
             (sum(losses) / len(active)).backward()
             optimizer.step()
-            scheduler.step()
+            scheduler.step(), scheduler.step()  # once for each process
             optimizer.zero_grad()
         trace.append((weights(model), round(scheduler.get_last_lr()[0], 8)))
     return trace

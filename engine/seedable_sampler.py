@@ -1,0 +1,81 @@
+"""The random sampler of ``DataLoaderConfiguration(use_seedable_sampler=True)``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+
+class SeedableRandomSampler(RandomSampler):
+    """Random sampler whose order in an epoch follows from a seed and the epoch's number alone, as in Accelerate.
+
+    Args:
+        sampler: the user's; its dataset, ``replacement`` and ``num_samples`` are taken over, its generator is not.
+        seed: added to the epoch's number, it seeds the generator of that epoch.
+
+    Attributes:
+        epoch: the epoch to draw.
+    """
+
+    def __init__(self, sampler: RandomSampler, seed: int) -> None:
+        super().__init__(sampler.data_source, sampler.replacement, sampler._num_samples)
+        self.seed = seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        # One of its own for each pass, which another pass begun meanwhile does not seed again.
+        self.generator = torch.Generator(torch.get_default_device()).manual_seed(self.seed + self.epoch)
+        yield from super().__iter__()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch to draw."""
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the seed and the epoch."""
+        return {"seed": self.seed, "epoch": self.epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned: a resumed run keeps its seed."""
+        self.seed, self.epoch = state_dict["seed"], state_dict["epoch"]
+
+
+def with_seedable_sampler(loader: Any, seed: int) -> Any:
+    """Return a shallow copy of a loader in which `SeedableRandomSampler` replaces torch's ``RandomSampler``.
+
+    Args:
+        loader: a ``DataLoader``; anything else is returned as it is.
+        seed: for the sampler.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    view, replaced = copy.copy(loader), dict[int, Any]()
+    settings = view.__dict__  # DataLoader forbids to set these by name once it is built
+    settings["_iterator"] = None
+    for name in ("sampler", "batch_sampler"):
+        settings[name] = _replaced(settings[name], seed, replaced)
+    return view
+
+
+def _replaced(sampler: Any, seed: int, replaced: dict[int, Any]) -> Any:
+    """Return ``sampler``, or a copy with the seedable one in it.
+
+    Args:
+        sampler: a sampler, a batch sampler, or None.
+        seed: for the seedable one.
+        replaced: those made so far, by the id of what they replace.
+    """
+    # A subclass with an order of its own keeps it.
+    if isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__:
+        return replaced.setdefault(id(sampler), SeedableRandomSampler(sampler, seed))
+    within = getattr(sampler, "sampler", None)  # of a batch sampler
+    own = _replaced(within, seed, replaced) if within is not None else None
+    if own is within:
+        return sampler
+    copied = copy.copy(sampler)
+    copied.sampler = own
+    return copied

@@ -1,0 +1,215 @@
+"""Prepared schedulers: sized by the loader as the script wrote it, advanced by every process's batch."""
+
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    MultiplicativeLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
+from torch.utils.data import DataLoader
+
+import treadle
+from treadle.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ParallelismConfig
+
+SAMPLES = 48
+
+
+def linear_decay(optimizer, steps):
+    return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
+
+
+def training(make, batch_size, **options):
+    """A script's set-up: the schedule is sized by the loader before it is prepared."""
+    accelerator = treadle.Accelerator(cpu=True, **options)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    loader = DataLoader(torch.arange(float(SAMPLES)).view(-1, 1), batch_size=batch_size)
+    steps = math.ceil(len(loader) / accelerator.gradient_accumulation_steps)
+    return accelerator, *accelerator.prepare(model, optimizer, loader, make(optimizer, 2 * steps))
+
+
+def trained(accelerator, model, optimizer, loader, scheduler, stop=None):
+    """The rate after each optimizer step of up to two epochs."""
+    rates = []
+    while loader.epoch < 2:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                rates.append(optimizer.param_groups[0]["lr"])
+            if len(rates) == stop:
+                return rates
+    return rates
+
+
+def decays(batch_size, accumulate):
+    plain = trained(*training(linear_decay, batch_size, gradient_accumulation_steps=accumulate))
+    # The group's size as a plugin; adjust_scheduler has no effect, as in Accelerate.
+    plugin = GradientAccumulationPlugin(num_steps=accumulate, adjust_scheduler=False)
+    assert trained(*training(linear_decay, batch_size, gradient_accumulation_plugin=plugin)) == plain
+    return plain
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_decay_ends_at_zero_on_any_number_of_processes(accumulate):
+    alone = decays(4, accumulate)
+    pair, other = run(decays, 2, 4, accumulate)
+    assert pair == other
+    assert pair == alone[1::2]  # after as many samples, the same rate
+    assert alone[-1] == pair[-1] == 0.0
+
+
+def split():
+    accelerator, *parts = training(linear_decay, 8, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    return trained(accelerator, *parts)
+
+
+def test_with_split_batches_each_step_counts_once():
+    alone, pair = split(), run(split, 2)
+    assert len(alone) == 12
+    assert pair == [alone, alone]
+
+
+def tensor_parallel():
+    accelerator = treadle.Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=1.0)
+    return accelerator.prepare_scheduler(StepLR(optimizer, 1)).advances
+
+
+def test_processes_that_share_a_batch_count_once():
+    assert run(tensor_parallel, 2) == [1, 1]
+
+
+def plateau():
+    accelerator = treadle.Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=1.0)
+    optimizer, scheduler = accelerator.prepare(optimizer, ReduceLROnPlateau(optimizer, factor=0.5, patience=0))
+    rates = []
+    for metric in (4.0, 3.0, 2.0, 2.5, 2.6):
+        optimizer.step()
+        scheduler.step(metric)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_a_metric_is_told_once():
+    assert run(plateau, 2) == [plateau()] * 2 == [[1.0, 1.0, 1.0, 0.5, 0.25]] * 2
+
+
+def by_epoch(**options):
+    accelerator = treadle.Accelerator(cpu=True, **options)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=1.0)
+    optimizer, scheduler = accelerator.prepare(optimizer, StepLR(optimizer, 1, 0.5))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.step(), optimizer.step(), optimizer.step()
+            scheduler.step()
+    said = [str(one.message) for one in caught if "StepLR" in str(one.message)]
+    return said, optimizer.param_groups[0]["lr"]
+
+
+def both_by_epoch():
+    return by_epoch(), by_epoch(step_scheduler_with_optimizer=False)
+
+
+def test_a_schedule_that_counts_epochs_is_told_how_to():
+    assert both_by_epoch() == (([], 0.25), ([], 0.25))
+    (prepared, plain), (silent, _) = run(both_by_epoch, 2)
+    assert plain == ([], 0.25)
+    assert prepared[1] == 0.5**4  # as Accelerate's
+    (said,) = prepared[0]
+    for words in ("after 3 optimizer steps", "2 per call", "2 times too fast", "step_scheduler_with_optimizer=False"):
+        assert words in said
+    assert silent[0] == []  # rank zero has said it
+
+
+def one_cycle(total):
+    accelerator = treadle.Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=1.0)
+    optimizer, scheduler = accelerator.prepare(optimizer, OneCycleLR(optimizer, 1.0, total_steps=total))
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    return scheduler.last_epoch
+
+
+def test_one_cycle_may_end_within_a_step_but_is_not_left_silently():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run(one_cycle, 2, 9) == [9, 9]
+    with pytest.warns(UserWarning, match=r"OneCycleLR has taken its total_steps=3; the learning rate stays .* raise"):
+        assert one_cycle(3) == 3
+
+
+# -- going on with another number of processes -----------------------------------------------------------------------
+
+
+SCHEDULES = {
+    "functions of the loader's length": linear_decay,
+    "functions of nothing": lambda optimizer, _: LambdaLR(optimizer, lambda step: 0.9**step),
+    "a length that is saved": lambda optimizer, steps: CosineAnnealingLR(optimizer, T_max=steps),
+    "a length in steps": lambda optimizer, _: StepLR(optimizer, 3, 0.5),
+    "products": lambda optimizer, _: MultiplicativeLR(optimizer, lambda step: 0.95),
+    "a short warm-up": lambda optimizer, steps: LinearLR(optimizer, 0.1, total_iters=steps // 2),
+}
+
+
+def started(folder, name, batch_size, accumulate, stop):
+    accelerator, *parts = training(SCHEDULES[name], batch_size, gradient_accumulation_steps=accumulate)
+    rates = trained(accelerator, *parts, stop=stop)
+    if stop is not None:
+        accelerator.save_state(Path(folder) / name)
+    return rates
+
+
+def resumed(folder, name, batch_size, accumulate):
+    accelerator, *parts = training(SCHEDULES[name], batch_size, gradient_accumulation_steps=accumulate)
+    accelerator.load_state(Path(folder) / name)
+    return trained(accelerator, *parts)
+
+
+def every_start(folder, batch_size, accumulate):
+    return {
+        name: (started(folder, name, batch_size, accumulate, None), started(folder, name, batch_size, accumulate, 5))
+        for name in SCHEDULES
+    }
+
+
+def every_end(folder, batch_size, accumulate):
+    return {name: resumed(folder, name, batch_size, accumulate) for name in SCHEDULES}
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(("before", "after"), [((2, 4, 1), (1, 8, 1)), ((1, 8, 1), (2, 4, 1)), ((2, 4, 1), (1, 4, 2))])
+def test_the_same_global_batch_on_another_number_of_processes_has_the_same_rates(before, after, tmp_path):
+    first = run(every_start, before[0], str(tmp_path), *before[1:])[0]
+    second = run(every_end, after[0], str(tmp_path), *after[1:])[0]
+    for name, (whole, begun) in first.items():
+        assert whole[:5] == begun
+        assert begun + second[name] == pytest.approx(whole, rel=1e-9, abs=1e-12), name
+
+
+@pytest.mark.guarantee
+def test_the_same_batch_per_process_follows_the_samples(tmp_path):
+    folder, name = str(tmp_path), "functions of the loader's length"
+    alone = trained(*training(linear_decay, 4))
+    begun = run(started, 2, folder, name, 4, 1, 5)[0]
+    with pytest.warns(UserWarning, match="global batch of 8 .* this run has 4"):
+        ended = resumed(folder, name, 4, 1)
+    assert begun == alone[1:10:2]
+    assert ended == alone[10:]
