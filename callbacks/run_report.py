@@ -63,8 +63,8 @@ class RunReport(Service):
             self._begun = False
             self._seconds = trainer.history.spent.get("training", 0.0)
             self._endings, self._failures = {}, []
-            if self.dirpath is None:
-                self._folder = trainer.logbook.agree_on_directory(trainer.default_root_dir)
+            if self.dirpath is None and trainer.is_global_zero:  # who alone writes
+                self._folder = trainer.logbook.directory(trainer.default_root_dir)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """From here on there is something to show."""

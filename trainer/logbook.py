@@ -234,20 +234,22 @@ class Logbook:
                 logger.version = version
 
     def agree_on_directory(self, root: str) -> str:
-        """The run's folder, rank zero's, on every process. All processes must call it.
+        """Return the run's folder, rank zero's, on every process. All processes must call it."""
+        folder = self.world.broadcast(self.directory(root) if self.world.is_main else None)
+        if folder != root and not any(logger.log_dir for logger in self.loggers):
+            self.folder = folder
+        return str(folder)
+
+    def directory(self, root: str) -> str:
+        """Return the run's folder. For rank zero.
 
         It is the first logger's. Where none has one, as with MLflow, it is made below ``root``, once for this logbook,
         so that no two runs share it; without a logger it is ``root`` itself.
         """
         folder = next((logger.log_dir for logger in self.loggers if logger.log_dir), self.folder)
-        if folder is None and self.world.is_main and self.loggers and not isinstance(self.loggers[0], SilentLogger):
-            folder = self._make_folder(root)
-        folder = self.world.broadcast(folder)
-        if folder is None:
-            return root
-        if not any(logger.log_dir for logger in self.loggers):
-            self.folder = folder
-        return str(folder)
+        if folder is None and self.loggers and not isinstance(self.loggers[0], SilentLogger):
+            folder = self.folder = self._make_folder(root)
+        return root if folder is None else str(folder)
 
     def folder_of_runs(self, root: str) -> str:
         """Where the folders of runs stand whose loggers have none: in ``root``, named after the experiment."""
