@@ -187,6 +187,21 @@ def registered_in(path: Path) -> dict[str, Any]:
     return _of_form(_STATE, checkpoint.open_part(path, "state")[0], path, "state")["registered"]  # type: ignore[no-any-return]
 
 
+def weight_differences(model: nn.Module, path: Path, complete: bool) -> list[str]:
+    """Return the names and shapes in which a checkpoint's first model is not ``model``; see `architecture.differences`.
+
+    Raises:
+        ValueError: if it is no checkpoint, or is damaged.
+    """
+    files = read_manifest(path).files
+    if not has_part(files, model_part(0)):
+        return []
+    saved = checkpoint.open_part(path, model_part(0))[0]
+    if has_part(files, extra_part(0)):
+        saved = saved | checkpoint.read_part(path, extra_part(0))
+    return architecture.differences(model, saved, complete)
+
+
 def in_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any:
     """A state with its tensors read.
 

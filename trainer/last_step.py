@@ -186,7 +186,7 @@ class LastStep:
             files |= checkpoint.encode_part("state", shared)
             files |= snapshot.rank_files(0, state["random"], [])
         # Of the other processes it holds nothing, and a resume takes it for one process's.
-        info = {**snapshot.facts(accelerator), **restore.facts(state["progress"], task)}
+        info = {**snapshot.facts(accelerator), **restore.facts(state["progress"], task, trainer.datamodule)}
         info |= {"world_size": 1, "saved_by": accelerator.num_processes}
         snapshot.publish(self._alone, path, files, info)
 

@@ -15,6 +15,7 @@ from ..engine.manifest import read_manifest
 from ..engine.parts import has_part
 from ..engine.restoring import in_memory, registered_in
 from ..strategies import warn
+from . import candidates
 from .datamodule import DataModule
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def save(
             "state: no run can go on from this checkpoint. Save before, or say weights_only=True."
         )
         weights_only = True
-    info, parts = facts(trainer.progress, task), parts_of(task, trainer.datamodule, trainer.config)
+    info, parts = facts(trainer.progress, task, trainer.datamodule), parts_of(task, trainer.datamodule, trainer.config)
     if weights_only and trainer.hooks is not None and (added := added_states(trainer)):
         parts["added"] = added  # else it is among the callbacks' states
     with trainer.history.spending("checkpoints"):
@@ -109,13 +110,14 @@ def refuse_broken_weights(trainer: Trainer, task: TaskModule, path: Path) -> Non
         )
 
 
-def facts(progress: Progress, task: TaskModule) -> dict[str, Any]:
+def facts(progress: Progress, task: TaskModule, datamodule: DataModule | None) -> dict[str, Any]:
     """What a checkpoint's manifest says of the run."""
     return {
         "step": progress.step,
         "epoch": progress.epoch,
         "samples": progress.samples,
-        "task": f"{type(task).__module__}.{type(task).__qualname__}",
+        "task": candidates.class_name(type(task)),
+        "configuration": candidates.configuration(task, datamodule),
         "hparams_name": task.hparams_name,
     }
 
