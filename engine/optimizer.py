@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from .as_built import built_options
+
 if TYPE_CHECKING:
     from .accelerator import Accelerator
 
@@ -19,6 +21,7 @@ class PreparedOptimizer(Optimizer):
 
     def __init__(self, optimizer: Optimizer, accelerator: Accelerator) -> None:
         self.optimizer = optimizer
+        self.built = self.held = built_options(optimizer)  # by the script; and those that hold, which a resume changes
         self.taken = 0  # steps in this process
         self.skipped = 0
         self._accelerator = accelerator

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ..strategies import World, warn
 from ..strategies.shards import cut_like, is_sharded
-from . import architecture, checkpoint, disk, optimizer_state
+from . import architecture, as_built, checkpoint, disk, optimizer_state
+from .as_built import LoadedOptimizer
 from .export import own_name
 from .manifest import Manifest, read_manifest, verify
 from .optimizer import PreparedScheduler
@@ -37,7 +38,13 @@ _OPTIMIZER = {"class": str, "groups": list} | dict.fromkeys(("shapes", "formats"
 
 
 def load(
-    accelerator: Accelerator, path: Path, *, models: bool, state: bool, strict: bool | None = None
+    accelerator: Accelerator,
+    path: Path,
+    *,
+    models: bool,
+    state: bool,
+    strict: bool | None = None,
+    schedule: str | None = None,
 ) -> dict[str, Any]:
     """Restore a checkpoint, or a part of it; returns its info. Gradients that were gathered before are dropped.
 
@@ -55,7 +62,7 @@ def load(
         manifest = read_manifest(path)
     manifest = world.broadcast(manifest)
     found: dict[str, Any] = {}
-    optimizers: list[tuple[Any, dict[str, Any]]] = []
+    optimizers: list[LoadedOptimizer] = []
     wanted = (getattr(own, "strict_loading", True) for own in accelerator.own_models)
     exactly = all(wanted) if strict is None else strict
     with _reading(world, path, manifest):
@@ -73,6 +80,7 @@ def load(
         if state:
             optimizers = _fitting_optimizers(accelerator, path, manifest, exactly)
             found = in_memory(found, {"registered": layouts}, {})
+            _choose_schedule(accelerator, path, optimizers, found, schedule)
             for loader, saved in zip(_training(accelerator), found["loaders"], strict=False):
                 loader.check(saved)
             if accelerator.process_index < manifest.world_size:  # a process that was not there then keeps its own
@@ -80,11 +88,12 @@ def load(
     for model, values, fully in weights:
         accelerator.strategy.load_model_state(model, values, fully)
         accelerator.loaded_from[model] = os.path.abspath(path), manifest, accelerator.steps
-    for optimizer, saved in optimizers:
+    for optimizer, saved, _ in optimizers:
         accelerator.strategy.load_optimizer_state(optimizer, saved)
         optimizer_state.keep_formats(optimizer, saved)
     if state:
         _load_shared_state(accelerator, found)
+        as_built.hold(accelerator, optimizers, found, script=schedule == "script")
         same_world = world.size == manifest.world_size
         _load_buffers(accelerator, manifest, own["buffers"] if own and same_world else [])
         if own:
@@ -288,7 +297,7 @@ def _fitting_weights(
 
 def _fitting_optimizers(
     accelerator: Accelerator, path: Path, manifest: Manifest, strict: bool
-) -> list[tuple[Any, dict[str, Any]]]:
+) -> list[LoadedOptimizer]:
     """For each optimizer the state that it is to load."""
     loads = []
     for number, prepared in enumerate(accelerator.optimizers):
@@ -309,8 +318,20 @@ def _fitting_optimizers(
             warn(f"{text}\nWhat does not fit begins anew.")
             if saved["class"] != optimizer_state.class_of(optimizer):
                 continue
-        loads.append((optimizer, optimizer_state.numbered(saved, optimizer, names)))
+        options = saved.get("built")
+        state = optimizer_state.numbered(saved, optimizer, names)
+        loads.append(LoadedOptimizer(optimizer, state, options if isinstance(options, list) else None))
     return loads
+
+
+def _choose_schedule(
+    accelerator: Accelerator, path: Path, optimizers: list[LoadedOptimizer], state: dict[str, Any], schedule: str | None
+) -> None:
+    """Decide whose learning rates and schedules hold; see `Saving.load_state`."""
+    if schedule == "script":
+        as_built.follow_script(accelerator, optimizers, state)
+    elif schedule is None:
+        as_built.compare(accelerator, path, optimizers, state)
 
 
 def _as_named_in(now: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:

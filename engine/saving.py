@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ..strategies import Strategy, World, warn
 from ..strategies.shards import whole
 from . import checkpoint, export, numbered, restoring, snapshot
+from .as_built import check_schedule
 from .background import Copying, HostCopies, Job
 from .loader import Loader
 from .manifest import Manifest
@@ -198,6 +199,7 @@ class Saving(Process):
         models: bool = True,
         state: bool = True,
         strict: bool | None = None,
+        schedule: str | None = None,
     ) -> dict[str, Any]:
         """Restore what `save_state` saved; returns its ``info``. Call it on all processes.
 
@@ -212,6 +214,9 @@ class Saving(Process):
             state: restore everything else.
             strict: False takes what fits of another model's or optimizer's state, and says what does not. Default: what
                 the model's ``strict_loading`` says, else True.
+            schedule: whose learning rates and schedules hold: ``"saved"``, those of the checkpoint, or ``"script"``,
+                those of the prepared optimizers and schedulers, as they are after as many steps. Default: the saved
+                ones, with a warning if the script's are others.
 
         Raises:
             ValueError: if it is no checkpoint, is damaged, another model's or optimizer's, or was replaced while it was
@@ -219,6 +224,7 @@ class Saving(Process):
                 registered object itself raises comes later, when models and optimizers are loaded.
         """
         self.finish_saving()
+        check_schedule(schedule)
         if load_kwargs:
             raise ValueError(f"load_state(load_kwargs={dict(load_kwargs)!r}): checkpoints are read in one way only.")
         project = self.project_configuration
@@ -232,7 +238,7 @@ class Saving(Process):
         with self.world.together():
             if self.is_main_process:
                 checkpoint.find_again(path)
-        info = restoring.load(self, path, models=models, state=state, strict=strict)  # type: ignore[arg-type]
+        info = restoring.load(self, path, models=models, state=state, strict=strict, schedule=schedule)  # type: ignore[arg-type]
         if state:
             self.steps = info["step"]
             project.iteration = self.world.broadcast(numbered.iteration_after(project, path))

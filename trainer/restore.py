@@ -200,12 +200,12 @@ def restore_datamodule(trainer: Trainer, path: Path) -> dict[str, Any]:
     return registered
 
 
-def restore_run(trainer: Trainer, path: Path | None) -> Any:
+def restore_run(trainer: Trainer, path: Path | None, schedule: str | None = None) -> Any:
     """Restore everything but the weights; returns the random state to go on with just before the first step."""
     if path is None:
         return None
     with isolated_random_state():
-        info = trainer.accelerator.load_state(path, models=False)
+        info = trainer.accelerator.load_state(path, models=False, schedule=schedule)
         if info.get("saved_by", 1) > 1:
             warn(
                 f"{path} was saved by rank zero alone when an error came: the other processes' random numbers and "
