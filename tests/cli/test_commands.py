@@ -134,6 +134,24 @@ def test_a_run_that_can_not_go_on_is_as_it_was(wrong, words, here, capsys):
     assert (folder / "config.1.yaml").read_bytes() == before["config.yaml"]
 
 
+def test_a_longer_run_follows_the_schedule_in_the_file(here, capsys):
+    schedule = ["lr_scheduler={class: CosineAnnealingLR, T_max: 4, interval: step}", "optimizer=SGD", "optimizer.lr=0.1"]
+    assert main(["fit", "--config", "run.yaml", "trainer.max_steps=2", *schedule]) == 0
+    longer = ["fit", "--from-run", "runs/default/1", "ckpt_path=last", "lr_scheduler.T_max=8"]
+    with pytest.warns(UserWarning, match="CosineAnnealingLR: T_max 4 in the checkpoint, 8 in this script"):
+        assert main([*longer, "trainer.max_steps=3"]) == 0
+    assert main([*longer, "trainer.max_steps=4", "schedule=script"]) == 0
+    assert "SGD resumes with lr 0.0691342, from this script's schedule" in capsys.readouterr().err
+    assert "schedule" not in (here / "runs" / "default" / "1" / "config.1.yaml").read_text().replace("lr_scheduler", "")
+    for line, text in (
+        (["fit", "--from-run", "runs/default/1", "schedule=mine"], "schedule=mine must be one of saved, script"),
+        (["fit", "--from-run", "runs/default/1", "schedule=script"], "schedule='script' is for a resume"),
+        (["test", "--from-run", "runs/default/1", "schedule=script"], "schedule is for fit"),
+    ):
+        assert main(line) == 2
+        assert text in capsys.readouterr().err
+
+
 def test_a_repeated_run_still_says_where_each_value_is_from(here, capsys):
     assert main(["fit", "--config", "run.yaml", "model.lr=0.03", "trainer.max_epochs=1"]) == 0
     assert main(["fit", "--from-run", "runs/default/1", "trainer.max_epochs=2"]) == 0
