@@ -115,6 +115,7 @@ class Saving(Process):
             )
         if isinstance(also, str | os.PathLike):
             raise TypeError(f"save_state(also={also!r}) must be a list of directories: write [{also!r}].")
+        self.world.meet("accelerator.save_state")
         self.finish_saving()
         info = snapshot.described(self, info or {})  # type: ignore[arg-type]
         numbering = self.project_configuration if output_dir is None else None
@@ -300,6 +301,7 @@ class Saving(Process):
         Raises:
             TypeError: for anything else (numpy arrays, paths, objects), with its place and what to do.
         """
+        self.world.meet("accelerator.save")
         with self.world.together():
             if self._writes_here():
                 export.save_object(obj, f, safe_serialization)
@@ -323,6 +325,7 @@ class Saving(Process):
             safe_serialization: False writes ``pytorch_model.bin`` in torch's format.
         """
         limit = export.byte_size(max_shard_size)
+        self.world.meet("accelerator.save_model")
         weights = self.get_state_dict(model)
         with self.world.together():
             if self._writes_here():

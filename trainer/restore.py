@@ -82,6 +82,7 @@ def save(
             f"{path} can't be saved in the middle of optimizer step {trainer.progress.step + 1}: a run could not go on "
             "from there. Save in on_train_batch_end or on_step_end; weights_only=True saves the weights as they are."
         )
+    trainer.accelerator.world.meet("trainer.save_checkpoint")
     with trainer.accelerator.world.together():
         refuse_broken_weights(trainer, task, path)
     if trainer.stage is None and not trainer.accelerator.registered and not weights_only:

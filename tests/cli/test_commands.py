@@ -135,7 +135,11 @@ def test_a_run_that_can_not_go_on_is_as_it_was(wrong, words, here, capsys):
 
 
 def test_a_longer_run_follows_the_schedule_in_the_file(here, capsys):
-    schedule = ["lr_scheduler={class: CosineAnnealingLR, T_max: 4, interval: step}", "optimizer=SGD", "optimizer.lr=0.1"]
+    schedule = [
+        "lr_scheduler={class: CosineAnnealingLR, T_max: 4, interval: step}",
+        "optimizer=SGD",
+        "optimizer.lr=0.1",
+    ]
     assert main(["fit", "--config", "run.yaml", "trainer.max_steps=2", *schedule]) == 0
     longer = ["fit", "--from-run", "runs/default/1", "ckpt_path=last", "lr_scheduler.T_max=8"]
     with pytest.warns(UserWarning, match="CosineAnnealingLR: T_max 4 in the checkpoint, 8 in this script"):
