@@ -84,8 +84,10 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | str | None)
 
 
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, int | float) for item in value)
+def _numbers(value: Any) -> list[int | float]:
+    """Return a list of numbers as it is; of anything else, which a damaged file may hold, nothing."""
+    plain = _plain(value)
+    return plain if isinstance(plain, list) and all(isinstance(item, int | float) for item in plain) else []
 
 
 def _arguments(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -175,12 +177,8 @@ def _other_schedules(accelerator: Accelerator, state: State) -> tuple[list[str],
 
 def _other_rates(scheduler: LambdaLR, saved: State) -> list[str]:
     """Compare the functions of a schedule, which no checkpoint holds, at the step that the checkpoint stands at."""
-    step, before, bases = (saved.get(name) for name in ("last_epoch", "_last_lr", "base_lrs"))
-    if not isinstance(step, int) or not (
-        _are_numbers(before := _plain(before)) and _are_numbers(bases := _plain(bases))
-    ):
-        return []
-    if not len(before) == len(bases) == len(scheduler.lr_lambdas):
+    step, before, bases = saved.get("last_epoch"), _numbers(saved.get("_last_lr")), _numbers(saved.get("base_lrs"))
+    if not isinstance(step, int) or not len(before) == len(bases) == len(scheduler.lr_lambdas):
         return []
     rates = [base * function(step) for base, function in zip(bases, scheduler.lr_lambdas, strict=True)]
     if all(math.isclose(old, new, rel_tol=1e-5, abs_tol=1e-12) for old, new in zip(before, rates, strict=True)):
@@ -206,7 +204,7 @@ def _pairs(accelerator: Accelerator, state: State) -> Iterator[tuple[Any, BuiltS
 
 def _ends_early(accelerator: Accelerator, state: State) -> bool:
     return any(
-        kind == "OneCycleLR" and _are_numbers([ends := saved.get("total_steps")]) and ends < built.state["total_steps"]
+        kind == "OneCycleLR" and any(end < built.state["total_steps"] for end in _numbers([saved.get("total_steps")]))
         for _, built, saved, kind, _ in _pairs(accelerator, state)
     )
 

@@ -88,20 +88,31 @@ def load(
     for model, values, fully in weights:
         accelerator.strategy.load_model_state(model, values, fully)
         accelerator.loaded_from[model] = os.path.abspath(path), manifest, accelerator.steps
+    if state:
+        _load_training(accelerator, manifest, found, own, optimizers)
+        as_built.hold(accelerator, optimizers, found, script=schedule == "script")
+    accelerator.drop_gradients()
+    return manifest.info
+
+
+def _load_training(
+    accelerator: Accelerator,
+    manifest: Manifest,
+    found: dict[str, Any],
+    own: dict[str, Any],
+    optimizers: list[LoadedOptimizer],
+) -> None:
+    """Load all but the weights: optimizers, what all processes share, and what this one alone knew."""
     for optimizer, saved, _ in optimizers:
         accelerator.strategy.load_optimizer_state(optimizer, saved)
         optimizer_state.keep_formats(optimizer, saved)
-    if state:
-        _load_shared_state(accelerator, found)
-        as_built.hold(accelerator, optimizers, found, script=schedule == "script")
-        same_world = world.size == manifest.world_size
-        _load_buffers(accelerator, manifest, own["buffers"] if own and same_world else [])
-        if own:
-            set_random_state(own["random"])
-            for loader, states in zip(in_order(accelerator.loaders), own["random"].get("loaders", ()), strict=False):
-                loader.load_reading_state(states)
-    accelerator.drop_gradients()
-    return manifest.info
+    _load_shared_state(accelerator, found)
+    same_world = accelerator.world.size == manifest.world_size
+    _load_buffers(accelerator, manifest, own["buffers"] if own and same_world else [])
+    if own:
+        set_random_state(own["random"])
+        for loader, states in zip(in_order(accelerator.loaders), own["random"].get("loaders", ()), strict=False):
+            loader.load_reading_state(states)
 
 
 @contextmanager
