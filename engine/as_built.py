@@ -59,11 +59,13 @@ class LoadedOptimizer(NamedTuple):
         optimizer: the user's own.
         state: for its ``load_state_dict``.
         options: what `built_options` was when the saved run began; None if the checkpoint does not say.
+        groups: how many groups of parameters it has in the checkpoint.
     """
 
     optimizer: Optimizer
     state: State
     options: list[State] | None
+    groups: int
 
 
 def built_options(optimizer: Optimizer) -> list[State]:
@@ -139,7 +141,7 @@ def compare(accelerator: Accelerator, path: Path, optimizers: list[LoadedOptimiz
 
 def _other_options(accelerator: Accelerator, optimizers: list[LoadedOptimizer]) -> list[str]:
     lines = []
-    for optimizer, _, there in optimizers:
+    for optimizer, _, there, _ in optimizers:
         groups = _prepared(accelerator, optimizer).built
         if there is None or len(there) != len(groups):
             continue
@@ -221,6 +223,12 @@ def _shown(value: Any) -> str:
     return repr(value)
 
 
+def is_scheduled(accelerator: Accelerator, optimizer: Optimizer) -> bool:
+    """Return whether a scheduler drives an optimizer."""
+    prepared = _prepared(accelerator, optimizer)
+    return any(getattr(scheduler, "optimizer", None) in (optimizer, prepared) for scheduler in accelerator.schedulers)
+
+
 # -- the script's schedule -----------------------------------------------------------------------------------------
 
 
@@ -239,7 +247,7 @@ def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], s
         ValueError: if a schedule of the script can't be brought to where the saved one is.
     """
     pairs = list(_pairs(accelerator, state))
-    for optimizer, saved, _ in optimizers:
+    for optimizer, saved, *_ in optimizers:
         prepared = _prepared(accelerator, optimizer)
         driving = [pair for pair in pairs if getattr(pair[0], "optimizer", None) in (optimizer, prepared)]
         groups, options = saved["param_groups"], driving[-1][1].options if driving else prepared.built
@@ -319,7 +327,7 @@ def hold(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: Sta
         state: the part of the checkpoint that holds the schedulers.
         script: the learning rates and schedules are the script's; other options are the saved ones nevertheless.
     """
-    for optimizer, _, options in optimizers:
+    for optimizer, _, options, _ in optimizers:
         prepared = _prepared(accelerator, optimizer)
         if options is not None and len(options) == len(prepared.built):
             own = [{name: group[name] for name in group if script and name in _RATES} for group in prepared.built]

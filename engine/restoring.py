@@ -103,7 +103,7 @@ def _load_training(
     optimizers: list[LoadedOptimizer],
 ) -> None:
     """Load all but the weights: optimizers, what all processes share, and what this one alone knew."""
-    for optimizer, saved, _ in optimizers:
+    for optimizer, saved, *_ in optimizers:
         accelerator.strategy.load_optimizer_state(optimizer, saved)
         optimizer_state.keep_formats(optimizer, saved)
     _load_shared_state(accelerator, found)
@@ -331,7 +331,8 @@ def _fitting_optimizers(
                 continue
         options = saved.get("built")
         state = optimizer_state.numbered(saved, optimizer, names)
-        loads.append(LoadedOptimizer(optimizer, state, options if isinstance(options, list) else None))
+        there = len(saved["groups"])
+        loads.append(LoadedOptimizer(optimizer, state, options if isinstance(options, list) else None, there))
     return loads
 
 
@@ -341,8 +342,14 @@ def _choose_schedule(
     """Decide whose learning rates and schedules hold; see `Saving.load_state`."""
     if schedule == "script":
         as_built.follow_script(accelerator, optimizers, state)
-    elif schedule is None:
-        as_built.compare(accelerator, path, optimizers, state)
+        return
+    # Where not all has to fit: a schedule keeps values for each group of parameters, so the saved one can't go on.
+    regrouped = [one for one in optimizers if one.groups != len(one.optimizer.param_groups)]
+    if regrouped := [one for one in regrouped if as_built.is_scheduled(accelerator, one.optimizer)]:
+        warn(f"{path} has another number of groups of parameters: their learning rates and schedules are the script's.")
+        as_built.follow_script(accelerator, regrouped, state)
+    if schedule is None:
+        as_built.compare(accelerator, path, [one for one in optimizers if one not in regrouped], state)
 
 
 def _as_named_in(now: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:

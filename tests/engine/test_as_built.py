@@ -205,6 +205,36 @@ def test_a_schedule_that_can_not_be_brought_there_changes_nothing(tmp_path):
         accelerator.load_state(tmp_path / "s", schedule="mine")
 
 
+@pytest.mark.parametrize("kind", ["cosine", "linear", "callable"])
+@pytest.mark.parametrize("apart", [False, True], ids=["in its group", "in a group of its own"])
+def test_parameters_that_were_added_do_not_put_the_schedule_back(tmp_path, kind, apart):
+    """With strict=False; the rate must not begin anew while the schedule goes on from its step."""
+    build = KINDS[kind] if kind != "callable" else lambda o, n: schedules.LambdaLR(o, Ramp(n))
+
+    def steps(count, added, source=None):
+        accelerator = Accelerator(cpu=True)
+        model = nn.Sequential(nn.Linear(2, 2), *([nn.Linear(2, 1)] if added else []))
+        groups = [{"params": part.parameters()} for part in model] if apart else model.parameters()
+        optimizer = torch.optim.AdamW(groups, lr=0.1)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, build(optimizer, SHORT))
+        if source is not None:
+            accelerator.load_state(source, strict=False)
+        rates = []
+        for _ in range(count):
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            accelerator.backward(model(torch.ones(2, 2)).square().mean())
+            optimizer.step()
+            schedule.step()
+        if source is None and not added:
+            accelerator.save_state(tmp_path / "s")
+        return rates
+
+    steps(BEFORE, added=False)
+    with pytest.warns(UserWarning, match="What does not fit begins anew"):
+        resumed = steps(AFTER, added=True, source=tmp_path / "s")
+    assert resumed == steps(BEFORE + AFTER, added=True)[BEFORE:]
+
+
 def two(root, strategy):
     build = KINDS["one cycle"]
     train(build, SHORT, BEFORE, target=f"{root}/s", strategy=strategy)
