@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import time
+import weakref
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ class SharedCount:
             self.place = f"/proc/{self.pid}/fd/{descriptor}"
 
     def advance(self) -> None:
-        """Count: this process enters a training step or an exchange. 0.06 us."""
+        """Count: this process enters a training step or an exchange. 0.13 us."""
         self.values[0] += 1
 
 
@@ -218,20 +219,27 @@ class Arrivals:
         )
 
 
-_current: list[tuple[Any, int, Arrivals]] = []
+_current: list[tuple[weakref.ref[Any], int, Arrivals]] = []
 
 
 def arrivals_of(world: World) -> Arrivals:
     """Return where the processes of torch's present process group meet; several worlds over one group share it."""
     group, pid = dist.group.WORLD, os.getpid()
-    if not _current or _current[0][0] is not group or _current[0][1] != pid:  # a group may be made anew
+    if not _current or _current[0][0]() is not group or _current[0][1] != pid:  # a group may be made anew
+        forget_arrivals()
         # Private, but in every torch from 1.x to 2.13: the store that the group was made with.
         store = dist.PrefixStore("treadle arrivals", dist.distributed_c10d._get_default_store())
-        for *_, earlier in _current:
-            atexit.unregister(earlier.leave)
         made = Arrivals(store, world.rank, world.size, world.local_size, world.timeout)
-        _current[:] = [(group, pid, made)]
+        # No reference to the group: a rank that waits in it is freed by its end, which comes with the last one.
+        _current.append((weakref.ref(group), pid, made))
     return _current[0][2]
+
+
+def forget_arrivals() -> None:
+    """Let go of the store that the processes met in: their process group ends."""
+    for *_, earlier in _current:
+        atexit.unregister(earlier.leave)
+    _current.clear()
 
 
 def _named(ranks: Iterable[int]) -> str:
