@@ -47,7 +47,8 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
         filename: a template such as ``"{epoch}-{val_loss:.2f}"``; by default ``"{epoch}-{step}"``.
         monitor: the logged value that says which is best; without one the newest is.
         verbose: say what was saved.
-        save_last: keep a ``last.ckpt`` too, the newest of all. ``"link"`` means the same: a checkpoint stays whole
+        save_last: keep a ``last.ckpt`` too, the newest of all. Default: only in a run folder, where no other
+            ``ModelCheckpoint`` keeps the newest. ``"link"`` means the same: a checkpoint stays whole
             when others are removed, so nothing is linked. What ``save_on_exception`` saves is that one then.
         save_top_k: how many of the best to keep; -1 keeps all, 0 none.
         save_on_exception: when an error or Ctrl-C ends ``fit``, save the run as it was after the last completed step;
@@ -116,6 +117,7 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
         self.monitor = None if monitor is None else monitor_name(monitor)
         self.verbose = switch("verbose", verbose)
         self.save_last = save_last is not None and switch_or_word("save_last", save_last, ("link",))
+        self._may_keep_last = save_last is None
         self.save_top_k = save_top_k
         self.save_on_exception = switch("save_on_exception", save_on_exception)
         self.save_weights_only = switch("save_weights_only", save_weights_only)
@@ -175,6 +177,16 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
         """Whether it may save anything at all."""
         triggers = self.every_n_train_steps or self.every_n_epochs or self.train_time_interval is not None
         return self.save_on_exception or bool(triggers and (self.save_top_k or self.save_last))
+
+    @property
+    def keeps_newest(self) -> bool:
+        """Whether a run can be resumed from where it was saved last, and not only from its best checkpoint."""
+        newest = self.save_last or self.save_top_k == -1 or (self.monitor is None and bool(self.save_top_k))
+        return newest and not self.save_weights_only
+
+    def keep_last_by_default(self) -> None:
+        """Keep a ``last.ckpt`` too, unless ``save_last`` was given. Call it before ``fit``."""
+        self.save_last |= self._may_keep_last
 
     # -- when ----------------------------------------------------------------------------------------------------
 

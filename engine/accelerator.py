@@ -21,6 +21,7 @@ from ..strategies.devices import Devices
 from ..strategies.plugins import ParallelismConfig, choose_strategy
 from . import arguments, replica_check
 from .agreement import Agreement
+from .as_built import BuiltSchedule
 from .combined import CombinedLoader
 from .facts import Facts
 from .garbage import collect, is_memory_short
@@ -159,6 +160,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         self.models: list[nn.Module] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[Any] = []
+        self.schedules_built: list[BuiltSchedule] = []
         self.loaders: list[Loader] = []
         self.stream: RandomStream | None = None
         self.stream_start: State = {}
@@ -315,8 +317,13 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
             if scheduler is known or scheduler is getattr(known, "scheduler", None):
                 return known
         prepared = PreparedScheduler(scheduler, self) if self.step_scheduler_with_optimizer else scheduler
-        self.schedulers.append(prepared)
+        self.add_scheduler(prepared)
         return prepared
+
+    def add_scheduler(self, scheduler: Any) -> None:
+        """Make a scheduler, which others step, a part of every checkpoint."""
+        self.schedules_built.append(BuiltSchedule(scheduler))
+        self.schedulers.append(scheduler)
 
     def prepare_data_loader(
         self,
@@ -472,7 +479,8 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         """
         self.finish_saving()
         self.close_loaders()
-        for known in (self.models, self.optimizers, self.schedulers, self.loaders, self.registered):
+        schedules = (self.schedulers, self.schedules_built)
+        for known in (self.models, self.optimizers, *schedules, self.loaders, self.registered):
             known.clear()  # type: ignore[attr-defined]
         self.cursor.micro = self.stream = None
         self._compared = False

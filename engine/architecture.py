@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64
 
 from ..strategies import warn
@@ -71,12 +72,7 @@ def check_weights(model: nn.Module, weights: dict[str, Any], path: Path | str, s
         ValueError: lists the names that are missing, unexpected, of another shape or no tensor.
     """
     own = model.state_dict()
-    reshaped = {
-        name: f"{name}: {_form(weights[name])} in the checkpoint, {_form(own[name])} in the model"
-        for name in own
-        # What a module's own ``get_extra_state`` returns may be anything another time.
-        if name in weights and isinstance(own[name], Tensor) and _form(own[name]) != _form(weights[name])
-    }
+    reshaped = _reshaped(own, weights)
     lines = [f"missing: {name}" for name in sorted(set(own) - set(weights))]
     lines += [f"unexpected: {name}" for name in sorted(set(weights) - set(own))]
     lines += reshaped.values()
@@ -90,6 +86,30 @@ def check_weights(model: nn.Module, weights: dict[str, Any], path: Path | str, s
         raise ValueError(f"{text}\nTo take what fits, load with strict=False (in a task: strict_loading = False).")
     warn(f"{text}\nWhat does not fit is left out.")
     return {name: value for name, value in weights.items() if name in own and name not in {**reshaped, **untied}}
+
+
+def differences(model: nn.Module, weights: Mapping[str, Any], complete: bool) -> list[str]:
+    """Return the names and shapes in which ``weights`` are not those of ``model``, one line each; values are not read.
+
+    Args:
+        model: whose names and shapes count.
+        weights: what has a ``shape``, by name.
+        complete: whether the model is built; until it is, a name that only one of the two has is no difference.
+    """
+    own = {own_name(name): value for name, value in model.state_dict().items() if not is_lazy(value)}
+    complete = complete and not any(map(is_lazy, model.state_dict().values()))
+    missing = [f"missing: {name}" for name in sorted(set(own) - set(weights))] if complete else []
+    unexpected = [f"unexpected: {name}" for name in sorted(set(weights) - set(own))] if complete else []
+    return [*missing, *unexpected, *_reshaped(own, weights).values()]
+
+
+def _reshaped(own: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: f"{name}: {_form(weights[name])} in the checkpoint, {_form(own[name])} in the model"
+        for name in own
+        # What a module's own ``get_extra_state`` returns may be anything another time.
+        if name in weights and isinstance(own[name], Tensor) and _form(own[name]) != _form(weights[name])
+    }
 
 
 def _form(value: Any) -> str:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..strategies import warn
+from .as_built import built_options
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
@@ -23,6 +24,7 @@ class PreparedOptimizer(Optimizer):
 
     def __init__(self, optimizer: Optimizer, accelerator: Accelerator) -> None:
         self.optimizer = optimizer
+        self.built = self.held = built_options(optimizer)  # by the script; and those that hold, which a resume changes
         self.taken = 0  # steps in this process
         self.skipped = 0
         self._accelerator = accelerator

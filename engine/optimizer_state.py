@@ -94,16 +94,23 @@ def _grouping(groups: list[State]) -> list[frozenset[str]]:
     return [frozenset(group["params"]) for group in groups]
 
 
+def _counterpart(group: State, saved: list[State]) -> State:
+    """Return the saved group that a group's parameters were in; the group itself if they were in none or in several."""
+    owners = [there for there in saved if not set(group["params"]).isdisjoint(there["params"])]
+    return owners[0] if len(owners) == 1 else group
+
+
 def numbered(saved: State, optimizer: Optimizer, names: list[str]) -> State:
     """A state that `named` returned, as ``optimizer.load_state_dict`` wants it: this process's parts of it.
 
     Where the two differ it is what fits: the slots of parameters of the same name and shape, the others begin anew; and
-    the options of groups if those hold the same parameters.
+    the options of the one saved group that a group's parameters were in, as a schedule counts on the rate it has left.
     """
     parameters = dict(zip(names, parameters_of(optimizer), strict=True))
     index = {name: i for i, name in enumerate(names)}
     now = _groups_by_name(optimizer, names)
-    options = saved["groups"] if _grouping(saved["groups"]) == _grouping(now) else now
+    alike = _grouping(saved["groups"]) == _grouping(now)
+    options = saved["groups"] if alike else [_counterpart(group, saved["groups"]) for group in now]
     groups = [
         {**_taken(there, None), "params": [index[name] for name in here["params"]]}
         for here, there in zip(now, options, strict=True)

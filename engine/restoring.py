@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ..strategies import World, warn
 from ..strategies.shards import cut_like, is_sharded
-from . import architecture, checkpoint, disk, optimizer_state
+from . import architecture, as_built, checkpoint, disk, optimizer_state
+from .as_built import LoadedOptimizer
 from .export import own_name
 from .manifest import Manifest, read_manifest, verify
 from .optimizer import PreparedScheduler
@@ -38,7 +39,13 @@ _OPTIMIZER = {"class": str, "groups": list} | dict.fromkeys(("shapes", "formats"
 
 
 def load(
-    accelerator: Accelerator, path: Path, *, models: bool, state: bool, strict: bool | None = None
+    accelerator: Accelerator,
+    path: Path,
+    *,
+    models: bool,
+    state: bool,
+    strict: bool | None = None,
+    schedule: str | None = None,
 ) -> dict[str, Any]:
     """Restore a checkpoint, or a part of it; returns its info. Gradients that were gathered before are dropped.
 
@@ -56,7 +63,7 @@ def load(
         manifest = read_manifest(path)
     manifest = world.broadcast(manifest)
     found: dict[str, Any] = {}
-    optimizers: list[tuple[Any, dict[str, Any]]] = []
+    optimizers: list[LoadedOptimizer] = []
     wanted = (getattr(own, "strict_loading", True) for own in accelerator.own_models)
     exactly = all(wanted) if strict is None else strict
     with _reading(world, path, manifest):
@@ -74,6 +81,7 @@ def load(
         if state:
             optimizers = _fitting_optimizers(accelerator, path, manifest, exactly)
             found = in_memory(found, {"registered": layouts}, {})
+            _choose_schedule(accelerator, path, optimizers, found, schedule)
             for loader, saved in zip(_training(accelerator), found["loaders"], strict=False):
                 loader.check(saved)
             if accelerator.process_index < manifest.world_size:  # a process that was not there then keeps its own
@@ -81,20 +89,32 @@ def load(
     for model, values, fully in weights:
         accelerator.strategy.load_model_state(model, values, fully)
         accelerator.loaded_from[model] = os.path.abspath(path), manifest, accelerator.steps
-    for optimizer, saved in optimizers:
-        accelerator.strategy.load_optimizer_state(optimizer, saved)
-        optimizer_state.keep_formats(optimizer, saved)
     if state:
-        _load_shared_state(accelerator, found, manifest)
-        same_world = world.size == manifest.world_size
-        _load_buffers(accelerator, manifest, own["buffers"] if own and same_world else [])
-        accelerator.draw_apart()  # a rank that the checkpoint knows nothing of draws numbers of its own
-        if own:
-            set_random_state(own["random"])
-            for loader, states in zip(in_order(accelerator.loaders), own["random"].get("loaders", ()), strict=False):
-                loader.load_reading_state(states)
+        _load_training(accelerator, manifest, found, own, optimizers)
+        as_built.hold(accelerator, optimizers, found, script=schedule == "script")
     accelerator.drop_gradients()
     return manifest.info
+
+
+def _load_training(
+    accelerator: Accelerator,
+    manifest: Manifest,
+    found: dict[str, Any],
+    own: dict[str, Any],
+    optimizers: list[LoadedOptimizer],
+) -> None:
+    """Load all but the weights: optimizers, what all processes share, and what this one alone knew."""
+    for optimizer, saved, *_ in optimizers:
+        accelerator.strategy.load_optimizer_state(optimizer, saved)
+        optimizer_state.keep_formats(optimizer, saved)
+    _load_shared_state(accelerator, found, manifest)
+    same_world = accelerator.world.size == manifest.world_size
+    _load_buffers(accelerator, manifest, own["buffers"] if own and same_world else [])
+    accelerator.draw_apart()  # a rank that the checkpoint knows nothing of draws numbers of its own
+    if own:
+        set_random_state(own["random"])
+        for loader, states in zip(in_order(accelerator.loaders), own["random"].get("loaders", ()), strict=False):
+            loader.load_reading_state(states)
 
 
 @contextmanager
@@ -192,6 +212,21 @@ def registered_in(path: Path) -> dict[str, Any]:
     return _of_form(_STATE, checkpoint.open_part(path, "state")[0], path, "state")["registered"]  # type: ignore[no-any-return]
 
 
+def weight_differences(model: nn.Module, path: Path, complete: bool) -> list[str]:
+    """Return the names and shapes in which a checkpoint's first model is not ``model``; see `architecture.differences`.
+
+    Raises:
+        ValueError: if it is no checkpoint, or is damaged.
+    """
+    files = read_manifest(path).files
+    if not has_part(files, model_part(0)):
+        return []
+    saved = checkpoint.open_part(path, model_part(0))[0]
+    if has_part(files, extra_part(0)):
+        saved = saved | checkpoint.read_part(path, extra_part(0))
+    return architecture.differences(model, saved, complete)
+
+
 def in_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any:
     """A state with its tensors read.
 
@@ -278,7 +313,7 @@ def _fitting_weights(
 
 def _fitting_optimizers(
     accelerator: Accelerator, path: Path, manifest: Manifest, strict: bool
-) -> list[tuple[Any, dict[str, Any]]]:
+) -> list[LoadedOptimizer]:
     """For each optimizer the state that it is to load."""
     loads = []
     for number, prepared in enumerate(accelerator.optimizers):
@@ -299,8 +334,27 @@ def _fitting_optimizers(
             warn(f"{text}\nWhat does not fit begins anew.")
             if saved["class"] != optimizer_state.class_of(optimizer):
                 continue
-        loads.append((optimizer, optimizer_state.numbered(saved, optimizer, names)))
+        options = saved.get("built")
+        state = optimizer_state.numbered(saved, optimizer, names)
+        there = len(saved["groups"])
+        loads.append(LoadedOptimizer(optimizer, state, options if isinstance(options, list) else None, there))
     return loads
+
+
+def _choose_schedule(
+    accelerator: Accelerator, path: Path, optimizers: list[LoadedOptimizer], state: dict[str, Any], schedule: str | None
+) -> None:
+    """Decide whose learning rates and schedules hold; see `Saving.load_state`."""
+    if schedule == "script":
+        as_built.follow_script(accelerator, optimizers, state)
+        return
+    # Where not all has to fit: a schedule keeps values for each group of parameters, so the saved one can't go on.
+    regrouped = [one for one in optimizers if one.groups != len(one.optimizer.param_groups)]
+    if regrouped := [one for one in regrouped if as_built.is_scheduled(accelerator, one.optimizer)]:
+        warn(f"{path} has another number of groups of parameters: their learning rates and schedules are the script's.")
+        as_built.follow_script(accelerator, regrouped, state)
+    if schedule is None:
+        as_built.compare(accelerator, path, [one for one in optimizers if one not in regrouped], state)
 
 
 def _as_named_in(now: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:

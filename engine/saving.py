@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ..strategies import Strategy, World, warn
 from ..strategies.shards import whole
 from . import checkpoint, export, numbered, restoring, snapshot
+from .as_built import check_schedule
 from .background import Copying, HostCopies, Job
 from .loader import Loader
 from .manifest import Manifest
@@ -114,6 +115,7 @@ class Saving(Process):
             )
         if isinstance(also, str | os.PathLike):
             raise TypeError(f"save_state(also={also!r}) must be a list of directories: write [{also!r}].")
+        self.world.meet("accelerator.save_state")
         self.finish_saving()
         info = snapshot.described(self, info or {})  # type: ignore[arg-type]
         numbering = self.project_configuration if output_dir is None else None
@@ -198,6 +200,7 @@ class Saving(Process):
         models: bool = True,
         state: bool = True,
         strict: bool | None = None,
+        schedule: str | None = None,
     ) -> dict[str, Any]:
         """Restore what `save_state` saved; returns its ``info``. Call it on all processes.
 
@@ -212,6 +215,9 @@ class Saving(Process):
             state: restore everything else.
             strict: False takes what fits of another model's or optimizer's state, and says what does not. Default: what
                 the model's ``strict_loading`` says, else True.
+            schedule: whose learning rates and schedules hold: ``"saved"``, those of the checkpoint, or ``"script"``,
+                those of the prepared optimizers and schedulers, as they are after as many steps. Default: the saved
+                ones, with a warning if the script's are others.
 
         Raises:
             ValueError: if it is no checkpoint, is damaged, another model's or optimizer's, or was replaced while it was
@@ -219,6 +225,7 @@ class Saving(Process):
                 registered object itself raises comes later, when models and optimizers are loaded.
         """
         self.finish_saving()
+        check_schedule(schedule)
         if load_kwargs:
             raise ValueError(f"load_state(load_kwargs={dict(load_kwargs)!r}): checkpoints are read in one way only.")
         project = self.project_configuration
@@ -232,7 +239,7 @@ class Saving(Process):
         with self.world.together():
             if self.is_main_process:
                 checkpoint.find_again(path)
-        info = restoring.load(self, path, models=models, state=state, strict=strict)  # type: ignore[arg-type]
+        info = restoring.load(self, path, models=models, state=state, strict=strict, schedule=schedule)  # type: ignore[arg-type]
         if state:
             self.steps = info["step"]
             project.iteration = self.world.broadcast(numbered.iteration_after(project, path))
@@ -294,6 +301,7 @@ class Saving(Process):
         Raises:
             TypeError: for anything else (numpy arrays, paths, objects), with its place and what to do.
         """
+        self.world.meet("accelerator.save")
         with self.world.together():
             if self._writes_here():
                 export.save_object(obj, f, safe_serialization)
@@ -317,6 +325,7 @@ class Saving(Process):
             safe_serialization: False writes ``pytorch_model.bin`` in torch's format.
         """
         limit = export.byte_size(max_shard_size)
+        self.world.meet("accelerator.save_model")
         weights = self.get_state_dict(model)
         with self.world.together():
             if self._writes_here():

@@ -193,6 +193,7 @@ def optimizer_files(accelerator: Accelerator) -> Files:
             optimizer = prepared.optimizer
             names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
             own = optimizer_state.named(strategy.optimizer_state(optimizer), optimizer, names)
+            own["built"] = prepared.held
             if strategy.keeps_apart(optimizer):
                 files |= encode_part(optimizer_part(number, rank), own)
             else:
@@ -338,6 +339,7 @@ def _shared_state(accelerator: Accelerator) -> dict[str, Any]:
     return {
         "schedulers": [scheduler.state_dict() for scheduler in accelerator.schedulers],
         "scheduler_kinds": scheduler_kinds(accelerator.schedulers),
+        "schedules_built": [built.held for built in accelerator.schedules_built],
         "steps_since": [s.since if isinstance(s, PreparedScheduler) else (0, 0) for s in accelerator.schedulers],
         "scheduler_advances": [s.advances if isinstance(s, PreparedScheduler) else 1 for s in accelerator.schedulers],
         "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from .arrivals import forget_arrivals
 from .tracebacks import report_uncaught
 
 
@@ -118,6 +119,7 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
 
 def disconnect(store: dist.Store | None = None) -> None:
     """End the process group, so that the next `connect` makes another."""
+    forget_arrivals()
     await_gloo_threads()
     # After an uncaught exception the other ranks may be gone, and a backend's shutdown would wait for them.
     if dist.is_initialized() and not hasattr(sys, "last_value"):

@@ -40,10 +40,16 @@ class _Replica(DistributedDataParallel):
 
     Attributes:
         apart: how many contexts are open in which gradients stay local.
+
+    Args:
+        router: runs the user's model.
+        advance: called before each forward of a training step, which may wait for other ranks.
+        options: of torch's module.
     """
 
-    def __init__(self, router: Router, **options: Any) -> None:
+    def __init__(self, router: Router, advance: Callable[[], None], **options: Any) -> None:
         super().__init__(router, **options)
+        self._advance = advance
         names = [name for name, p in router.named_parameters() if p.requires_grad]  # the reducer's order
         self._names = [name.removeprefix("module.").replace("_orig_mod.", "") for name in names]
         self.apart = 0
@@ -54,6 +60,8 @@ class _Replica(DistributedDataParallel):
         return not self.static_graph or self._static_graph_delay_allreduce_enqueued
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():  # a rank may evaluate by itself
+            self._advance()
         try:
             return super().forward(*args, **kwargs)
         except RuntimeError as error:
@@ -198,7 +206,9 @@ class DDP(Strategy):
             ballot = self._ballot = Ballot(device, torch.float64 if double else torch.float32)
         router = Router(module, self.precision.context(device), self.precision.compute is not None, ballot)
         places = [device] if device.type == "cuda" else None
-        replica = _Replica(router, device_ids=places, process_group=self.world.group, **_for_torch(self.options))
+        replica = _Replica(
+            router, self.world.advance, device_ids=places, process_group=self.world.group, **_for_torch(self.options)
+        )
         if self.comm_hook:
             self.comm_hook.register(replica, self.world)
         fixed = bool(self.comm_hook) or replica.static_graph or replica.find_unused_parameters

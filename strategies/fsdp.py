@@ -208,6 +208,8 @@ class FSDP(Strategy):
         precision = replace(self.precision, cached=False) if recomputed else self.precision
         router = ShardedRouter(module, precision.context(self.world.device), precision.compute is not None)
         self._fully_shard(router, False)
+        if self.world.size > 1:
+            router.register_forward_pre_hook(self._enters, prepend=True)  # before FSDP's own, which may wait
         own = [part for part in module.modules() if part not in blocks and hasattr(part, "reshard")]
         router._kept = [router, *own, *(blocks if self.reshard_after_forward is not True else ())]  # type: ignore
         after = dict(module.named_parameters(remove_duplicate=False))
@@ -215,6 +217,10 @@ class FSDP(Strategy):
             if name in after:  # else the model's `parallelize` has put another in its place
                 self._moved[parameter] = after[name]
         return router
+
+    def _enters(self, *_: Any) -> None:
+        if torch.is_grad_enabled():  # an evaluation gathers too, but a training step is what others may miss
+            self.world.advance()
 
     def _blocks(self, module: nn.Module) -> list[nn.Module]:
         """What is gathered apart from the rest."""

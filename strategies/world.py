@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from . import connection, launch
+from .arrivals import arrivals_of, shared_count
 from .devices import Devices, device_of, device_type, wanted_devices
 from .environment import DebugEnvironment, LaunchEnvironment
 from .messages import choose
@@ -83,6 +84,7 @@ class World:
         self.group = group
         self._beside: World | None = None
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+        self._count = shared_count() if size > 1 and group is None else None
         if group is not None:
             return
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
@@ -92,6 +94,8 @@ class World:
             connection.connect(self.device, rank, size, self.timeout, address, run_id, backend)
             if timeout is not None:
                 connection.set_timeout(timeout)
+            if dist.get_backend() != "fake":  # of a plan, in which nobody else is
+                arrivals_of(self)  # so that others can see where this process is
 
     @classmethod
     def from_env(
@@ -214,7 +218,25 @@ class World:
     def barrier(self) -> None:
         """Wait until every process is here."""
         if self.size > 1:
+            self.advance()
             dist.barrier(self.group)
+
+    def advance(self) -> None:
+        """Count: this process enters a training step or an exchange, where it may have to wait for the others."""
+        if self._count is not None:
+            self._count.advance()
+
+    def meet(self, call: str) -> None:
+        """Wait until every process has entered ``call``, for as long as they may still come.
+
+        Args:
+            call: what the user has called, for the error.
+
+        Raises:
+            RuntimeError: if some process will not come, or does not within the timeout; names the ranks.
+        """
+        if self.size > 1 and self.group is None:
+            arrivals_of(self).meet(call)
 
     def all_reduce(self, tensor: torch.Tensor, operation: str = "sum") -> torch.Tensor:
         """Combine ``tensor`` over all processes, in place.
@@ -225,6 +247,7 @@ class World:
         """
         op = _OPERATIONS[choose("operation", operation, _OPERATIONS)]
         if self.size > 1:
+            self.advance()
             dist.all_reduce(tensor, op, self.group)
             if operation == "mean":
                 tensor.div_(self.size) if tensor.is_floating_point() else tensor.floor_divide_(self.size)
@@ -239,6 +262,7 @@ class World:
         if self.size == 1:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self.advance()
         dist.all_gather(parts, tensor.contiguous(), self.group)
         return parts
 
@@ -273,6 +297,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
+        self.advance()
         dist.all_gather_object(values, value, self.group)
         return values
 
@@ -281,12 +306,14 @@ class World:
         if self.size == 1:
             return value
         box = [value]
+        self.advance()
         dist.broadcast_object_list(box, self._global(source), self.group)
         return box[0]
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrite ``tensor`` with process ``source``'s, in place."""
         if self.size > 1:
+            self.advance()
             dist.broadcast(tensor, self._global(source), self.group)
         return tensor
 

@@ -37,6 +37,7 @@ SECTIONS = {
     "lr_scheduler": "{class: CosineAnnealingLR, T_max: 10, interval: step}, likewise",
     "seed": "of all random numbers; null leaves them alone",
     "ckpt_path": "a checkpoint to go on from, or to evaluate",
+    "schedule": "with ckpt_path in fit: whose learning rates and schedule hold, saved or script",
     "run": "{name: default, dir: runs}: where the run's folder is",
     "vars": "whatever you like, to refer to as ${vars.name}",
 }
@@ -138,6 +139,7 @@ def _of_earlier(name: str, text: str) -> Value:
     started = root.data.get("ckpt_path")
     if started is not None and started.data in WORDS_FOR_CHECKPOINTS:
         del root.data["ckpt_path"]
+        root.data.pop("schedule", None)
     return root
 
 

@@ -29,8 +29,14 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-def run_fit(trainer: Trainer, task: TaskModule, hooks: Hooks, sources: Sources) -> None:
-    """Prepare everything, restore a checkpoint if there is one to go on from, and train."""
+def run_fit(trainer: Trainer, schedule: str | None, task: TaskModule, hooks: Hooks, sources: Sources) -> None:
+    """Prepare everything, restore a checkpoint if there is one to resume from, and train.
+
+    Args:
+        trainer: who trains.
+        schedule: see `Accelerator.load_state`.
+        task, hooks, sources: of this stage.
+    """
     if trainer.ckpt_path is None:
         trainer.progress.restart_epoch()
         trainer.progress.seconds = 0.0
@@ -39,7 +45,7 @@ def run_fit(trainer: Trainer, task: TaskModule, hooks: Hooks, sources: Sources) 
         trainer.metrics.reset()
     with restore.ahead(trainer, trainer.ckpt_path):
         new = _ask_again(trainer, sources)
-        model, random_state = _prepare(trainer, task, hooks, sources, new)
+        model, random_state = _prepare(trainer, schedule, task, hooks, sources, new)
     loader = sources.train
     trainer.accelerator.draw_apart()  # the data is there; the sanity check leaves no trace in what is drawn
     summary.announce_fit(trainer, loader)
@@ -59,11 +65,13 @@ def run_fit(trainer: Trainer, task: TaskModule, hooks: Hooks, sources: Sources) 
         hook()
 
 
-def _prepare(trainer: Trainer, task: TaskModule, hooks: Hooks, sources: Sources, new: bool) -> tuple[Any, Any]:
+def _prepare(
+    trainer: Trainer, schedule: str | None, task: TaskModule, hooks: Hooks, sources: Sources, new: bool
+) -> tuple[Any, Any]:
     """All that comes before the sanity check; returns the wrapped model, and the random state to go on with.
 
     Args:
-        trainer, task, hooks, sources: see `run_fit`.
+        trainer, schedule, task, hooks, sources: see `run_fit`.
         new: the epoch begins with new loaders, which go on from nowhere.
     """
     accelerator = trainer.accelerator
@@ -79,7 +87,7 @@ def _prepare(trainer: Trainer, task: TaskModule, hooks: Hooks, sources: Sources,
     _check_validation(trainer, task, sources)
     restore.register(trainer)
     made = [(one, one.state_dict()) for one in (sources.asked if new else [])]
-    random_state = restore.restore_run(trainer, trainer.ckpt_path)
+    random_state = restore.restore_run(trainer, trainer.ckpt_path, schedule)
     if new:
         trainer.progress.loaded = trainer.progress.epoch
     for one, state in made:
@@ -140,7 +148,8 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
     trainer.lr_scheduler_configs = schedulers
     for optimizer in optimizers:
         accelerator.prepare_optimizer(optimizer)
-    accelerator.schedulers.extend(config.scheduler for config in schedulers)
+    for config in schedulers:
+        accelerator.add_scheduler(config.scheduler)
     accelerator.agree_on_steps(finite=trainer.on_nonfinite != "ignore", at_once=trainer.on_nonfinite == "skip")
     return model
 

@@ -30,9 +30,11 @@ class Hooks:
             _refuse_lost_hooks(owner, known)
         chosen = sorted(callbacks, key=lambda callback: callback.after_task)  # stable: equal numbers stay as given
         for name in HOOKS:
-            before = [self._bind(c, name, trainer, task) for c in chosen if not c.after_task and _overrides(c, name)]
-            after = [self._bind(c, name, trainer, task) for c in chosen if c.after_task and _overrides(c, name)]
-            own = [getattr(task, name)] if _task_overrides(task, name) else []
+            before = [
+                self._bind(c, name, trainer, task) for c in chosen if not c.after_task and callback_overrides(c, name)
+            ]
+            after = [self._bind(c, name, trainer, task) for c in chosen if c.after_task and callback_overrides(c, name)]
+            own = [getattr(task, name)] if task_overrides(task, name) else []
             if name == "on_train_epoch_end":  # what was logged in it, those that monitor want to see
                 own.append(trainer.update_train_epoch_values)
             setattr(self, name, (*before, *own, *after))
@@ -78,11 +80,13 @@ def _refuse_lost_hooks(owner: object, known: set[str]) -> None:
             raise ValueError(f"{kind.__name__}.{name} is no hook. Did you mean {close[0]!r}?")
 
 
-def _overrides(callback: Callback, name: str) -> bool:
+def callback_overrides(callback: Callback, name: str) -> bool:
+    """Return whether a callback has a method ``name`` of its own."""
     return getattr(type(callback), name, None) is not getattr(Callback, name) or name in vars(callback)
 
 
-def _task_overrides(task: TaskModule, name: str) -> bool:
+def task_overrides(task: TaskModule, name: str) -> bool:
+    """Return whether a task has a method ``name`` of its own."""
     return getattr(type(task), name) is not getattr(TaskHooks, name) or name in vars(task)
 
 

@@ -103,6 +103,7 @@ class LastStep:
             "shared": {
                 "schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in accelerator.schedulers],
                 "scheduler_kinds": snapshot.scheduler_kinds(accelerator.schedulers),
+                "schedules_built": [built.held for built in accelerator.schedules_built],
                 "steps_since": [(0, 0) for _ in accelerator.schedulers],  # the loop calls them after real steps only
                 "loaders": [_position(loader) for loader in accelerator.loaders if not loader.evaluation],
                 "evaluation_loaders": [_position(loader) for loader in accelerator.loaders if loader.evaluation],
@@ -186,7 +187,7 @@ class LastStep:
             files |= checkpoint.encode_part("state", shared)
             files |= snapshot.rank_files(0, state["random"], [])
         # Of the other processes it holds nothing, and a resume takes it for one process's.
-        info = {**snapshot.facts(accelerator), **restore.facts(state["progress"], task)}
+        info = {**snapshot.facts(accelerator), **restore.facts(state["progress"], task, trainer.datamodule)}
         info |= {"world_size": 1, "saved_by": accelerator.num_processes}
         snapshot.publish(self._alone, path, files, info)
 

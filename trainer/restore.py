@@ -15,6 +15,7 @@ from ..engine.manifest import read_manifest
 from ..engine.parts import has_part
 from ..engine.restoring import in_memory, registered_in
 from ..strategies import warn
+from . import candidates
 from .datamodule import DataModule
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def save(
             f"{path} can't be saved in the middle of optimizer step {trainer.progress.step + 1}: a run could not go on "
             "from there. Save in on_train_batch_end or on_step_end; weights_only=True saves the weights as they are."
         )
+    trainer.accelerator.world.meet("trainer.save_checkpoint")
     with trainer.accelerator.world.together():
         refuse_broken_weights(trainer, task, path)
     if trainer.stage is None and not trainer.accelerator.registered and not weights_only:
@@ -89,7 +91,7 @@ def save(
             "state: no run can go on from this checkpoint. Save before, or say weights_only=True."
         )
         weights_only = True
-    info, parts = facts(trainer.progress, task), parts_of(task, trainer.datamodule, trainer.config)
+    info, parts = facts(trainer.progress, task, trainer.datamodule), parts_of(task, trainer.datamodule, trainer.config)
     if weights_only and trainer.hooks is not None and (added := added_states(trainer)):
         parts["added"] = added  # else it is among the callbacks' states
     with trainer.history.spending("checkpoints"):
@@ -109,13 +111,14 @@ def refuse_broken_weights(trainer: Trainer, task: TaskModule, path: Path) -> Non
         )
 
 
-def facts(progress: Progress, task: TaskModule) -> dict[str, Any]:
+def facts(progress: Progress, task: TaskModule, datamodule: DataModule | None) -> dict[str, Any]:
     """What a checkpoint's manifest says of the run."""
     return {
         "step": progress.step,
         "epoch": progress.epoch,
         "samples": progress.samples,
-        "task": f"{type(task).__module__}.{type(task).__qualname__}",
+        "task": candidates.class_name(type(task)),
+        "configuration": candidates.configuration(task, datamodule),
     }
 
 
@@ -204,12 +207,12 @@ def restore_datamodule(trainer: Trainer, path: Path) -> dict[str, Any]:
     return registered
 
 
-def restore_run(trainer: Trainer, path: Path | None) -> Any:
+def restore_run(trainer: Trainer, path: Path | None, schedule: str | None = None) -> Any:
     """Restore everything but the weights; returns the random state to go on with just before the first step."""
     if path is None:
         return None
     with isolated_random_state():
-        info = trainer.accelerator.load_state(path, models=False)
+        info = trainer.accelerator.load_state(path, models=False, schedule=schedule)
         if info.get("saved_by", 1) > 1:
             warn(
                 f"{path} was saved by rank zero alone when an error came: the other processes' random numbers and "

@@ -13,8 +13,10 @@ from ..engine import CheckpointStore, checkpoint
 from ..engine.manifest import Manifest
 from ..loggers.directory import DirectoryLogger
 from ..strategies import announce, warn
+from .candidates import configuration, differences
 from .config_values import WORDS_FOR_CHECKPOINTS
-from .runs.folder import CHECKPOINTS
+from .runs.folder import CHECKPOINTS, RECORD
+from .runs.listing import read as read_run
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -32,14 +34,27 @@ class Found:
     Attributes:
         path: the checkpoint, or None.
         step: its optimizer steps.
+        reached: the optimizer steps that the run had taken when it ended, where its folder says so.
         skipped: one sentence for each that could not be taken.
+        others: checkpoints of other runs, the newest first, by what tells them from this one.
         places: where the search went.
     """
 
     path: Path | None = None
     step: int = 0
+    reached: int = 0
     skipped: list[str] = field(default_factory=list)
+    others: dict[str, list[Path]] = field(default_factory=dict)
     places: list[str] = field(default_factory=list)
+
+    @property
+    def about_others(self) -> str:
+        """What to say of the other runs' checkpoints."""
+        texts = []
+        for difference, paths in self.others.items():
+            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+            texts.append(f"{paths[0]}{more} ({difference})")
+        return "; ".join(texts)
 
 
 def find_checkpoint(trainer: Trainer, stage: str, ckpt_path: Any) -> Path | None:
@@ -50,13 +65,16 @@ def find_checkpoint(trainer: Trainer, stage: str, ckpt_path: Any) -> Path | None
     Args:
         trainer: whose ModelCheckpoints say where to look.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        ckpt_path: None; a path, which never stands for another one; ``"last"``, the newest that is intact;
-            ``"best"``; or ``"auto"``, in ``fit`` alone: as ``"last"``, or a fresh start where there is nothing.
+        ckpt_path: None; a path, which never stands for another one; ``"last"``, the newest that is intact and belongs
+            to this run; ``"best"``; or ``"auto"``, in ``fit`` alone: as ``"last"``, or a fresh start where there is
+            nothing.
 
     Raises:
         ValueError: if there is none such, or one given by its path is damaged.
         TypeError: if it is no path.
     """
+    assert trainer.task is not None
+    configuration(trainer.task, trainer.datamodule)  # noted before any hook may change it
     if ckpt_path is None:
         return None
     _check(stage, ckpt_path)
@@ -69,11 +87,17 @@ def find_checkpoint(trainer: Trainer, stage: str, ckpt_path: Any) -> Path | None
     found = world.broadcast(found)
     for sentence in found.skipped:
         warn(f"ckpt_path={ckpt_path!r} skips a checkpoint: {sentence}")
+    if found.others:
+        warn(
+            f"ckpt_path={ckpt_path!r} skips checkpoints of other runs: {found.about_others}. To continue from one of "
+            "them, give its path."
+        )
     if ckpt_path == "auto" and found.path is None:
         announce(f"ckpt_path='auto': a fresh start, as there is nothing to go on from in {_join(found.places)}")
     elif ckpt_path in WORDS_FOR_CHECKPOINTS:
         what = "goes on from" if stage == "fit" else "takes the weights of"
-        announce(f"ckpt_path={ckpt_path!r}: {stage} {what} {found.path} (optimizer step {found.step:,})")
+        behind = f"; the run had reached step {found.reached:,}" if found.reached > found.step else ""
+        announce(f"ckpt_path={ckpt_path!r}: {stage} {what} {found.path} (optimizer step {found.step:,}{behind})")
     return found.path
 
 
@@ -120,10 +144,33 @@ def _search(trainer: Trainer, stage: str, word: str) -> Found:
         return _best(trainer, stage)
     found = _newest(trainer, recover=stage == "fit", resumable=stage == "fit")
     if found.path is None and word == "last":
-        reasons = [f"ckpt_path='last', but there is no intact checkpoint in {_join(found.places)}", *found.skipped]
-        fresh = ", or say 'auto' to start afresh where there is none" if stage == "fit" else ""
-        raise ValueError("; ".join(reasons) + f". Give a path{fresh}.")
+        raise _none_fits(word, stage, found)
+    if found.path is None and found.others and any(_run_record(Path(place)) for place in found.places):
+        # The folder is this run's own. Starting afresh in it would mix two runs.
+        raise _none_fits(word, stage, found)
+    if found.path is not None and stage == "fit":
+        found.reached = _steps_reached(found.path.parent)
     return found
+
+
+def _none_fits(word: str, stage: str, found: Found) -> ValueError:
+    whose = " of this run" if found.others else ""
+    reasons = [f"ckpt_path={word!r}, but there is no intact checkpoint{whose} in {_join(found.places)}", *found.skipped]
+    if found.others:
+        reasons.append(f"those of other runs are {found.about_others}")
+    fresh = ", or say 'auto' to start afresh where there is none" if stage == "fit" and word != "auto" else ""
+    return ValueError("; ".join(reasons) + f". Give a path{fresh}.")
+
+
+def _run_record(folder: Path) -> Path | None:
+    """Return the record of the run whose folder ``folder`` lies in, or is."""
+    return next((path for one in (folder, *folder.parents[:2]) if (path := one / RECORD).is_file()), None)
+
+
+def _steps_reached(folder: Path) -> int:
+    """Return the optimizer steps of the run whose folder this is in, as it noted them last; 0 if it notes none."""
+    record = _run_record(folder)
+    return 0 if record is None else int(read_run(record.parent).facts.get("steps", 0))
 
 
 # -- the newest ----------------------------------------------------------------------------------------------------
@@ -149,12 +196,12 @@ def _newest(trainer: Trainer, recover: bool, resumable: bool) -> Found:
     for places in ([*own], *([folder] for folder in earlier)):
         found.places += map(str, places)
         stores = [store for folder in places for store in _stores(folder, trainer)]
-        if _newest_in(stores, found, resumable):
+        if _newest_in(trainer, stores, found, resumable):
             break
     return found
 
 
-def _newest_in(stores: list[CheckpointStore], found: Found, resumable: bool) -> bool:
+def _newest_in(trainer: Trainer, stores: list[CheckpointStore], found: Found, resumable: bool) -> bool:
     listed: list[list[tuple[Manifest, Path]]] = []
     for store in stores:
         paths = store.find()
@@ -176,6 +223,9 @@ def _newest_in(stores: list[CheckpointStore], found: Found, resumable: bool) -> 
             found.skipped.append(f"{path}: it holds weights only, so no run can go on from it")
             continue
         try:
+            if lines := differences(trainer, path, manifest):
+                found.others.setdefault(_shortened(lines), []).append(path)
+                continue
             checkpoint.verify(path)
         except ValueError as error:
             found.skipped.append(str(error))
@@ -183,6 +233,10 @@ def _newest_in(stores: list[CheckpointStore], found: Found, resumable: bool) -> 
         found.path, found.step = path, manifest.step
         return True
     return False
+
+
+def _shortened(lines: list[str], most: int = 5) -> str:
+    return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")
 
 
 def _places(trainer: Trainer) -> tuple[list[Path], list[Path]]:
@@ -235,19 +289,29 @@ def _best(trainer: Trainer, stage: str) -> Found:
     assert first is not None
     found = Found()
     best, source = first.best_model_path, "its ModelCheckpoint"
+    if not best and stage != "fit" and not any(_run_record(place) for place in _places(trainer)[0]):
+        raise ValueError(
+            f"ckpt_path='best': {stage} was called without a fit in this process, so its ModelCheckpoint has saved no "
+            "best checkpoint. Give a path, call fit before, or use the folder of a run (RunFolder, --from-run), whose "
+            "checkpoints are that run's own."
+        )
     if not best:
         found = _newest(trainer, recover=stage == "fit", resumable=True)
         if found.path is None:
+            others = f" Those of other runs: {found.about_others}." if found.others else ""
             raise ValueError(
                 f"ckpt_path='best', but its ModelCheckpoint has saved no best one, nor is there an intact checkpoint "
-                f"in {_join(found.places)} that says which it is. Give a path."
+                f"of this run in {_join(found.places)} that says which it is.{others} Give a path."
             )
         best, source = _recorded_best(first, found.path), str(found.path)
     if not best:
         raise ValueError(f"ckpt_path='best', but {source} knows of no best checkpoint. Give a path.")
     if not os.path.isdir(best):
         raise ValueError(f"ckpt_path='best', but {best}, the best that {source} knows of, does not exist. Give a path.")
-    return Found(Path(best), checkpoint.verify(best, digests=False).step, found.skipped)
+    found.path, found.step = Path(best), checkpoint.verify(best, digests=False).step
+    if stage == "fit":
+        found.reached = _steps_reached(found.path.parent)
+    return found
 
 
 def _recorded_best(callback: ModelCheckpoint, newest: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..callbacks import Callback
 from ..engine import Accelerator, Metrics
+from ..engine.as_built import check_schedule
 from ..engine.metrics import MutedMetrics
 from ..engine.profilers import Profiler, choose_profiler
 from ..loggers import Logger
@@ -264,6 +265,8 @@ class Trainer(TrainerNames):
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
+        *,
+        schedule: str | None = None,
     ) -> None:
         """Train.
 
@@ -275,10 +278,18 @@ class Trainer(TrainerNames):
             ckpt_path: a checkpoint to go on from: a path; ``"last"``, the newest that is intact; ``"best"``; or
                 ``"auto"``, as ``"last"``, or a fresh start where there is none.
             weights_only: accepted for Lightning's signature; a checkpoint never holds anything but data.
+            schedule: whose learning rates and schedule hold after a resume: ``"saved"``, those of the checkpoint, or
+                ``"script"``, those that ``configure_optimizers`` returns, as they are after as many steps. Default: the
+                saved ones, with a warning if the script's are others.
+
+        Raises:
+            ValueError: for a ``schedule`` without a ``ckpt_path``, and whatever the run itself raises.
         """
         flags.refuse_code(weights_only)
+        if check_schedule(schedule) is not None and ckpt_path is None:
+            raise ValueError(f"schedule={schedule!r} is for a resume: give ckpt_path too, or leave it out.")
         given = {"train": train_dataloaders, "val": val_dataloaders}
-        run_stage(self, "fit", model, given, datamodule, ckpt_path, partial(run_fit, self))
+        run_stage(self, "fit", model, given, datamodule, ckpt_path, partial(run_fit, self, schedule))
         summary.announce_end(self)
 
     def validate(

@@ -140,28 +140,46 @@ def test_what_can_not_be_gone_on_with_leaves_no_folder(here, capsys):
     ("wrong", "words"),
     [
         ("trainer.precision=fp17", "fp17"),
-        ("model.class=cli_samples.Deeper", "another model"),
+        ("model.class=cli_samples.Deeper", "no intact checkpoint of this run"),
         ("trainer.max_epochs=1", "nothing is left to train"),
     ],
     ids=["flag", "model", "done"],
 )
-def test_a_run_that_can_not_go_on_is_as_it_was(wrong, words, here):
+def test_a_run_that_can_not_go_on_is_as_it_was(wrong, words, here, capsys):
     assert main(["fit", "--config", "run.yaml", "trainer.max_epochs=1"]) == 0
     folder = here / "runs" / "default" / "1"
     before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
     line = ["fit", "--from-run", "runs/default/1", "ckpt_path=last", wrong]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        try:
-            status, said = main(line), ""
-        except ValueError as error:
-            status, said = 1, str(error)
-    assert status == {"fp17": 2, "another model": 1}.get(words, 0)
-    if words != "fp17":
-        assert words in " ".join([said, *(str(one.message) for one in warned)])
+        status = main(line)
+    assert status == (0 if words == "nothing is left to train" else 2)
+    assert words in " ".join([capsys.readouterr().err, *(str(one.message) for one in warned)])
     assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
     assert main(["fit", "--from-run", "runs/default/1", "ckpt_path=last", "trainer.max_epochs=2"]) == 0
     assert (folder / "config.1.yaml").read_bytes() == before["config.yaml"]
+
+
+def test_a_longer_run_follows_the_schedule_in_the_file(here, capsys):
+    schedule = [
+        "lr_scheduler={class: CosineAnnealingLR, T_max: 4, interval: step}",
+        "optimizer=SGD",
+        "optimizer.lr=0.1",
+    ]
+    assert main(["fit", "--config", "run.yaml", "trainer.max_steps=2", *schedule]) == 0
+    longer = ["fit", "--from-run", "runs/default/1", "ckpt_path=last", "lr_scheduler.T_max=8"]
+    with pytest.warns(UserWarning, match="CosineAnnealingLR: T_max 4 in the checkpoint, 8 in this script"):
+        assert main([*longer, "trainer.max_steps=3"]) == 0
+    assert main([*longer, "trainer.max_steps=4", "schedule=script"]) == 0
+    assert "SGD resumes with lr 0.0691342, from this script's schedule" in capsys.readouterr().err
+    assert "schedule" not in (here / "runs" / "default" / "1" / "config.1.yaml").read_text().replace("lr_scheduler", "")
+    for line, text in (
+        (["fit", "--from-run", "runs/default/1", "schedule=mine"], "schedule=mine must be one of saved, script"),
+        (["fit", "--from-run", "runs/default/1", "schedule=script"], "schedule='script' is for a resume"),
+        (["test", "--from-run", "runs/default/1", "schedule=script"], "schedule is for fit"),
+    ):
+        assert main(line) == 2
+        assert text in capsys.readouterr().err
 
 
 def test_a_repeated_run_still_says_where_each_value_is_from(here, capsys):

@@ -579,6 +579,52 @@ def test_a_killed_run_goes_on_in_its_folder_to_the_same_end(tmp_path):
     whole.release()
 
 
+class Worse(Task):
+    """Its first epoch is its best one."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", float(self.trainer.current_epoch))
+
+
+@pytest.mark.parametrize(
+    ("saver", "step"),
+    [
+        ({}, 24),
+        ({"save_top_k": 2}, 24),
+        ({"save_last": False}, 8),  # as it was asked for
+    ],
+)
+def test_a_resume_goes_on_from_the_last_step_and_not_from_the_best(tmp_path, caplog, saver, step):
+    with RunFolder.create(tmp_path) as folder:
+        fit(folder, Worse(), callbacks=ModelCheckpoint(monitor="val_loss", **saver), max_epochs=3)
+    began = []
+    with RunFolder.open(folder.path) as folder, caplog.at_level("INFO", "treadle"):
+        task = Worse(began.append)
+        again = ModelCheckpoint(monitor="val_loss", **saver)
+        resumed = fit(folder, task, ckpt_path="last", callbacks=again, max_epochs=4)
+    assert (began[0], resumed.global_step) == (step, 32)
+    (said,) = [one for one in caplog.messages if "ckpt_path='last'" in one]
+    reached = "" if step == 24 else "; the run had reached step 24"
+    assert f"(optimizer step {step}{reached})" in said
+    assert Path(again.best_model_path).name == "epoch=0-step=8.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "names"),
+    [
+        ([{"monitor": "val_loss"}, {"every_n_epochs": 1}], []),
+        ([{"monitor": "val_loss", "save_top_k": -1}], []),
+        ([{"monitor": "val_loss", "save_weights_only": True}], []),
+        ([{"monitor": "val_loss", "save_weights_only": True}, {"monitor": "val_loss", "mode": "max"}], ["last.ckpt"]),
+        ([{"monitor": "val_loss"}, {"monitor": "val_loss", "filename": "b", "mode": "max"}], ["last.ckpt"]),
+    ],
+)
+def test_the_last_checkpoint_is_kept_once_where_nothing_else_keeps_the_newest(tmp_path, callbacks, names):
+    with RunFolder.create(tmp_path) as folder:
+        fit(folder, Worse(), callbacks=[ModelCheckpoint(**one) for one in callbacks], max_epochs=1)
+    assert [one.name for one in (folder.path / "checkpoints").glob("last*")] == names
+
+
 def test_the_page_of_a_resumed_run_tells_the_rate_of_what_was_done_since(tmp_path):
     rate = "samples per second of training"
     with RunFolder.create(tmp_path) as folder:

@@ -55,7 +55,7 @@ def fit(root, *callbacks, task=None, train=None, ckpt_path=None, **flags):
 def test_a_newer_run_in_the_same_folder_is_the_one_to_go_on_with(tmp_path):
     fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True), max_epochs=5)
     fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True), task=Task(lr=0.2), max_epochs=1)
-    trainer = fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True), ckpt_path="auto")
+    trainer = fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True), task=Task(lr=0.2), ckpt_path="auto")
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.2
     assert trainer.global_step == 10
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LambdaCallback, ModelCheckpoint
 from treadle.engine import checkpoint
 from treadle.loggers import CSVLogger
+from treadle.trainer.runs.folder import RunFolder
 
 import treadle
 
@@ -256,9 +257,30 @@ def test_the_best_in_a_new_process(tmp_path):
     fit(tmp_path, best(tmp_path), max_epochs=3)
     own, began = fit(tmp_path, best(tmp_path), ckpt_path="best")
     assert (began, own.ckpt_path.name) == (10, "epoch=1.ckpt")
-    tested = made(tmp_path, best(tmp_path))
-    tested.validate(Tiny(), loader(4), ckpt_path="best", verbose=False)
-    assert tested.ckpt_path.name == "epoch=1.ckpt"
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_the_best_without_a_fit_is_an_error_but_in_the_folder_of_a_run(tmp_path, stage):
+    class Evaluated(Tiny):
+        def test_step(self, batch, batch_idx):
+            self.log("test", 1.0)
+
+        def predict_step(self, batch, batch_idx):
+            return self.net(batch[0])
+
+    def evaluate(saver):
+        own = made(tmp_path, saver)
+        getattr(own, stage)(Evaluated(), loader(4), ckpt_path="best")
+        return own.ckpt_path
+
+    made(tmp_path, best(tmp_path)).fit(Evaluated(), loader(), loader(4))
+    with pytest.raises(ValueError, match=f"ckpt_path='best': {stage} was called without a fit in this process"):
+        evaluate(best(tmp_path))
+    with RunFolder.create(tmp_path / "runs") as folder:
+        flags = folder.flags({"callbacks": [ModelCheckpoint(filename="{epoch}", monitor="val")]})
+        made(folder.path, *flags["callbacks"]).fit(Evaluated(), loader(), loader(4))
+    kept = folder.path / "checkpoints"
+    assert evaluate(ModelCheckpoint(kept, monitor="val")) == kept / "epoch=1.ckpt"
 
 
 def test_a_best_that_is_gone_is_an_error(tmp_path):

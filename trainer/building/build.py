@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ...engine.as_built import SCHEDULES
 from ...strategies import strategy_names
 from ...strategies.devices import ACCELERATORS
 from .. import flags
@@ -65,6 +66,7 @@ class Checked:
         optimizers: what takes the place of ``configure_optimizers``, if anything.
         seed: for all random numbers; None leaves them alone.
         ckpt_path: a checkpoint to go on from.
+        schedule: whose learning rates and schedule hold then.
         run_name, run_dir: where the run's folder is.
     """
 
@@ -75,6 +77,7 @@ class Checked:
     optimizers: Optimizers | None
     seed: int | None
     ckpt_path: str | None
+    schedule: str | None
     run_name: str
     run_dir: str
 
@@ -111,6 +114,8 @@ class Checked:
         simple = {"seed": self.seed, "ckpt_path": self.ckpt_path}
         for name, value in simple.items():
             found[name] = self.config.root.data.get(name, Value(value, DEFAULT))
+        if self.schedule is not None:
+            found["schedule"] = self.config.root.data["schedule"]
         run = {"name": self.run_name, "dir": self.run_dir}
         own = self.config.section("run")
         given = {} if own is None else own.data
@@ -173,6 +178,9 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
     optimizers = _check_optimizers(checker, config)
     seed = _simple(checker, root.data.get("seed"), "seed", int | None, 0)
     ckpt_path = _simple(checker, config.section("ckpt_path"), "ckpt_path", str | None, None)
+    schedule = _simple(checker, config.section("schedule"), "schedule", str | None, None)
+    if isinstance(schedule, str) and schedule not in SCHEDULES:
+        checker.report(root.data["schedule"], ("schedule",), f"={schedule} must be one of {', '.join(SCHEDULES)}.")
     if isinstance(seed, int) and not 0 <= seed < 2**32:
         checker.report(root.data["seed"], ("seed",), f"={seed} must be from 0 to 2**32 - 1.")
     run = _check_run(checker, config)
@@ -180,7 +188,7 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
         checker.problems.append("there is no model: add a section 'model: {class: my_module.MyTask}', or model=...")
     if checker.problems or task is None:
         raise ConfigError(*checker.problems)
-    return Checked(config, trainer, task, module, optimizers, seed, ckpt_path, run["name"], run["dir"])
+    return Checked(config, trainer, task, module, optimizers, seed, ckpt_path, schedule, run["name"], run["dir"])
 
 
 def _flags() -> Signature:

@@ -126,13 +126,17 @@ def _execute(stage: str, program: str, checked: Checked, text: str, options: Opt
         _refuse_kept_secrets(checked.config, {"model": model, "data": data})
         ckpt_path = checked.ckpt_path if stage == "fit" else _weights(checked, options, trainer)
         more: dict[str, Any] = {}
+        if stage == "fit":
+            more["schedule"] = checked.schedule
+        elif checked.config.where("schedule") == COMMAND_LINE:
+            raise ConfigError(f"{COMMAND_LINE}: schedule is for fit, which resumes; {stage} has none. Leave it out.")
         if stage == "predict" and not keep:
             more["return_predictions"] = False
             _say_where_predictions_go(trainer)
         try:
             result = getattr(trainer, stage)(model, datamodule=data, ckpt_path=ckpt_path, **more)
         except ValueError as error:
-            if str(error).startswith("ckpt_path="):
+            if str(error).startswith(("ckpt_path=", "schedule=")):
                 raise located(checked.config, error) from error
             raise
     return Session(trainer, model, data, result)

@@ -147,7 +147,8 @@ class RunFolder:
         """The flags of a Trainer that keeps all it writes in this folder: ``Trainer(**folder.flags(settings))``.
 
         A `RunRecord` is added; a logger, a `ModelCheckpoint` and a `RunReport` where a Trainer would have them by
-        default. Those that were given stay, and get their place here unless they have one.
+        default. Those that were given stay, and get their place here unless they have one. Where no `ModelCheckpoint`
+        keeps the newest checkpoint, the first one keeps a ``last.ckpt`` too, unless it has ``save_last=False``.
 
         Args:
             settings: the flags so far.
@@ -185,8 +186,11 @@ class RunFolder:
             given.dirpath = self._place(given) or str(self.path / CHECKPOINTS)
         for report in reports:
             report.dirpath = self._place(report) or self.path
-        none_saves = all(isinstance(one, OnExceptionCheckpoint) for one in saves)
-        if plain and flags.get("enable_checkpointing") is not False and none_saves:
+        steady = [one for one in saves if not isinstance(one, OnExceptionCheckpoint)]
+        if not any(one.keeps_newest for one in steady):  # a resume should not fall back to the best checkpoint
+            for saver in [one for one in steady if not one.save_weights_only][:1]:
+                saver.keep_last_by_default()
+        if plain and flags.get("enable_checkpointing") is not False and not steady:
             callbacks.append(ModelCheckpoint(self.path / CHECKPOINTS))
         if plain and flags.get("enable_report") is not False and not reports:
             callbacks.append(RunReport(self.path))

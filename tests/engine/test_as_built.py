@@ -1,0 +1,295 @@
+"""A resume whose script builds another optimizer or schedule than the saved run: what is said, and what holds."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.optim import lr_scheduler as schedules
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import ModelCheckpoint
+
+import treadle
+from treadle import Accelerator
+
+BEFORE, AFTER, SHORT, LONG = 6, 9, 15, 30
+
+
+def warmed(optimizer, length):
+    parts = [schedules.LinearLR(optimizer, 0.1, total_iters=4), schedules.CosineAnnealingLR(optimizer, length - 4)]
+    return schedules.SequentialLR(optimizer, parts, milestones=[4])
+
+
+def chained(optimizer, length):
+    parts = [schedules.LinearLR(optimizer, 0.1, total_iters=length), schedules.ExponentialLR(optimizer, 0.9)]
+    return schedules.ChainedScheduler(parts, optimizer)
+
+
+class Ramp:
+    """A schedule's function that has a state."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, step):
+        return 1 - step / (2 * self.length)
+
+
+KINDS = {
+    "cosine": lambda o, n: schedules.CosineAnnealingLR(o, n, eta_min=0.001),
+    "one cycle": lambda o, n: schedules.OneCycleLR(o, [0.1, 0.2], total_steps=n),
+    "linear": lambda o, n: schedules.LinearLR(o, 0.2, total_iters=n),
+    "steps": lambda o, n: schedules.StepLR(o, n // 5),
+    "milestones": lambda o, n: schedules.MultiStepLR(o, [n // 5, n // 5, n // 3]),
+    "polynomial": lambda o, n: schedules.PolynomialLR(o, n),
+    "restarts": lambda o, n: schedules.CosineAnnealingWarmRestarts(o, n // 5, 2),
+    "cycles": lambda o, n: schedules.CyclicLR(o, [0.01, 0.02], [0.1, 0.2], n // 5, cycle_momentum=False),
+    "sequence": warmed,
+    "chain": chained,
+    "callable": lambda o, n: schedules.LambdaLR(o, [Ramp(n), Ramp(n)]),
+}
+FUNCTION = {"function": lambda o, n: schedules.LambdaLR(o, lambda step: 0.5 * (1 + math.cos(step / n)))}
+SAID = {
+    "cosine": "CosineAnnealingLR: T_max 15 in the checkpoint, 30 in this script",
+    "one cycle": "OneCycleLR: total_steps 15 in the checkpoint, 30 in this script",
+    "linear": "LinearLR: total_iters 15 in the checkpoint, 30 in this script",
+    "steps": "StepLR: step_size 3 in the checkpoint, 6 in this script",
+    "milestones": r"MultiStepLR: milestones \[3, 3, 5\] in the checkpoint, \[6, 6, 10\] in this script",
+    "polynomial": "PolynomialLR: total_iters 15 in the checkpoint, 30 in this script",
+    "restarts": "CosineAnnealingWarmRestarts: T_0 3 in the checkpoint, 6 in this script",
+    "cycles": "CyclicLR: total_size 6.* in the checkpoint, 12.* in this script",
+    "sequence": r"SequentialLR: _schedulers\[1\].T_max 11 in the checkpoint, 26 in this script",
+    "chain": r"ChainedScheduler: _schedulers\[0\].total_iters 15 in the checkpoint, 30 in this script",
+    "callable": r"LambdaLR: lr_lambdas\[0\].length 15 in the checkpoint, 30 in this script",
+    "function": r"LambdaLR: lr \[.*\] in the checkpoint, \[.*\] by this script's function at its step 6",
+}
+
+
+def train(build, length, steps, source=None, target=None, lr=0.1, late=False, decay=0.01, strategy="auto", **load):
+    """Returns the learning rates of both groups before each step, the first one included."""
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    if strategy != "auto":
+        model = accelerator.prepare(model)
+    first, second = accelerator.unwrap_model(model)
+    groups = [{"params": first.parameters()}, {"params": second.parameters(), "lr": 2 * lr}]
+    optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=decay)
+    if late:  # as many scripts do: the schedule is built on what prepare returned
+        optimizer = accelerator.prepare(optimizer)
+        schedule = accelerator.prepare(build(optimizer, length))
+    else:
+        optimizer, schedule = accelerator.prepare(optimizer, build(optimizer, length))
+    model = accelerator.prepare(model) if strategy == "auto" else model
+    if source is not None:
+        accelerator.load_state(source, **load)
+    rates = []
+    for _ in range(steps):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        accelerator.backward(model(torch.ones(2, 2)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    if target is not None:
+        accelerator.save_state(target)
+    return rates
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["built before", "built on the prepared"])
+@pytest.mark.parametrize("kind", KINDS | FUNCTION)
+def test_the_scripts_schedule_is_the_one_from_scratch(tmp_path, kind, late):
+    build = (KINDS | FUNCTION)[kind]
+    train(build, SHORT, BEFORE, target=tmp_path / "s", late=late)
+    whole = train(build, LONG, BEFORE + AFTER, late=late)
+    assert train(build, LONG, AFTER, tmp_path / "s", late=late, schedule="script") == whole[BEFORE:]
+
+
+@pytest.mark.parametrize("kind", KINDS | FUNCTION)
+def test_an_unchanged_script_goes_on_exactly_and_without_a_word(tmp_path, kind):
+    build = (KINDS | FUNCTION)[kind]
+    whole = train(build, SHORT, BEFORE + AFTER)
+    train(build, SHORT, BEFORE, target=tmp_path / "s")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for more in ({}, {"schedule": "saved"}, {"schedule": "script"}):
+            assert train(build, SHORT, AFTER, tmp_path / "s", **more) == whole[BEFORE:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_saved_schedule_holds_and_both_values_are_said(tmp_path, kind):
+    build = KINDS[kind]
+    whole = train(build, SHORT, BEFORE + AFTER)
+    train(build, SHORT, BEFORE, target=tmp_path / "s")
+    if kind == "one cycle":
+        with pytest.raises(ValueError, match=rf"ends before this script's:\n.*{SAID[kind]}\n"):
+            train(build, LONG, AFTER, tmp_path / "s")
+    else:
+        with pytest.warns(UserWarning, match=SAID[kind]) as said:
+            assert train(build, LONG, AFTER, tmp_path / "s") == whole[BEFORE:]
+        assert sum("in this script" in str(one.message) for one in said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert train(build, LONG, AFTER, tmp_path / "s", schedule="saved") == whole[BEFORE:]
+
+
+def test_functions_are_the_scripts_and_that_is_said(tmp_path):
+    build = FUNCTION["function"]
+    train(build, SHORT, BEFORE, target=tmp_path / "s")
+    with pytest.warns(UserWarning, match=SAID["function"]):
+        rates = train(build, LONG, AFTER, tmp_path / "s")
+    assert rates[1:] == train(build, LONG, BEFORE + AFTER)[BEFORE + 1 :]
+
+
+def test_other_options_are_said_and_what_is_saved_holds_in_every_resume(tmp_path):
+    def steady(optimizer, length):
+        return schedules.ConstantLR(optimizer, 1.0)
+
+    train(steady, SHORT, 2, target=tmp_path / "0")
+    text = (
+        r"AdamW group 0: weight_decay 0.01 in the checkpoint, 0.5 in this script\n"
+        r"  AdamW group 0: lr 0.1 in the checkpoint, 0.3 in this script\n"
+        r"(.*\n)*  AdamW group 1: lr 0.2 in the checkpoint, 0.6 in this script"
+    )
+    for number in range(2):  # the second resume is of a checkpoint that the changed script saved
+        with pytest.warns(UserWarning, match=text):
+            rates = train(steady, SHORT, 2, tmp_path / str(number), tmp_path / str(number + 1), lr=0.3, decay=0.5)
+        assert rates == [[0.1, 0.2]] * 2
+    rates = train(steady, SHORT, 2, tmp_path / "2", tmp_path / "3", lr=0.3, decay=0.5, schedule="script")
+    assert rates == [[0.3, 0.6]] * 2
+    with pytest.warns(UserWarning, match="weight_decay 0.01 in the checkpoint, 0.5") as said:
+        train(steady, SHORT, 2, tmp_path / "3", lr=0.3, decay=0.5)
+    assert not [one for one in said if ": lr" in str(one.message)]
+
+
+def test_a_schedule_by_measurements_stays_as_saved(tmp_path):
+    def build(optimizer, length):
+        return schedules.ReduceLROnPlateau(optimizer, patience=length, factor=0.5)
+
+    accelerator = Accelerator(cpu=True)
+
+    def prepared(patience, lr):
+        accelerator.free_memory()
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        return accelerator.prepare(model, optimizer, build(optimizer, patience))
+
+    _, optimizer, schedule = prepared(1, 0.4)
+    for _ in range(4):
+        schedule.step(1.0)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    accelerator.save_state(tmp_path / "s")
+    _, optimizer, schedule = prepared(3, 0.8)
+    with pytest.warns(UserWarning, match="ReduceLROnPlateau: patience 1 in the checkpoint, 3 in this script"):
+        accelerator.load_state(tmp_path / "s")
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    with pytest.warns(UserWarning, match="ReduceLROnPlateau follows measurements"):
+        accelerator.load_state(tmp_path / "s", schedule="script")
+    assert optimizer.param_groups[0]["lr"] == 0.2
+
+
+def test_a_schedule_that_can_not_be_brought_there_changes_nothing(tmp_path):
+    build = KINDS["one cycle"]
+    train(build, LONG, 20, target=tmp_path / "s")
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.AdamW([{"params": part.parameters()} for part in model], lr=0.1)
+    model, optimizer, _ = accelerator.prepare(model, optimizer, build(optimizer, SHORT))
+    before = [dict(group) for group in optimizer.param_groups], model[0].weight.clone()
+    with pytest.raises(ValueError, match="this script's OneCycleLR can't be brought to step 20, where the checkpoint"):
+        accelerator.load_state(tmp_path / "s", schedule="script")
+    assert [dict(group) for group in optimizer.param_groups] == before[0]
+    assert torch.equal(model[0].weight, before[1])
+    with pytest.raises(ValueError, match="schedule='mine' is not one of"):
+        accelerator.load_state(tmp_path / "s", schedule="mine")
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "callable"])
+@pytest.mark.parametrize("apart", [False, True], ids=["in its group", "in a group of its own"])
+def test_parameters_that_were_added_do_not_put_the_schedule_back(tmp_path, kind, apart):
+    """With strict=False; the rate must not begin anew while the schedule goes on from its step."""
+    build = KINDS[kind] if kind != "callable" else lambda o, n: schedules.LambdaLR(o, Ramp(n))
+
+    def steps(count, added, source=None):
+        accelerator = Accelerator(cpu=True)
+        model = nn.Sequential(nn.Linear(2, 2), *([nn.Linear(2, 1)] if added else []))
+        groups = [{"params": part.parameters()} for part in model] if apart else model.parameters()
+        optimizer = torch.optim.AdamW(groups, lr=0.1)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, build(optimizer, SHORT))
+        if source is not None:
+            accelerator.load_state(source, strict=False)
+        rates = []
+        for _ in range(count):
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            accelerator.backward(model(torch.ones(2, 2)).square().mean())
+            optimizer.step()
+            schedule.step()
+        if source is None and not added:
+            accelerator.save_state(tmp_path / "s")
+        return rates
+
+    steps(BEFORE, added=False)
+    with pytest.warns(UserWarning, match="What does not fit begins anew"):
+        resumed = steps(AFTER, added=True, source=tmp_path / "s")
+    assert resumed == steps(BEFORE + AFTER, added=True)[BEFORE:]
+
+
+def two(root, strategy):
+    build = KINDS["one cycle"]
+    train(build, SHORT, BEFORE, target=f"{root}/s", strategy=strategy)
+    whole = train(build, LONG, BEFORE + AFTER, strategy=strategy)
+    return train(build, LONG, AFTER, f"{root}/s", strategy=strategy, schedule="script") == whole[BEFORE:]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_on_two_processes(tmp_path, strategy):
+    assert run(two, 2, str(tmp_path), strategy) == [True, True]
+
+
+# -- with a Trainer ------------------------------------------------------------------------------------------------
+
+
+class Scheduled(treadle.TaskModule):
+    """Four steps an epoch, and a rate that ends with ``max_epochs``."""
+
+    def __init__(self, interval, lr=0.1):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+        self.interval, self.lr, self.rates = interval, lr, []
+
+    def training_step(self, batch, batch_idx):
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        length = self.trainer.max_epochs if self.interval == "epoch" else self.trainer.estimated_stepping_batches
+        schedule = schedules.CosineAnnealingLR(optimizer, length)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.interval}}
+
+
+def fit(root, epochs, interval, lr=0.1, **resume):
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
+    task = Scheduled(interval, lr)
+    trainer = treadle.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=ModelCheckpoint(root / "c"), **quiet)
+    trainer.fit(task, DataLoader(TensorDataset(torch.ones(8, 2)), 2), **resume)
+    return task.rates
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_a_fit_with_more_epochs(tmp_path, interval):
+    whole = fit(tmp_path / "whole", 6, interval)
+    fit(tmp_path, 3, interval)
+    (path,) = (tmp_path / "c").iterdir()
+    with pytest.warns(UserWarning, match=r"T_max (3|12) in the checkpoint, (6|24) in this script"):
+        rates = fit(tmp_path / "saved", 6, interval, ckpt_path=path)
+    assert rates[-1] > 0.05  # it has climbed again, as was said
+    assert fit(tmp_path / "script", 6, interval, ckpt_path=path, schedule="script") == whole[12:]
+    with pytest.warns(UserWarning, match="SGD: lr 0.1 in the checkpoint, 0.2 in this script"):
+        fit(tmp_path / "other", 6, interval, lr=0.2, ckpt_path=path)
+
+
+def test_a_schedule_without_a_resume_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="schedule='script' is for a resume: give ckpt_path too"):
+        fit(tmp_path, 1, "step", schedule="script")

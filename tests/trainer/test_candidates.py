@@ -1,0 +1,249 @@
+"""A checkpoint found by a word must be this run's: its task, its hyperparameters, its parameters' names and shapes."""
+
+import dataclasses
+import enum
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run, script
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import LearningRateFinder, ModelCheckpoint
+from treadle.trainer.candidates import class_name
+from treadle.trainer.runs.folder import RunFolder
+
+import treadle
+
+
+class Line(treadle.TaskModule):
+    """A linear layer; five steps an epoch."""
+
+    def __init__(self, lr=0.1, width=1, **more):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Linear(2, width)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+class Other(Line):
+    """The same in all but the name."""
+
+
+class Data(treadle.DataModule):
+    def __init__(self, crop=1, batch_size=2):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(10, 2)), self.hparams.batch_size)
+
+
+def fit(root, task, word="auto", data=None, saver=None, **flags):
+    """As in a new process, in one folder for all; returns after how many steps it began."""
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
+    callbacks = [saver or ModelCheckpoint(Path(root) / "c"), *flags.pop("callbacks", [])]
+    own = treadle.Trainer(**{"max_epochs": 1, "accelerator": "cpu", **quiet, **flags}, callbacks=callbacks)
+    data = data or Data()
+    own.fit(task, data, ckpt_path=word)
+    return 0 if own.ckpt_path is None else int(own.ckpt_path.name.partition("step=")[2].partition(".")[0].split("-")[0])
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclasses.dataclass
+class Block:
+    depth: int = 2
+
+
+OTHER_RUNS = {
+    "learning rate": (lambda: Line(lr=0.1), lambda: Line(lr=0.01), r"lr 0.1 there, 0.01 here"),
+    "class": (Line, Other, r"task .*test_candidates.Line there, .*test_candidates.Other here"),
+    "shape": (
+        lambda: Line(width=1),
+        lambda: Line(width=2),
+        r"width 1 there, 2 here",
+    ),
+    "nested": (lambda: Line(net={"act": "relu"}), lambda: Line(net={"act": "gelu"}), "net.act 'relu' there, 'gelu'"),
+    "dataclass": (lambda: Line(block={"depth": 2}), lambda: Line(block={"depth": 3}), "block.depth 2 there, 3 here"),
+    "list": (lambda: Line(sizes=[1, 2]), lambda: Line(sizes=[1, 3]), r"sizes \[1, 2\] there, \[1, 3\] here"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RUNS)
+def test_another_runs_checkpoints_are_skipped_and_said_once(tmp_path, name):
+    first, second, text = OTHER_RUNS[name]
+    fit(tmp_path, first(), saver=ModelCheckpoint(tmp_path / "c", "{step}", every_n_train_steps=1, save_top_k=-1))
+    with pytest.raises(ValueError, match=f"'last', but there is no intact checkpoint of this run .*{text}"):
+        fit(tmp_path, second(), "last")
+    with pytest.warns(UserWarning, match=f"skips checkpoints of other runs: .*step=5.ckpt and 4 more .*{text}") as said:
+        assert fit(tmp_path, second()) == 0
+    assert sum("skips" in str(one.message) for one in said) == 1
+
+
+def test_the_newest_of_this_run_is_taken_from_among_others(tmp_path):
+    fit(tmp_path, Line(lr=0.1))
+    with pytest.warns(UserWarning, match="lr 0.1 there, 0.2 here"):
+        assert fit(tmp_path, Line(lr=0.2), max_epochs=3) == 0
+    with pytest.warns(UserWarning, match="lr 0.2 there, 0.1 here"):
+        assert fit(tmp_path, Line(lr=0.1), max_epochs=2) == 5
+    with pytest.warns(UserWarning, match="lr 0.1 there, 0.2 here"):
+        assert fit(tmp_path, Line(lr=0.2), "best", max_epochs=4) == 15
+
+
+def test_shapes_and_names_are_compared_where_no_hyperparameters_are(tmp_path):
+    def built(width, bias=True):
+        task = Line()
+        task.net = nn.Linear(2, width, bias=bias)
+        return task
+
+    fit(tmp_path, built(1))
+    with pytest.warns(UserWarning, match=r"net.weight: \(1, 2\) in the checkpoint, \(2, 2\) in the model"):
+        assert fit(tmp_path, built(2), max_epochs=2) == 0
+    with pytest.warns(UserWarning, match="unexpected: net.bias"):
+        assert fit(tmp_path, built(1, bias=False), max_epochs=3) == 0
+    loose = built(2)
+    loose.strict_loading = False
+    with pytest.warns(UserWarning, match="What does not fit is left out"):
+        assert fit(tmp_path, loose, max_epochs=4) == 15  # the newest, of which it takes what fits
+
+
+def test_a_model_that_is_built_in_setup_is_no_other_model(tmp_path):
+    class Late(Line):
+        def setup(self, stage):
+            self.head = nn.Linear(1, 1)
+
+        def training_step(self, batch, batch_idx):
+            return self.head(self.net(batch[0])).pow(2).mean()
+
+    fit(tmp_path, Late())
+    assert fit(tmp_path, Late(), max_epochs=2) == 5
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "flags"),
+    [
+        ({"max_epochs": 1}, {"max_epochs": 2}, {"max_epochs": 2}),
+        ({"data_dir": "/a"}, {"data_dir": "/b"}, {}),
+        ({"corpus": "/a/x.txt"}, {"corpus": "s3://b/x.txt"}, {}),
+        ({"opt": {"max_steps": 5}}, {"opt": {"max_steps": 9}}, {}),
+        ({"num_workers": 0, "devices": 1}, {"num_workers": 4, "devices": 8}, {}),
+        ({}, {"added_since": 3}, {}),
+        ({"dropped_since": 3}, {}, {}),
+        ({"sizes": (1, 2), "rate": 1}, {"sizes": [1, 2], "rate": 1.0}, {}),
+        ({"colour": Colour.RED.name}, {"colour": "RED"}, {}),
+        ({"nan": float("nan")}, {"nan": float("nan")}, {}),
+    ],
+)
+def test_what_an_ordinary_resume_changes_is_no_other_run(tmp_path, recwarn, before, after, flags):
+    fit(tmp_path, Line(**before))
+    assert fit(tmp_path, Line(**after), **flags) == 5
+    assert not [one for one in recwarn if "skips" in str(one.message)]
+
+
+def test_the_data_modules_hyperparameters_count_too(tmp_path):
+    fit(tmp_path, Line(), data=Data(crop=1))
+    assert fit(tmp_path, Line(), data=Data(batch_size=5), max_epochs=2) == 5
+    with pytest.warns(UserWarning, match=r"data.crop 1 there, 2 here"):
+        assert fit(tmp_path, Line(), data=Data(crop=2)) == 0
+
+
+def test_what_a_run_changes_of_its_hyperparameters_is_no_difference(tmp_path):
+    class Counts(Line):
+        def setup(self, stage):
+            self.hparams.classes = self.hparams.get("classes", 0) + 7
+
+    fit(tmp_path, Counts(classes=0))
+    assert fit(tmp_path, Counts(classes=0), max_epochs=2) == 5
+    again = Counts(classes=0)
+    fit(tmp_path, again, max_epochs=3)
+    assert fit(tmp_path, again, max_epochs=4) == 15  # the same object, which setup has changed
+
+    def finder():
+        return LearningRateFinder(num_training_steps=8)
+
+    (tmp_path / "f").mkdir()
+    fit(tmp_path / "f", Line(), callbacks=[finder()])
+    assert fit(tmp_path / "f", Line(), callbacks=[finder()], max_epochs=2) == 5
+
+
+def test_a_path_is_never_skipped(tmp_path):
+    fit(tmp_path, Line(lr=0.1))
+    (path,) = (tmp_path / "c").iterdir()
+    task = Other(lr=0.3)
+    assert fit(tmp_path, task, path, max_epochs=2) == 5
+    with pytest.raises(ValueError, match=r"was saved by another model"):
+        fit(tmp_path, Line(width=2), path, max_epochs=2)
+
+
+def test_in_the_folder_of_a_run_nothing_is_begun_beside_it(tmp_path):
+    with RunFolder.create(tmp_path) as folder:
+        fit(folder.path, Line(), saver=ModelCheckpoint(folder.path / "checkpoints"))
+    with pytest.raises(ValueError, match=r"'auto', but there is no intact checkpoint of this run .*lr 0.1 there, 0.2"):
+        fit(folder.path, Line(lr=0.2), saver=ModelCheckpoint(folder.path / "checkpoints"))
+
+
+SCRIPT = """
+import sys
+import torch, treadle
+from treadle.callbacks import ModelCheckpoint
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def main(epochs):
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
+    trainer = treadle.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=ModelCheckpoint("c"), **quiet)
+    trainer.fit(Task(), [torch.ones(1, 2)] * 3, ckpt_path="auto")
+    return trainer.ckpt_path and trainer.ckpt_path.name
+
+if __name__ == "__main__":
+    print("began with", main(int(sys.argv[1])))
+"""
+
+
+def test_a_script_and_the_module_of_its_file_have_one_class(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "copied.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    assert "began with None" in script(tmp_path / "train.py", "1").stdout
+    assert "began with None" in script(tmp_path / "copied.py", "2").stdout
+    monkeypatch.syspath_prepend(tmp_path)
+    import train
+
+    with pytest.warns(UserWarning, match=r"task copied.Task there, train.Task here"):
+        assert train.main(3) == "epoch=0-step=3.ckpt"
+
+
+def test_a_class_of_a_notebook_has_no_file(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    assert class_name(type("Task", (), {"__module__": "__main__"})) == "__main__.Task"
+
+
+def two(root, lr, epochs):
+    return fit(root, Line(lr=lr), strategy="ddp", max_epochs=epochs)
+
+
+def test_another_number_of_processes_and_another_strategy(tmp_path):
+    fit(tmp_path, Line())
+    assert run(two, 2, str(tmp_path), 0.1, 2) == [5, 5]
+    assert run(two, 2, str(tmp_path), 0.2, 1) == [0, 0]
+    assert fit(tmp_path, Line(), max_epochs=3) == 8
