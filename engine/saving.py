@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..strategies import Strategy, World, warn
-from ..strategies.shards import whole
+from ..strategies.shards import is_sharded, whole
 from . import checkpoint, export, numbered, restoring, snapshot
 from .as_built import check_schedule
 from .background import Copying, HostCopies, Job
@@ -288,6 +288,8 @@ class Saving(Process):
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write data to a file on the main process, for others to load: a state dict, numbers, nested as you like.
 
+        It may be called on the main process alone.
+
         The file appears in one move. It holds data only, and ``torch.load(f, weights_only=True)`` reads it: tensors,
         numbers, text, bytes, None, dtypes, devices, in dicts, lists, tuples and sets. numpy's numbers are written as
         Python's, a defaultdict as a dict.
@@ -301,10 +303,8 @@ class Saving(Process):
         Raises:
             TypeError: for anything else (numpy arrays, paths, objects), with its place and what to do.
         """
-        self.world.meet("accelerator.save")
-        with self.world.together():
-            if self._writes_here():
-                export.save_object(obj, f, safe_serialization)
+        if self._writes_here():
+            export.save_object(obj, f, safe_serialization)
 
     def save_model(
         self,
@@ -315,7 +315,7 @@ class Saving(Process):
     ) -> None:
         """Write a model's weights for others to load: ``model.safetensors``, or shards and their index.
 
-        Call it on all processes.
+        Call it on all processes. Where nothing of the model is sharded, the main process may call it alone.
 
         Args:
             model: the model, prepared or not.
@@ -325,11 +325,11 @@ class Saving(Process):
             safe_serialization: False writes ``pytorch_model.bin`` in torch's format.
         """
         limit = export.byte_size(max_shard_size)
-        self.world.meet("accelerator.save_model")
+        if any(map(is_sharded, model.parameters())):
+            self.world.meet("accelerator.save_model")
         weights = self.get_state_dict(model)
-        with self.world.together():
-            if self._writes_here():
-                export.save_weights(weights, Path(save_directory), limit, safe_serialization)
+        if self._writes_here():
+            export.save_weights(weights, Path(save_directory), limit, safe_serialization)
 
 
 def _add(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:

@@ -84,7 +84,7 @@ def own_loop(root, strategy, what):
     elif what == "another call":
         accelerator.save_state(f"{root}/s") if first else accelerator.save_model(model, f"{root}/m")
     elif first:  # and the other one ends
-        accelerator.save_model(model, f"{root}/m")
+        accelerator.save_model(model, f"{root}/m") if strategy == "fsdp" else accelerator.save_state(f"{root}/s")
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def own_loop(root, strategy, what):
         ("ddp", "step", "accelerator.save_state needs all processes, but rank 0 .* rank 1 has gone on"),
         ("fsdp", "step", "accelerator.save_state needs all processes, but rank 0 .* rank 1 has gone on"),
         ("ddp", "barrier", "rank 1 has gone on, and waits in a later step or exchange. Call it on every rank"),
-        ("ddp", "another call", r"rank 0 .* rank 1 calls accelerator.save_model|rank 1 .* rank 0 calls .*save_state"),
-        ("ddp", "end", "accelerator.save_model needs all processes, but rank 0 called it and rank 1 has ended"),
-        ("auto", "nothing prepared", "accelerator.save_model needs all processes, but rank 0 .* rank 1 has ended"),
+        ("fsdp", "another call", r"rank 0 .* rank 1 calls accelerator.save_model|rank 1 .* rank 0 calls .*save_state"),
+        ("fsdp", "end", "accelerator.save_model needs all processes, but rank 0 called it and rank 1 has ended"),
+        ("auto", "nothing prepared", "accelerator.save_state needs all processes, but rank 0 .* rank 1 has ended"),
     ],
 )
 def test_a_save_on_one_rank_in_an_own_loop(tmp_path, strategy, what, text):

@@ -353,7 +353,7 @@ def two(root, word):
 def test_all_processes_get_rank_zeros_answer(tmp_path):
     first, second = run(two, 2, str(tmp_path), "last")
     assert first[0] == "ValueError"
-    assert second[0] == "RuntimeError"
+    assert second[0] == "PeerFailed"
     assert "rank 0 failed: ValueError: ckpt_path='last', but there is no intact checkpoint" in second[1]
     assert run(two, 2, str(tmp_path), "auto") == [("None", 0), ("None", 0)]
     flip(tmp_path / "c" / "step=10.ckpt")
