@@ -90,7 +90,7 @@ class StreamedBatches:
         lent: whether this process reads the source itself, so that the stream has to be lent to it: then what it
             draws is the same on every rank, and the same again after a resume.
         stateful: an object with ``state_dict`` and ``load_state_dict`` that knows where the source is, or None.
-        left_out: why a state that the source has is not asked for, or "".
+        gap: why a state that the source has is not asked for, or "".
 
     Attributes:
         order: what the epoch was drawn from; where it is set before the epoch begins, that epoch comes again.
@@ -109,9 +109,9 @@ class StreamedBatches:
         draws: Draws,
         lent: bool,
         stateful: Any,
-        left_out: str = "",
+        gap: str = "",
     ) -> None:
-        self.left_out_of_state = left_out
+        self.gap = gap
         self.compare: World | None = None
         self.first_digest = ""
         self._expected = ""  # the digest of the epoch that is resumed
@@ -310,6 +310,9 @@ class StreamedBatches:
             if not totals:
                 return
             stand_in = group[-1][1] if group else stand_in
+            if stand_in is None:  # resumed just behind the end of this rank's data
+                with self._lend():
+                    stand_in = next(iter(self.source))
             drawn = self._reader.state if self.lent and self._reader is not None else None
             group += [(0, stand_in)] * (len(totals) - len(group))
             sizes = [(count, total) for (count, _), total in zip(group, totals, strict=True)]
@@ -392,8 +395,8 @@ class StreamedBatches:
 
     def _why_again(self) -> str:
         dataset = getattr(self.source, "dataset", None)
-        if self.left_out_of_state:
-            return self.left_out_of_state
+        if self.gap:
+            return self.gap
         if stateful(dataset) is None:
             return "the stream has no state of its own"
         if self.stateful is None:

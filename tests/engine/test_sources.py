@@ -14,6 +14,7 @@ from processes import run
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
+from treadle.engine import CombinedLoader
 from treadle.engine.digest import digest
 from treadle.engine.fingerprint import fingerprint
 from treadle.engine.order import steady
@@ -160,7 +161,7 @@ def by_trainer(kind, strategy, accumulate, folder):
         strategy=strategy,
         accumulate_grad_batches=accumulate,
         max_epochs=2,
-        use_distributed_sampler=False,
+        use_distributed_sampler=kind == "stream",  # of which the ranks' first batches tell that it is split
         default_root_dir=folder,
         logger=False,
         enable_checkpointing=False,
@@ -277,6 +278,47 @@ def test_a_stream_of_each_ranks_own_on_another_number_of_ranks(tmp_path):
     ((ids, said),) = run(resumed_elsewhere, 1, str(tmp_path / "a"), False)
     assert "exact only where the stream is dealt to the ranks sample by sample" in said
     assert ids == list(range(32, 96))  # as this one is
+
+
+def saved_at_the_end_of_one_ranks_data(folder, resume):
+    accelerator = treadle.Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(samples.Knowing(lost=95 - 4 * 5), batch_size=2))  # 11 and 10 samples
+    if resume:
+        accelerator.load_state(folder)
+    read = []
+    for batch in loader:
+        read.append([int(i) for i in batch] if accelerator.cursor.micro.samples else [])
+        if not resume and len(read) == 5:  # rank 1 has read all
+            accelerator.save_state(folder)
+    return read
+
+
+def test_resume_where_one_ranks_data_ends(tmp_path):
+    whole = run(saved_at_the_end_of_one_ranks_data, 2, str(tmp_path / "a"), False)
+    assert run(saved_at_the_end_of_one_ranks_data, 2, str(tmp_path / "a"), True) == [read[5:] for read in whole]
+    assert [len(read) for read in whole] == [6, 6]
+    assert whole[1][5] == []
+
+
+def combined(mode):
+    accelerator = treadle.Accelerator(cpu=True)
+    own = DataLoader(samples.ByRank(lost=9), batch_size=4)
+    shared = DataLoader(range(30), batch_size=4)
+    seen = [[], []]
+    for rows in accelerator.prepare(CombinedLoader([own, shared], mode)):
+        for ids, batch in zip(seen, rows, strict=True):
+            ids.append([] if batch is None else batch.tolist())
+    return seen
+
+
+@pytest.mark.parametrize(("mode", "steps"), [("min_size", 4), ("max_size", 11), ("max_size_cycle", 11)])
+def test_ranks_own_data_combined_with_shared_data(mode, steps):
+    ranks = run(combined, 2, mode)
+    assert [len(part) for rank in ranks for part in rank] == [steps] * 4
+    own = {i for own, _ in ranks for batch in own for i in batch}
+    shared = {i for _, shared in ranks for batch in shared for i in batch}
+    assert own == set(range(87 if steps == 11 else 32))
+    assert shared == set(range(30))
 
 
 def test_running_iterators_are_never_begun_anew():
