@@ -16,7 +16,7 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from treadle.strategies import DDP, FSDP, Strategy
 
 import treadle
@@ -85,6 +85,16 @@ def loader_of(steps: int, sharded: bool) -> DataLoader:
     return DataLoader(TensorDataset(tokens), batch_size=BATCH)
 
 
+class SplitByRank(IterableDataset[list[Tensor]]):
+    """A stream of this process's batches alone, whose length nobody knows."""
+
+    def __init__(self, steps: int) -> None:
+        self.loader = loader_of(steps, sharded=True)
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        return iter(self.loader)
+
+
 def raw(wrap: Callable[[Model], nn.Module], width: int, steps: int, losses: list[Tensor]) -> None:
     model = wrap(model_of(width))
     optimizer = optimizer_of(model)
@@ -117,16 +127,20 @@ def own_loop(strategy: Callable[[], Strategy], width: int, steps: int, losses: l
             optimizer.zero_grad()
 
 
-def trainer(strategy: Callable[[], Strategy], width: int, steps: int, losses: list[Tensor]) -> None:
+def trainer(
+    strategy: Callable[[], Strategy], width: int, steps: int, losses: list[Tensor], *, stream: bool = False
+) -> None:
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     one = treadle.Trainer(accelerator="cpu", strategy=strategy(), max_epochs=1, **off)
-    one.fit(Task(model_of(width), losses), loader_of(steps, sharded=False))
+    loader = DataLoader(SplitByRank(steps), batch_size=None) if stream else loader_of(steps, sharded=False)
+    one.fit(Task(model_of(width), losses), loader)
 
 
 ARMS: dict[str, tuple[str, Callable[[int, int, list[Tensor]], None]]] = {
     "raw DistributedDataParallel": ("ddp", partial(raw, DistributedDataParallel)),
     "Treadle Accelerator, DDP": ("ddp", partial(own_loop, DDP)),
     "Treadle Trainer, DDP": ("ddp", partial(trainer, DDP)),
+    "Treadle Trainer, DDP, split stream": ("ddp", partial(trainer, DDP, stream=True)),
     "raw fully_shard": ("fsdp", partial(raw, fully_sharded)),
     "Treadle Accelerator, FSDP": ("fsdp", partial(own_loop, FSDP)),
     "Treadle Trainer, FSDP": ("fsdp", partial(trainer, FSDP)),
@@ -182,7 +196,7 @@ def main() -> None:
     if not accelerator.is_main_process:
         return
     print(f"torch {torch.__version__}, {platform.machine()}, {args.processes} processes, gloo, width {args.width}")
-    print(f"{'':32}{'ms/step':>10}{'x raw':>8}   min - max")
+    print(f"{'':36}{'ms/step':>10}{'x raw':>8}   min - max")
     rows = {}
     for name, (kind, _) in ARMS.items():
         base = next(other for other, (its, _) in ARMS.items() if its == kind)
@@ -190,7 +204,7 @@ def main() -> None:
         middle = statistics.median(ratios)
         rows[name] = {"ms": statistics.median(slopes[name]), "ratio": middle, "min": min(ratios), "max": max(ratios)}
         spread = "" if name == base else f"   {min(ratios):.2f} - {max(ratios):.2f}"
-        print(f"{name:32}{rows[name]['ms']:10.2f}{middle:8.2f}{spread}")
+        print(f"{name:36}{rows[name]['ms']:10.2f}{middle:8.2f}{spread}")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(rows, file, indent=2)

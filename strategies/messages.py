@@ -38,7 +38,8 @@ if not logger.handlers:
 @rank_zero_only
 def announce(text: str) -> None:
     """Say ``text`` once, on rank zero, through the ``treadle`` logger."""
-    logger.info(text)
+    # A metric's name may hold half of a surrogate pair, which no stream can write.
+    logger.info(text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def warn(text: str) -> None:
