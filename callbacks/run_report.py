@@ -48,7 +48,6 @@ class RunReport(Service):
         self.filename = filename
         self.every_seconds = number("every_seconds", every_seconds, 0.0)
         self.path: Path | None = None
-        self._folder: str | Path = ""  # the run's
         self._written = 0.0
         self._begun = False
         self._samples, self._seconds = 0, 0.0  # of training, when fit began
@@ -63,8 +62,6 @@ class RunReport(Service):
             self._begun = False
             self._seconds = trainer.history.spent.get("training", 0.0)
             self._endings, self._failures = {}, []
-            if self.dirpath is None and trainer.is_global_zero:  # who alone writes
-                self._folder = trainer.logbook.directory(trainer.default_root_dir)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """From here on there is something to show."""
@@ -107,7 +104,7 @@ class RunReport(Service):
             self._safely(self._write, trainer, "under way", None)
 
     def _write(self, trainer: Trainer, state: str, ended_well: bool | None) -> None:
-        folder = Path(self.dirpath or self._folder)
+        folder = Path(self.dirpath or trainer.logbook.directory(trainer.default_root_dir))
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / self.filename
         part = path.with_name(path.name + ".tmp")

@@ -16,7 +16,7 @@ import sys
 import typing
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date, datetime, time
 from pathlib import Path
@@ -128,12 +128,17 @@ def readable(value: Any) -> Any:
         name = value.name.partition(":")[2]
         return f"{name}.{value.content}" if value.kind == "enum" else readable(value.content)
     if type(value) is dict:
-        return {readable(key): readable(item) for key, item in value.items()}
+        return {_readable_key(key): readable(item) for key, item in value.items()}
     if type(value) in (list, tuple, set, frozenset):
         return [readable(item) for item in value]
     if type(value) is Namespace:
         return {name: readable(item) for name, item in vars(value).items()}
     return value
+
+
+def _readable_key(key: Any) -> Any:
+    name = readable(key)
+    return name if isinstance(name, Hashable) else str(key)
 
 
 # -- to data -------------------------------------------------------------------------------------------------------

@@ -285,7 +285,11 @@ def test_each_line_says_where_it_is_from():
 def test_settings_are_the_trainers_flags():
     """The same names, in the same order, with the same types and defaults."""
     own = inspect.signature(treadle.Trainer.__init__).parameters
-    flags = {name: (one.annotation, one.default) for name, one in own.items() if one.kind is one.KEYWORD_ONLY}
+    flags = {
+        name: (one.annotation.replace("Iterable[", "list["), one.default)  # a file holds lists
+        for name, one in own.items()
+        if one.kind is one.KEYWORD_ONLY
+    }
     fields = dataclasses.fields(settings.TrainerSettings)
     assert {field.name: (field.type.replace("Limit", "flags.Limit"), field.default) for field in fields} == flags
     assert [field.name for field in fields] == list(flags)

@@ -362,8 +362,7 @@ def hybrid_and_tensor():
         one.validate(task, DataLoader(dataset(7), batch_size=2))
         seen = one.predict(task, DataLoader(dataset(7), batch_size=2))
         found[name] = whole(task), one.callback_metrics, torch.cat(seen).tolist()
-    wide = treadle.Accelerator(cpu=True, strategy=FSDP(data_parallel_replicate=2))
-    shared = treadle.Accelerator(cpu=True, strategy=FSDP(tensor_parallel_size=2))
+    wide, shared = made(FSDP(data_parallel_replicate=2)), made(FSDP(tensor_parallel_size=2))
     found["weighed"] = [own_loop(wide, 2), own_loop(shared, 2, build=ParallelNet)]
     return found | overflow()
 
@@ -404,7 +403,7 @@ def test_hybrid_and_tensor_parallel():
             assert rank[name][1] == ranks[0][name][1]
             assert len(rank[name][2]) == 7
         for weighed in rank["weighed"]:
-            same(weighed["whole"], own_loop(treadle.Accelerator(cpu=True), 2)["whole"], 1e-12)
+            same(weighed["whole"], own_loop(made(), 2)["whole"], 1e-12)
         assert rank["skipped"] is True
         assert "left every parameter as it was" in rank["error"]
 
@@ -505,6 +504,11 @@ def test_precisions():
             assert dtype == ("torch.bfloat16" if precision == "bf16-true" else "torch.float32")
 
 
+def made(strategy="auto"):
+    # With split_batches a prepared scheduler steps once on any number of processes.
+    return treadle.Accelerator(cpu=True, strategy=strategy, split_batches=True)
+
+
 def own_loop(accelerator, steps, folder=None, load=None, build=Net):
     """Steps of a loop of one's own over a fixed batch, with token weights; saved or loaded on the way."""
     torch.manual_seed(1)
@@ -530,17 +534,17 @@ def own_loop(accelerator, steps, folder=None, load=None, build=Net):
 
 
 def save_then_go_on(folder):
-    accelerator = treadle.Accelerator(cpu=True, strategy="fsdp")
+    accelerator = made("fsdp")
     own_loop(accelerator, 2, folder / "fsdp")
-    on = own_loop(treadle.Accelerator(cpu=True, strategy="fsdp"), 3, load=folder / "fsdp")
-    own_loop(treadle.Accelerator(cpu=True, strategy=DDP()), 2, folder / "ddp")
-    crossed = own_loop(treadle.Accelerator(cpu=True, strategy="fsdp"), 3, load=folder / "ddp")
-    back = own_loop(treadle.Accelerator(cpu=True, strategy=DDP()), 3, load=folder / "fsdp")
+    on = own_loop(made("fsdp"), 3, load=folder / "fsdp")
+    own_loop(made(DDP()), 2, folder / "ddp")
+    crossed = own_loop(made("fsdp"), 3, load=folder / "ddp")
+    back = own_loop(made(DDP()), 3, load=folder / "fsdp")
     return on, crossed, back
 
 
 def test_state_goes_from_any_strategy_to_any_other(tmp_path):
-    wanted = own_loop(treadle.Accelerator(cpu=True), 5)
+    wanted = own_loop(made(), 5)
     for rank, found in enumerate(run(save_then_go_on, 2, tmp_path)):
         for one in found:
             same(one["whole"], wanted["whole"], 1e-12)
@@ -549,7 +553,7 @@ def test_state_goes_from_any_strategy_to_any_other(tmp_path):
         if rank == 0:
             same(found[0]["state"], wanted["state"], 1e-12)
     for name in ("fsdp", "ddp"):
-        same(own_loop(treadle.Accelerator(cpu=True), 3, load=tmp_path / name)["whole"], wanted["whole"], 1e-12)
+        same(own_loop(made(), 3, load=tmp_path / name)["whole"], wanted["whole"], 1e-12)
 
 
 def stages():
