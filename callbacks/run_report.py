@@ -241,10 +241,8 @@ def _checkpoints(trainer: Trainer) -> dict[str, str]:
 
 def _hyperparameters(owner: Any) -> dict[str, str]:
     """Those that loggers may have: ``save_hyperparameters(logger=False)`` keeps them from files for people."""
-    if owner is None or not owner.hparams:
+    if owner is None or not owner.log_hyperparameters:
         return {}
-    if not owner.log_hyperparameters:
-        return {"not shown": f"{', '.join(owner.hparams)}: save_hyperparameters(logger=False)"}
     left_out = {name: f"not stored: {words}" for name, words in owner.stored_hparams().left_out.items()}
     return {**_flat(owner.plain_hparams()), **left_out}
 

@@ -197,7 +197,7 @@ def test_the_history_of_a_run_that_was_saved_when_it_failed(tmp_path):
     with pytest.raises(ValueError, match="now"):
         one.fit(Fails(), loader(8))
     again = trainer(callbacks=[ModelCheckpoint(tmp_path)], log_every_n_steps=1)
-    again.fit(Task(), loader(8), ckpt_path="last")
+    again.fit(Task(), loader(8), ckpt_path=tmp_path / "epoch=0-step=5.ckpt")
     assert again.history["loss"].steps == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
