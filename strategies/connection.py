@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .arrivals import forget_arrivals
-from .tracebacks import report_uncaught
+from .tracebacks import forget_store, report_uncaught
 
 
 def connect(
@@ -60,6 +60,7 @@ def connect(
             number = store.add(f"treadle/{run_id}/groups of {rank}", 1)
             store = dist.PrefixStore(f"treadle/{run_id}/{number}", store)
             _check_versions(store, rank)
+        forget_store()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         if size > 1:
             report_uncaught(dist.PrefixStore("uncaught", store), rank, size)
@@ -120,6 +121,7 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
 def disconnect(store: dist.Store | None = None) -> None:
     """End the process group, so that the next `connect` makes another."""
     forget_arrivals()
+    forget_store()
     await_gloo_threads()
     # After an uncaught exception the other ranks may be gone, and a backend's shutdown would wait for them.
     if dist.is_initialized() and not hasattr(sys, "last_value"):

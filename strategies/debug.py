@@ -296,6 +296,10 @@ class DebugWorld(World):
             self._compare(" ".join(("mesh", *(f"{name}={size}" for name, size in dimensions.items()))))
         return super().mesh(**dimensions)
 
+    def meet(self, call: str) -> None:
+        """Compare the call, as every other: that names what the missing ranks do instead, with their lines."""
+        self._compare("meet")
+
     def barrier(self) -> None:
         """See `World.barrier`."""
         self._compare("barrier")

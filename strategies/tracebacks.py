@@ -65,14 +65,20 @@ def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
         rank: this process among all.
         size: world size.
     """
-    hook = sys.excepthook
-    if isinstance(hook, Uncaught):
+    if isinstance(sys.excepthook, Uncaught):
         if store is None:
             return  # what a process group installed knows more
-        hook = hook.previous
+        forget_store()
+    hook = sys.excepthook
     standard = hook is sys.__excepthook__ or getattr(hook, "__module__", "") == _TORCHS_HOOK
     if standard and not is_full():
         sys.excepthook = Uncaught(hook, store, rank, size)
+
+
+def forget_store() -> None:
+    """Let go of the store: its process group ends, or torch is about to wrap the hook for another one."""
+    if isinstance(sys.excepthook, Uncaught):
+        sys.excepthook = sys.excepthook.previous
 
 
 def is_full() -> bool:

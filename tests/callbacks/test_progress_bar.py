@@ -100,6 +100,7 @@ made.test(made.task, loader(6))
         "effective",
         "10 optimizer",
         "3 trainable",
+        "last metrics",
         "test: no",
     )
     assert [line for line in lines if line and not line.startswith(clean)] == []

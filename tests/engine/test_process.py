@@ -101,7 +101,7 @@ def test_the_main_process_first(tmp_path):
         "rank 0 failed: SystemExit: 3",
         "rank 0 failed: KeyboardInterrupt: ",
     ]
-    assert others == [[("RuntimeError", text) for text in told]] * 2
+    assert others == [[("PeerFailed", text) for text in told]] * 2
 
 
 # -- state objects ---------------------------------------------------------------------------------------------------

@@ -392,6 +392,7 @@ def test_wrong_arguments_of_pytorch(options, error):
 
 
 def on_two(root):
+    tl.seed_everything(0)  # one dataset on both ranks
     trainer = trainer_in(root, devices=2, strategy="ddp", profiler=SimpleProfiler(filename="times"))
     trainer.fit(Net(), loader(), loader())
     trainer_in(root, devices=2, strategy="ddp", profiler="pytorch").fit(Net(), loader(24))
