@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,7 @@ class RankShares:
         self.size = size
         self._world: World | None = None
         self._shares: list[Share] | None = None
+        self._alike: Counter[Share] | None = None  # how many ranks have each, where all sizes follow from the lengths
         self._announced = False
 
     def agree(self, share: Share, world: World, source: str) -> None:
@@ -60,6 +62,7 @@ class RankShares:
         if any(count == 0 for count in counts) and any(counts):
             raise _empty([rank for rank, count in enumerate(counts) if count == 0], source)
         self._shares = shares
+        self._alike = Counter(shares) if all(share.samples is not None for share in shares) else None
         known = [count for count in counts if count is not None]
         if len(known) == self.size and len(set(known)) > 1:
             each = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
@@ -88,9 +91,9 @@ class RankShares:
         """
         if self._world is None:  # nobody was asked
             return [self.size * samples for samples in own]
-        shares = self._shares or []
-        if all(share.samples is not None for share in shares):
-            sums = [sum(_samples(share, first + number) for share in shares) for number in range(width)]
+        if self._alike is not None:
+            alike = self._alike.items()
+            sums = [sum(ranks * _samples(share, first + n) for share, ranks in alike) for n in range(width)]
             return sums[: sums.index(0)] if 0 in sums else sums
         # The last number counts the ranks that have data left.
         packed = torch.tensor([*own, *[0] * (width - len(own)), bool(own)])

@@ -3,6 +3,7 @@
 What is known of each is in `docs/data.md`.
 """
 
+import random
 import sys
 import warnings
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from processes import run
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split
 from treadle.engine import CombinedLoader
 from treadle.engine.digest import digest
 from treadle.engine.fingerprint import fingerprint
@@ -258,6 +259,34 @@ def test_what_a_script_draws_before_its_loop_is_the_same_on_all_ranks():
     assert "theirs hold different data" in error
 
 
+class MadeAnew(Task):
+    """Asks for other random data in each epoch, which nobody has seeded."""
+
+    def train_dataloader(self):
+        self.made = torch.randn(8, 1)
+        return DataLoader(TensorDataset(self.made, self.made), batch_size=2)
+
+    def on_train_epoch_start(self):
+        self.seen = [*getattr(self, "seen", []), self.made.flatten().tolist()]
+
+
+def made_in_hooks(folder):
+    task = MadeAnew()
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = treadle.Trainer(
+        accelerator="cpu", max_epochs=3, reload_dataloaders_every_n_epochs=1, default_root_dir=folder, **off
+    )
+    trainer.fit(task)
+    return trainer.global_step, task.seen
+
+
+def test_data_that_hooks_make_anew_is_the_same_on_all_ranks(tmp_path):
+    first, second = run(made_in_hooks, 2, str(tmp_path))
+    assert first[0] == second[0]
+    assert first[1][1:] == second[1][1:]  # the first is made before the ranks know of each other's random state
+    assert len({str(epoch) for epoch in first[1]}) == 3
+
+
 def resumed_elsewhere(folder, save):
     accelerator = treadle.Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(samples.ByRank(), batch_size=2))
@@ -344,6 +373,13 @@ def test_datasets_are_told_apart_by_what_they_hold(tmp_path):
     rows = torch.arange(12.0).reshape(6, 2)
     assert fingerprint(TensorDataset(rows)) == fingerprint(TensorDataset(rows.clone()))
     assert fingerprint(TensorDataset(rows)) != fingerprint(TensorDataset(rows.flip(0)))
+    one = sorted(random.Random(1).sample(range(1, 9999), 5000))
+    other = sorted(random.Random(2).sample(range(1, 9999), 5000))
+    first, second = ([0, *ids, 9999] for ids in (one, other))  # the same ends
+    for kind in (list, torch.tensor, np.array):
+        assert fingerprint(Subset(rows, kind(first))) != fingerprint(Subset(rows, kind(second)))
+        assert fingerprint(Subset(rows, kind(first))) == fingerprint(Subset(rows, kind(first)))
+    assert fingerprint(Subset(rows, [])) == fingerprint(Subset(rows, range(0))) != fingerprint(Subset(rows, range(2)))
 
 
 @pytest.mark.parametrize(
