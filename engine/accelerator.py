@@ -54,6 +54,7 @@ from .seedable_sampler import with_seedable_sampler
 from .skip import skip_first_batches
 from .stepping import Stepping
 from .tracking import Tracking
+from .uneven import join_uneven_inputs
 
 
 class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
@@ -425,6 +426,37 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
             return
         with isolated_random_state():
             seed_everything(seed_from(self.stream_start, purpose) % 2**32)
+            yield
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Train on user-defined batches of which some ranks have more than others.
+
+        A rank that runs out of batches waits at the end of the context. Each step of the remaining ranks uses the mean
+        of their gradients. All ranks leave with the parameters, buffers, optimizer states and schedules of the rank
+        that took the most steps. Prepared DataLoaders keep all ranks in step, so with them the context changes nothing.
+
+        Only replicas can do without a rank: with sharded models, and with ``comm_hook``, ``sync_batchnorm``, ``zero``
+        or ``local_sgd_steps`` of DDP, the context warns and has no effect.
+
+        Args:
+            joinables: prepared models; optimizers may be among them and need nothing.
+            even_batches: True states that all ranks have the same number of batches, so none is waited for. Unlike in
+                Accelerate the default never means True, and no loader repeats samples either way.
+
+        Raises:
+            TypeError: for arguments of other types.
+            ValueError: for a model that is not prepared; for ``backward(weight=...)`` on batches from elsewhere than a
+                prepared DataLoader, since a rank that has left reports no weight.
+
+        Example:
+            >>> with accelerator.join_uneven_inputs([model]):
+            ...     for batch in own_batches:
+            ...         accelerator.backward(model(batch).mean())
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+        """
+        with join_uneven_inputs(self, joinables, even_batches):
             yield
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -19,6 +19,7 @@ from .ddp_hooks import CommHook
 from .ddp_local_sgd import checked
 from .ddp_order import ReadyOrder
 from .ddp_zero import Shards
+from .join import joined
 from .messages import announce, nearest
 from .precision import Precision
 from .reduction import average_gradients
@@ -60,10 +61,14 @@ class _Replica(DistributedDataParallel):
         return not self.static_graph or self._static_graph_delay_allreduce_enqueued
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        local: AbstractContextManager[Any] = nullcontext()
         if torch.is_grad_enabled():  # a rank may evaluate by itself
             self._advance()
+        elif self._join_config.enable:  # else ranks that have left the loop wait for this forward's backward
+            local = self.no_sync()
         try:
-            return super().forward(*args, **kwargs)
+            with local:
+                return super().forward(*args, **kwargs)
         except RuntimeError as error:
             better = self.explain(error)
             if better is None:
@@ -332,6 +337,17 @@ class DDP(Strategy):
             what = "zero=True" if self.zero else "local_sgd_steps"
             raise ValueError(f"DDP({what}) exchanges parameters in its own steps: leave it out to step apart.")
         return self.no_sync(module)
+
+    def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        """See `Strategy.join`."""
+        exchanges = {
+            "comm_hook": self.comm_hook,  # divides by the world size, not by the number of ranks that are left
+            "sync_batchnorm": self.sync_batchnorm,
+            "zero": self.zero,
+            "local_sgd_steps": self.local_steps,
+        }
+        active = [f"{name}=..." for name, on in exchanges.items() if on]
+        return self._unjoined(f"DDP({', '.join(active)})") if active else joined(models)
 
     # -- what the processes agree on -----------------------------------------------------------------------------
 

@@ -11,16 +11,16 @@ from torch import nn
 
 @contextmanager
 def joined(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, a process may run ``modules`` fewer times than others, and adds nothing to their reductions after that.
+    """Let a rank run ``modules`` fewer times than the others and contribute nothing to their reductions after that.
 
-    Each reduction is the mean over the processes that still had a batch. All leave together, with the parameters and
-    buffers of those that had the most.
+    Each reduction is the mean over the ranks that still have a batch. All ranks leave together, with the parameters and
+    buffers of those that had the most batches.
 
     Args:
-        modules: what a strategy's ``wrap`` returned.
+        modules: the modules that a strategy's ``wrap`` returned.
 
     Raises:
-        ValueError: for a model whose reductions can't be taken part in.
+        ValueError: for a model whose reductions a rank that has left can't take part in.
     """
     from torch.distributed.algorithms.join import Join, Joinable
 
@@ -28,9 +28,8 @@ def joined(modules: Iterable[nn.Module]) -> Iterator[None]:
     for module in trained:
         if not isinstance(module, Joinable):
             raise ValueError(
-                f"{type(module).__name__} can't be joined: processes may run out of batches at different times only "
-                "where each holds a whole replica (strategy='ddp'). Let a prepared DataLoader share the batches out: "
-                "then no process runs out before another."
+                f"{type(module).__name__} is not a prepared model, so nothing reduces its gradients. Pass "
+                "join_uneven_inputs the model that Accelerator.prepare returned."
             )
     if not trained:
         yield

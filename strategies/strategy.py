@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from .construction import built_in_place
+from .messages import warn
 from .precision import Precision
 from .router import Router, routed
 from .world import World
@@ -165,6 +166,21 @@ class Strategy:
         if self.world.size > 1:
             raise ValueError(
                 f"strategy={self.name!r} can't step apart: it needs a whole replica on each process (ddp)."
+            )
+        return nullcontext()
+
+    def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        """Return a context in which a rank may train the wrapped ``models`` on fewer batches than the others.
+
+        Only replicas can do without a rank. Everything else warns and changes nothing.
+        """
+        return self._unjoined(f"strategy={self.name!r}")
+
+    def _unjoined(self, what: str) -> AbstractContextManager[None]:
+        if self.world.size > 1:
+            warn(
+                f"join_uneven_inputs has no effect with {what}, which needs every rank in each step. Ranks that read "
+                "prepared DataLoaders stay in step without it; a loop of your own must take as many steps on each rank."
             )
         return nullcontext()
 

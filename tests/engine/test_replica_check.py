@@ -7,7 +7,6 @@ import torch
 from processes import run
 from torch import nn
 from treadle.engine.replica_check import ReplicasDiffer, _digests
-from treadle.engine.uneven import join_uneven_inputs
 from treadle.strategies import DDP
 
 import treadle
@@ -114,7 +113,7 @@ def test_no_strategy_gives_a_false_alarm():
 def unequal_steps():
     accelerator = treadle.Accelerator(cpu=True)
     _, model, optimizer = make(accelerator)
-    with join_uneven_inputs(accelerator, [model]):
+    with accelerator.join_uneven_inputs([model]):
         for _ in range(2 + 3 * accelerator.process_index):
             step(accelerator, model, optimizer)
     accelerator.check_replicas()

@@ -1,10 +1,14 @@
 """Processes with different numbers of batches, against one process that does by hand what all of them do."""
 
+import os
+import warnings
+from contextlib import nullcontext
+
 import pytest
 import torch
 from processes import run
 from torch import nn
-from treadle.engine.uneven import join_uneven_inputs
+from treadle.strategies import DDP
 
 import treadle
 
@@ -40,7 +44,7 @@ def joined(accumulate):
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     trace = []
     for epoch in range(3):
-        with join_uneven_inputs(accelerator, [model]):
+        with accelerator.join_uneven_inputs([model]):
             for batch in batches(accelerator.process_index, epoch):
                 with accelerator.accumulate(model):
                     accelerator.backward(model(batch).pow(2).mean())
@@ -50,14 +54,8 @@ def joined(accumulate):
         trace.append((weights(model), round(scheduler.get_last_lr()[0], 8)))
         assert not model._join_config.enable  # outside, no forward announces itself
     if accumulate == 1:
-        with pytest.raises(ValueError, match="without weight="), join_uneven_inputs(accelerator, [model]):
+        with pytest.raises(ValueError, match="Leave out weight="), accelerator.join_uneven_inputs([model]):
             accelerator.backward(model(torch.zeros(1, 4)).sum(), weight=1.0)
-    with pytest.raises(ValueError, match="even_batches=True"), join_uneven_inputs(accelerator, [model], True):
-        pass
-    with pytest.raises(TypeError, match="not str"), join_uneven_inputs(accelerator, ["model"]):
-        pass
-    with pytest.raises(ValueError, match="Net can't be joined"), join_uneven_inputs(accelerator, [Net()]):
-        pass
     return trace
 
 
@@ -90,8 +88,145 @@ def test_three_and_five_batches(accumulate):
         assert rate == pytest.approx(expected_rate)
 
 
+def test_a_scheduler_that_caught_up_does_not_warn():
+    """The rank that ran out counts the steps it missed as advanced, not as steps taken since the last advance."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run(joined, 2, 1, timeout=90)
+
+
+def trained_by_loader(join, even_batches, **settings):
+    """Train on 7 samples in batches of 2, so that the ranks' last batches differ."""
+    accelerator = treadle.Accelerator(cpu=True, **settings)
+    torch.manual_seed(1)
+    loader = torch.utils.data.DataLoader(torch.randn(7, 4), batch_size=2, shuffle=True)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(3):
+        context = accelerator.join_uneven_inputs([model, optimizer], even_batches) if join else nullcontext()
+        with context:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch).pow(2).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+    # FSDP's parameters are shards, which have no list.
+    return [getattr(p, "_local_tensor", p).detach().flatten().tolist() for p in model.parameters()], optimizer.taken
+
+
+def without_accumulation_at_the_loader_end():
+    return treadle.utils.GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False)
+
+
+def with_and_without_join(strategy, plugin):
+    """Return whether training is bit-equal with and without the context, for each value of even_batches."""
+
+    def settings():
+        strategies = {"ddp": "ddp", "zero": DDP(zero=True), "bn": DDP(sync_batchnorm=True), "fsdp": "fsdp"}
+        plugins = {"gradient_accumulation_plugin": without_accumulation_at_the_loader_end()} if plugin else {}
+        return {"strategy": strategies[strategy], **plugins}
+
+    plain = trained_by_loader(False, None, **settings())
+    return [trained_by_loader(True, even, **settings()) == plain for even in (None, False, True)]
+
+
+@pytest.mark.parametrize("plugin", [False, True])
+def test_with_a_prepared_loader_it_changes_nothing(plugin):
+    assert run(with_and_without_join, 2, "ddp", plugin) == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("strategy", ["zero", "bn", "fsdp"])
+def test_what_can_not_do_without_a_rank_says_so_and_trains_on(strategy):
+    found = run(warned, 2, strategy)
+    assert found[0] == [True] * 3
+    assert found[1] == [True] * 3
+
+
+def warned(strategy):
+    if int(os.environ["RANK"]):
+        return with_and_without_join(strategy, False)
+    with pytest.warns(UserWarning, match="join_uneven_inputs has no effect with"):
+        return with_and_without_join(strategy, False)
+
+
+def evaluated():
+    accelerator = treadle.Accelerator(cpu=True)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    with accelerator.join_uneven_inputs([model]):
+        for batch in batches(accelerator.process_index, 0):
+            with torch.no_grad():
+                losses.append(model(batch).pow(2).mean().item())
+    accelerator.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+    return len(losses), weights(model)
+
+
+def test_an_evaluation_of_three_and_five_batches():
+    first, second = run(evaluated, 2, timeout=60)
+    assert (first[0], second[0]) == COUNTS
+    assert first[1] == second[1]
+
+
+def without_batches(rank):
+    """Return the weights after an epoch in which only ``rank`` has batches."""
+    accelerator = treadle.Accelerator(cpu=True)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with accelerator.join_uneven_inputs([model]):
+        for batch in batches(0, 0) if accelerator.process_index == rank else []:
+            accelerator.backward(model(batch).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def test_a_rank_without_any_batch():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches(0, 0):
+        model(batch).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank in range(2):
+        for found in run(without_batches, 2, rank, timeout=60):
+            assert found == pytest.approx(weights(model), abs=2e-5)
+
+
+def refused():
+    accelerator = treadle.Accelerator(cpu=True)
+    accelerator.prepare(Net())
+    with pytest.raises(ValueError, match="Net is not a prepared model"), accelerator.join_uneven_inputs([Net()]):
+        pass
+    return True
+
+
+def test_a_model_that_is_not_prepared():
+    assert run(refused, 2) == [True, True]
+
+
 def test_one_process_has_nothing_to_join():
     accelerator = treadle.Accelerator(cpu=True)
     model = accelerator.prepare(Net())
-    with join_uneven_inputs(accelerator, [model], even_batches=False):
-        model(torch.zeros(1, 4))
+    batch = torch.ones(1, 4)
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        joined_output = model(batch)
+    assert torch.equal(joined_output, model(batch))
+
+
+@pytest.mark.parametrize(
+    ("joinables", "even_batches", "words"),
+    [
+        (["model"], None, "not str"),
+        (Net(), None, r"pass \[model\]"),
+        ([], "yes", "even_batches='yes' must be True, False or None"),
+    ],
+)
+def test_wrong_arguments(joinables, even_batches, words):
+    accelerator = treadle.Accelerator(cpu=True)
+    with pytest.raises(TypeError, match=words), accelerator.join_uneven_inputs(joinables, even_batches):
+        pass
