@@ -38,9 +38,12 @@ def main(path: str) -> int:
     wanted = tracked()
     with zipfile.ZipFile(path) as wheel:
         held = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
+        licenses = [wheel.read(name) for name in wheel.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
     wrong = [f"missing: {name}" for name in sorted(wanted.keys() - held.keys())]
     wrong += [f"not in the tree: {name}" for name in sorted(held.keys() - wanted.keys())]
     wrong += [f"differs: {n}" for n in sorted(held.keys() & wanted.keys()) if held[n] != wanted[n].read_bytes()]
+    if licenses != [(ROOT / "LICENSE").read_bytes()]:
+        wrong.append("missing: the tree's LICENSE")
     print("\n".join(wrong) or f"{path}: {len(held)} files, all as in the tree")
     return bool(wrong)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..common.durations import parse_duration
 from ..engine import checkpoint
 from ..engine.background import Job
 from ..strategies import announce, choose, warn
@@ -61,7 +62,8 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
         mode: whether ``"min"`` or ``"max"`` is best. NaN is worse than anything.
         auto_insert_metric_name: write ``name=value`` into file names, a ``/`` of the name as ``_``.
         every_n_train_steps: save every so many optimizer steps.
-        train_time_interval: save after so much time, by rank zero's clock.
+        train_time_interval: save after so much time (``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments), by
+            rank zero's clock.
         every_n_epochs: save every so many epochs; 1 where none of the three triggers is given.
         save_on_train_epoch_end: whether ``every_n_epochs`` saves when the epoch ends, or after validation. By default
             when it ends, unless validation runs several times in an epoch or not in each.
@@ -99,19 +101,20 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
         mode: str = "min",
         auto_insert_metric_name: bool = True,
         every_n_train_steps: int | None = None,
-        train_time_interval: timedelta | None = None,
+        train_time_interval: str | timedelta | dict[str, int] | None = None,
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
         *,
         async_save: bool = False,
     ) -> None:
-        check_triggers(every_n_train_steps, train_time_interval, every_n_epochs)
+        interval = None if train_time_interval is None else parse_duration("train_time_interval", train_time_interval)
+        check_triggers(every_n_train_steps, interval, every_n_epochs)
         check_place(dirpath, filename)
         if whole("save_top_k", save_top_k, -1, "keeps all") > 1 and monitor is None:
             raise ValueError(f"save_top_k={save_top_k} needs a monitor to tell the best {save_top_k} by.")
         at_end = save_on_train_epoch_end
-        none_given = (every_n_train_steps, train_time_interval, every_n_epochs) == (None, None, None)
+        none_given = (every_n_train_steps, interval, every_n_epochs) == (None, None, None)
         self.dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
         self.filename = filename
         self.monitor = None if monitor is None else monitor_name(monitor)
@@ -124,7 +127,7 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
         self.mode = choose("mode", mode, MODES)
         self.auto_insert_metric_name = switch("auto_insert_metric_name", auto_insert_metric_name)
         self.every_n_train_steps = every_n_train_steps or 0
-        self.train_time_interval = train_time_interval
+        self.train_time_interval = interval
         self.every_n_epochs = 1 if none_given else every_n_epochs or 0
         self.save_on_train_epoch_end = None if at_end is None else switch("save_on_train_epoch_end", at_end)
         self.enable_version_counter = switch("enable_version_counter", enable_version_counter)
@@ -134,7 +137,7 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
         self.best_k_models: dict[str, Tensor] = {}
         self.last_model_path = ""
         self.current_score: Tensor | None = None
-        self._clock = AgreedInterval(train_time_interval) if train_time_interval is not None else None
+        self._clock = None if interval is None else AgreedInterval(interval)
         self._triggered_step = self._saved_step = 0
         self._wanted = False  # a trigger has fired and nothing is saved for it yet
         self._waiting = False  # the ranked save still waits for its value

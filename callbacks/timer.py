@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ..common.durations import parse_duration
 from ..strategies import announce, choose
 from .callback import Callback
 from .checks import switch
@@ -32,8 +32,8 @@ class Timer(Callback):
         verbose: say so when it stops the run.
 
     Raises:
-        ValueError: for a duration or an interval that is none.
-        TypeError: for a ``verbose`` that is neither True nor False.
+        ValueError: for a duration that is not positive or in another form, and for an unknown interval.
+        TypeError: for an argument of another type.
     """
 
     after_task = 1
@@ -41,7 +41,7 @@ class Timer(Callback):
     def __init__(
         self, duration: str | timedelta | dict[str, int] | None = None, interval: str = "step", verbose: bool = True
     ) -> None:
-        self._limit = None if duration is None else _seconds(duration)
+        self._limit = None if duration is None else parse_duration("duration", duration).total_seconds()
         self.interval = choose("interval", interval, ("step", "epoch"))
         self.verbose = switch("verbose", verbose)
         self._before = 0.0  # seconds of training of the runs this one goes on from
@@ -129,22 +129,3 @@ class Timer(Callback):
         trainer.should_stop = True
         if self.verbose:
             announce(f"the time is up: {timedelta(seconds=round(self.time_elapsed()))} of training")
-
-
-def _seconds(duration: str | timedelta | dict[str, int]) -> float:
-    length: Any = duration
-    if isinstance(duration, str):
-        parts = re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", duration.strip())
-        if parts is None:
-            raise ValueError(f"duration={duration!r} must be written as DD:HH:MM:SS.")
-        length = dict(zip(("days", "hours", "minutes", "seconds"), map(int, parts.groups()), strict=True))
-    try:
-        length = timedelta(**length) if isinstance(length, dict) else length
-        seconds = float(length.total_seconds())
-    except (TypeError, AttributeError, OverflowError):
-        raise ValueError(
-            f"duration={duration!r} must be DD:HH:MM:SS, a timedelta or a dict of its arguments."
-        ) from None
-    if seconds <= 0:
-        raise ValueError(f"duration={duration!r} must be more than no time; leave it out to measure only.")
-    return seconds

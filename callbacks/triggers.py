@@ -44,12 +44,10 @@ class AgreedInterval:
 
 
 def check_triggers(steps: int | None, interval: timedelta | None, epochs: int | None) -> None:
-    """Raise ValueError for triggers that exclude each other or are no numbers."""
+    """Raise ValueError for triggers that exclude each other or are not whole numbers."""
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None:
             whole(name, value, 0, "means never")
-    if interval is not None and not (isinstance(interval, timedelta) and interval > timedelta(0)):
-        raise ValueError(f"train_time_interval={interval!r} must be a datetime.timedelta above zero.")
     triggers = {"every_n_train_steps": steps, "train_time_interval": interval, "every_n_epochs": epochs}
     given = [name for name, value in triggers.items() if value]
     if len(given) > 1:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..common.durations import parse_duration
 from ..strategies import World, nearest
 from ..strategies.current import connected, current_world
 from .process import Process
@@ -24,7 +24,8 @@ class PartialState(Process):
 
     Args:
         cpu: compute on the CPU.
-        kwargs: ``backend`` (``"gloo"`` or ``"nccl"``) and ``timeout`` (a ``timedelta``), to connect with.
+        kwargs: ``backend`` (``"gloo"`` or ``"nccl"``) and ``timeout`` (a ``timedelta``, a dict of its
+            arguments, or ``"DD:HH:MM:SS"``), to connect with.
 
     Raises:
         TypeError: for an argument that does not exist.
@@ -38,8 +39,8 @@ class PartialState(Process):
             raise TypeError(
                 f"{type(self).__name__}() has no argument {name!r}.{nearest(name, ('cpu', 'backend', 'timeout'))}"
             )
-        if not isinstance(known.get("timeout", timedelta()), timedelta):
-            raise TypeError(f"timeout={known['timeout']!r} must be a datetime.timedelta.")
+        if known.get("timeout") is not None:
+            known["timeout"] = parse_duration("timeout", known["timeout"])
         if connected() and not cpu and not known:
             super().__init__(current_world())
         else:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..common.durations import parse_duration
 from ..strategies import Strategy, warn
 from .compiled import Compiler, compile_modules, forget
 
@@ -147,7 +148,8 @@ class InitProcessGroupKwargs(KwargsHandler):
     Args:
         backend: ``"nccl"``, ``"gloo"`` or another of torch's; by default what the device needs.
         init_method: only ``"env://"``; processes find each other by the launcher's environment.
-        timeout: how long one waits for the others before it fails.
+        timeout: how long one waits for the others before it fails: a timedelta, a dict of its arguments, or
+            ``"DD:HH:MM:SS"``.
     """
 
     backend: str | None = None
@@ -160,8 +162,8 @@ class InitProcessGroupKwargs(KwargsHandler):
                 f"init_method={self.init_method!r}: processes find each other by their environment; set MASTER_ADDR "
                 "and MASTER_PORT, as torchrun does."
             )
-        if self.timeout is not None and not isinstance(self.timeout, timedelta):
-            raise TypeError(f"timeout={self.timeout!r} must be a datetime.timedelta, such as timedelta(minutes=5).")
+        if self.timeout is not None:
+            self.timeout = parse_duration("timeout", self.timeout)
 
     def options(self) -> dict[str, Any]:
         """Those that a world of processes takes."""

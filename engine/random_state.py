@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -128,7 +129,7 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     """
     if seed is None:
         text = os.environ.get("PL_GLOBAL_SEED", "0")
-        if not text.isdigit():
+        if not re.fullmatch("[0-9]{1,10}", text):  # isdigit() also holds for "²", which int() can't read
             raise ValueError(f"PL_GLOBAL_SEED={text!r} is not a whole number from 0 to 2**32 - 1.")
         seed = int(text)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:

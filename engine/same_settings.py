@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64
 
+from ..common.messages import named_ranks
 from ..strategies import World
-from ..strategies.messages import named_ranks
 from .order import shards_itself
 
 _SHOWN = 10

@@ -1,11 +1,11 @@
 """How a model lies on the world: processes, devices, number formats."""
 
+from ..common.messages import announce, choose, logger, nearest, warn
 from .ddp import DDP
 from .ddp_batchnorm import TorchSyncBatchNorm
 from .debug import DistributedOperationException
 from .environment import LaunchEnvironment
 from .fsdp import FSDP
-from .messages import announce, choose, logger, nearest, warn
 from .precision import Precision
 from .registry import register_strategy, resolve_strategy, strategy_names
 from .strategy import SingleDevice, Strategy

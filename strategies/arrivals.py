@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from .messages import warn
+from ..common.messages import warn
 
 if TYPE_CHECKING:
     from .world import World

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..common.messages import announce, nearest
 from .ddp_batchnorm import synchronise
 from .ddp_errors import explained
 from .ddp_hooks import CommHook
@@ -20,7 +21,6 @@ from .ddp_local_sgd import checked
 from .ddp_order import ReadyOrder
 from .ddp_zero import Shards
 from .join import joined
-from .messages import announce, nearest
 from .precision import Precision
 from .reduction import average_gradients
 from .router import Ballot, Router

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .messages import announce, choose
+from ..common.messages import announce, choose
 from .world import World
 
 _NAMES = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")

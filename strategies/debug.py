@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..common.messages import named_ranks, warn
 from .ddp import DDP
 from .environment import DebugEnvironment
-from .messages import named_ranks, warn
 from .strategy import Strategy
 from .world import World
 

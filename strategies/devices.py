@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .messages import choose
+from ..common.messages import choose
 
 Devices = int | str | Sequence[int]
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..common.messages import announce
 from .construction import built_in_place
 from .deferred import Tape
 from .fsdp_checks import check_device, check_parallelized, check_parameters, check_unchanged
 from .fsdp_kept import ShardedRouter, forget_gradients, put_away, start_anew
 from .fsdp_optimizer import hand_over
 from .layout import TENSOR, Layout
-from .messages import announce
 from .precision import Precision
 from .router import Router
 from .shards import clip_to_norm, cut_like, local

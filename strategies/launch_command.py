@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
+from ..common.messages import nearest
 from .launch import cpus, supervise_job
-from .messages import nearest
 from .nodes import Job, Nodes
 
 DESCRIPTION = """\

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..common.messages import choose
 from . import connection
 from .environment import LaunchEnvironment
 from .launch import FAILURE_GRACE, die_with_parent
-from .messages import choose
 from .tracebacks import formatted, hide_frames
 from .world import World
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
+from ..common.messages import choose
 from .ddp import DDP
-from .messages import choose
 from .registry import resolve_strategy
 from .strategy import Strategy
 from .world import World

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from .messages import nearest
+from ..common.messages import nearest
 
 # Lightning's names, then the short forms both peers accept.
 _ALIASES: dict[Any, str] = {

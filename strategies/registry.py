@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import entry_points
 
+from ..common.messages import choose
 from .ddp import DDP, unused_parameters_allowed
 from .fsdp import FSDP
-from .messages import choose
 from .strategy import SingleDevice, Strategy
 from .world import World
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from ..common.messages import warn
 from .construction import built_in_place
-from .messages import warn
 from .precision import Precision
 from .router import Router, routed
 from .world import World

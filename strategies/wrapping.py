@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .messages import choose, nearest
+from ..common.messages import choose, nearest
 
 # A name, a class or several, a number of parameters, or a function of a module.
 Policy = str | type[nn.Module] | Collection[type[nn.Module] | str] | int | Callable[..., bool]

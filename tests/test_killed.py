@@ -32,9 +32,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, ModelCheckpoint
 from treadle.engine import checkpoint
-from treadle.engine.big_models.weights import open_weights, write_weights
+from treadle.engine.big_models.weights import write_weights
 from treadle.engine.checkpoint import CheckpointStore
 from treadle.engine.export_command import export
+from treadle.engine.foreign.sources import open_weights
 from treadle.engine.plugins import ProjectConfiguration
 from treadle.strategies import FSDP
 

@@ -12,6 +12,7 @@ import torch
 
 from ..callbacks.checks import switch as check_switch
 from ..callbacks.checks import whole as check_count
+from ..common.durations import parse_duration
 from ..engine.plugins import TorchDynamoPlugin
 from ..strategies import Precision, Strategy, TorchSyncBatchNorm, nearest
 
@@ -53,31 +54,12 @@ def limited(name: str, limit: int | float, total: int | None) -> int | None:
 
 
 def seconds(name: str, value: str | timedelta | Mapping[str, int] | None) -> float | None:
-    """A duration as seconds: ``"DD:HH:MM:SS"``, a timedelta, or its arguments as a dict.
+    """Return a duration in seconds, and None for None.
 
     Raises:
-        ValueError: for a string of another form, or no time at all.
-        TypeError: for anything else.
+        TypeError, ValueError: see `parse_duration`.
     """
-    rule = "must be 'DD:HH:MM:SS', a timedelta or a dict of its arguments"
-    if value is None:
-        return None
-    if isinstance(value, str):
-        parts = value.split(":")
-        if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
-            raise ValueError(f"{name}={value!r} must be 'DD:HH:MM:SS', for example '00:12:00:00' for twelve hours.")
-        days, hours, minutes, secs = map(int, parts)
-        value = timedelta(days=days, hours=hours, minutes=minutes, seconds=secs)
-    elif isinstance(value, Mapping):
-        try:
-            value = timedelta(**value)
-        except TypeError as error:
-            raise TypeError(f"{name}={value!r} {rule} (days, hours, minutes, seconds, ...): {error}.") from None
-    if not isinstance(value, timedelta):
-        raise TypeError(f"{name}={value!r} {rule}.")
-    if value <= timedelta(0):
-        raise ValueError(f"{name}={value!r} must be more than no time.")
-    return value.total_seconds()
+    return None if value is None else parse_duration(name, value).total_seconds()
 
 
 def check_bounds(what: str, low: int, high: int) -> None:

@@ -1,12 +1,13 @@
-"""Treadle: a trainer framework for PyTorch. Exact, nearly free, unbreakable.
+"""Treadle: a trainer framework for PyTorch. Exact training and resume, little overhead, crash-safe checkpoints.
 
-What a name stands for is imported when it is first used, so that nobody waits for a part that is not needed.
+Each name is imported when it is first used, so that no script waits for a part that it does not need.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import (
@@ -108,16 +109,4 @@ _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = ["__version__", *_ROOMS, *_HOMES]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return importlib.import_module(f".{name}", __name__)
-    if name in _HOMES:
-        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-        globals()[name] = value  # found without a detour from now on
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_exports(__name__, _HOMES, __all__, _ROOMS)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..filed import Held, Piece, Weights, some
+from ..foreign.sources import open_weights
 from .hooks import Home, Loan, StandIn, Station, UserCpuOffloadHook
 from .memory import Device, accelerators, is_accelerator, resolve
 from .plan import check_device_map, device_of
@@ -24,7 +25,7 @@ from .tensors import (
     put_by_name,
     tied_names,
 )
-from .weights import check_shapes, open_weights, write_weights
+from .weights import check_shapes, write_weights
 
 Skip = str | list[str] | None
 

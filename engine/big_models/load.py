@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...strategies.messages import announce, choose, warn
+from ...common.messages import announce, choose, warn
 from ..filed import Weights, some
+from ..foreign.sources import open_weights
 from .dispatch import Skip, dispatch, main_of, refuse_twice
 from .memory import Device, resolve
 from .plan import check_device_map, device_of, get_balanced_memory, infer_auto_device_map
 from .report import device_map_plan
 from .tensors import as_dtype, is_buffer, like, named_tensors, put_by_name, stored_dtype, tied_names, unsaved_names
-from .weights import check_shapes, open_weights
+from .weights import check_shapes
 
 Checkpoint = str | os.PathLike[str]
 
@@ -44,7 +45,7 @@ def load_checkpoint_and_dispatch(
 
     Args:
         model: The model.
-        checkpoint: As in `open_weights`: a safetensors file, an index of several or a folder with them, a checkpoint
+        checkpoint: a safetensors file, an index of several or a folder with them, a checkpoint
             of Treadle, or a file of ``torch.save``.
         device_map: ``"auto"`` and ``"balanced"`` share out evenly over the accelerators, ``"balanced_low_0"`` leaves
             the first as free as it can, ``"sequential"`` fills one after the other; what doesn't fit goes to the CPU,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ...strategies.messages import nearest
+from ...common.messages import nearest
 
 Device = int | str | torch.device
 """A device of a map: an accelerator's number, ``"cpu"``, ``"disk"``, or anything ``torch.device`` takes."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from ...strategies.messages import announce, nearest
+from ...common.messages import announce, nearest
 from ..filed import some
 from .memory import Device, format_bytes, get_max_memory, is_accelerator, resolve
 from .report import device_map_plan

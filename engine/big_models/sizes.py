@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...strategies.messages import nearest, warn
+from ...common.messages import nearest, warn
 from ..codec import view_key
 from .tensors import READ_FROM_OUTSIDE, as_dtype, class_names, is_buffer, named_tensors, own_tensors, stored_dtype
 

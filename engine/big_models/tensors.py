@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...strategies.messages import nearest
+from ...common.messages import nearest
 from ..codec import view_key
 
 READ_FROM_OUTSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

@@ -5,6 +5,13 @@ list of instructions) and `inert` (what some names stand for as data), `fetch` d
 model.
 """
 
-from .load import Loaded, load_weights
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .load import Loaded, load_weights
 
 __all__ = ["Loaded", "load_weights"]
+
+__getattr__, __dir__ = lazy_exports(__name__, {"Loaded": "load", "load_weights": "load"}, __all__)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import checkpoint, disk
-from ..filed import some, whole_model
+from ..filed import Weights, some, whole_model
 from ..manifest import MANIFEST, verify
 from ..parts import has_part
 from ..snapshot import extra_part, model_part
@@ -71,13 +71,30 @@ def opened(source: Source, sha256: str | None = None) -> Iterator[Opened]:
         yield found
 
 
-def _open(path: Path, sha256: str | None) -> Opened:
+def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
+    """Open the weights of a checkpoint on disk, every tensor unread, and for as long as the tensors are needed.
+
+    Of a checkpoint of Treadle only the sizes of its files are checked, not their digests: a model for which this
+    function is meant may be larger than memory.
+
+    Args:
+        checkpoint: a safetensors file; a file of ``torch.save``, which is read without running what it holds; a
+            ``.index.json`` that names several; or a folder with one of these, also a checkpoint of Treadle. Each may be
+            a symbolic link, as in Hugging Face's cache.
+
+    Raises:
+        ValueError: if it is none of these, is damaged, or lacks a file.
+    """
+    return _open(Path(checkpoint), None, digests=False).weights
+
+
+def _open(path: Path, sha256: str | None, *, digests: bool = True) -> Opened:
     place = str(path)
     try:
         if path.is_dir():
             if sha256 is not None:
                 raise ValueError("sha256= is the digest of one file; name the file")
-            return _folder(path)
+            return _folder(path, digests)
         if not path.is_file():
             raise ValueError(f"{'is no plain file' if os.path.lexists(path) else 'does not exist'}. {_WHAT}")
         if sha256 is not None:
@@ -90,9 +107,9 @@ def _open(path: Path, sha256: str | None) -> Opened:
         raise ValueError(text if text.startswith(place) else f"{place}: {text.rstrip('.')}.") from error
 
 
-def _folder(path: Path) -> Opened:
+def _folder(path: Path, digests: bool) -> Opened:
     if (path / MANIFEST).is_file():
-        files, extra = verify(path).files, extra_part(0)
+        files, extra = verify(path, digests).files, extra_part(0)
         others = checkpoint.read_part(path, extra) if has_part(files, extra) else {}
         return Opened(str(path), dict(checkpoint.open_part(path, model_part(0))[0]), others)
     names = disk.names(path)
@@ -110,11 +127,11 @@ def _folder(path: Path) -> Opened:
     if len(found) != 1:
         what = f"more than one file of weights: {', '.join(found[:8])}" if found else f"no weights; it has {names[:8]}"
         raise ValueError(f"holds {what}. {_WHAT if not found else 'Name the file'}")
-    return _open(path / found[0], None)
+    return _open(path / found[0], None, digests=digests)
 
 
 def _index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    # A link is fine here: Hugging Face's cache has links only.
+    # Hugging Face's cache holds links only. What must not lead elsewhere is the content, see below.
     document = disk.read_json(path.resolve(), _MAX_INDEX_BYTES)
     places = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
@@ -126,7 +143,8 @@ def _index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         if file != os.path.basename(file) or file in ("", ".", "..") or "\\" in file or "\0" in file:
             raise ValueError(f"{file!r:.80} is not the name of a file beside it")
         if not (path.parent / file).is_file():
-            raise ValueError(f"names {file[:80]}, which is no file there")
+            lost = [name[:80] for name, place in places.items() if place == file]
+            raise ValueError(f"names {file[:80]}, which is missing beside it, for {some(lost)}")
         inside, beside, _ = _file(path.parent / file)
         held[file] = set(inside)
         weights |= {name: piece for name, piece in inside.items() if places.get(name) == file}
@@ -179,18 +197,6 @@ def state_in(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{some([str(name)[:60] for name in document])}{_whole_module(document)}"
         )
     return weights, others
-
-
-def torch_weights(path: Path) -> dict[str, Any]:
-    """The tensors of one file of ``torch.save`` by name, unread.
-
-    Raises:
-        ValueError: It is none, or holds no state dict, or more than one.
-    """
-    try:
-        return state_in(TorchFile(path))[0]
-    except (ValueError, OSError, MemoryError, RecursionError) as error:
-        raise ValueError(f"{path}: {str(error).rstrip('.') or type(error).__name__}.") from error
 
 
 def _called(document: Any) -> str:

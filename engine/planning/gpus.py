@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...strategies.messages import choose
+from ...common.messages import choose
 
 
 @dataclass(frozen=True, kw_only=True)

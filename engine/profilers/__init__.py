@@ -1,7 +1,8 @@
 """Where the time of a run goes."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ...common.lazy_exports import lazy_exports
 from .profiler import PassThroughProfiler, Profiler, choose_profiler
 
 if TYPE_CHECKING:
@@ -20,12 +21,4 @@ __all__ = [
     "choose_profiler",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazy_exports(__name__, _HOMES, __all__)

@@ -598,7 +598,9 @@ class Quantized(torch.optim.Optimizer):
 
 def test_of_an_unknown_optimizer_nothing_is_assumed(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", full(free=4 * (10_000 + 3)))
-    fit(tmp_path, ModelCheckpoint(tmp_path / "c"), task=Wide(Quantized))
+    saver = ModelCheckpoint(tmp_path / "c")
+    fit(tmp_path, saver, task=Wide(Quantized))
+    assert Path(saver.best_model_path, "manifest.json").is_file()
 
 
 @pytest.mark.skipif(os.name == "nt" or shutil.which("mount") is None or os.geteuid(), reason="needs root to mount")

@@ -175,9 +175,6 @@ def test_a_timer_counts_over_resumed_runs(tmp_path):
     before = again.time_elapsed()
     time.sleep(0.02)
     assert again.time_elapsed() == before
-    for wrong in ("1:30", 90, {"minuts": 1}):
-        with pytest.raises(ValueError, match="duration"):
-            Timer(wrong)
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])

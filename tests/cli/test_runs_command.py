@@ -511,7 +511,9 @@ def test_files_that_are_none(kind, name, tmp_path, capsys):
 def test_curves_that_are_none(content, tmp_path, capsys):
     folder = made(tmp_path)
     (folder.path / "curves.json").write_text(json.dumps(content))
-    shown(folder.path, capsys)
+    table, look = shown(folder.path, capsys)
+    assert "default/1  finished" in table
+    assert f"{folder.path}" in look
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -661,6 +662,34 @@ def test_whole_models_take_turns(plain):
     assert not second._forward_pre_hooks
 
 
+def in_cache_layout(path):
+    """Turn a checkpoint into links to blobs, as Hugging Face's cache lays it out."""
+    blobs = path.parent / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(path.iterdir())):
+        file.rename(blobs / f"sha{number}")
+        file.symlink_to(Path("..", "blobs", f"sha{number}"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ("file", ""),
+        ("file", "one.safetensors"),
+        ("torch", "model.pt"),
+        ("sharded", ""),
+        ("sharded", "model.safetensors.index.json"),
+    ],
+)
+def test_a_checkpoint_of_links(plain, tmp_path, form, name):
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    write(plain, folder, form)
+    path = in_cache_layout(folder) / name
+    assert_same(load_checkpoint_and_dispatch(empty(), path, {"": "cpu"}), plain)
+
+
 # -- refused ---------------------------------------------------------------------------------------------------------
 
 
@@ -671,7 +700,7 @@ def damaged(plain, tmp_path, how):
     index = json.loads((path / "model.safetensors.index.json").read_text())
     if how == "file missing":
         (path / "model-2.safetensors").unlink()
-        return path, r"names model-2.safetensors, which is missing, for layers\.1"
+        return path, r"names model-2.safetensors, which is missing beside it, for layers\.1"
     if how == "file cut":
         data = (path / "model-1.safetensors").read_bytes()
         (path / "model-1.safetensors").write_bytes(data[:-10])
@@ -680,6 +709,14 @@ def damaged(plain, tmp_path, how):
         index["weight_map"]["positions"] = "../model-1.safetensors"
     if how == "wrong file":
         index["weight_map"]["positions"] = "model-2.safetensors"
+    if how == "link to a path outside":
+        index["weight_map"]["positions"] = "../outside/model-1.safetensors"
+        (tmp_path / "outside").mkdir()
+        (path / "model-1.safetensors").rename(tmp_path / "outside" / "model-1.safetensors")
+        (tmp_path / "outside" / "index").write_text(json.dumps(index))
+        (path / "model.safetensors.index.json").unlink()
+        (path / "model.safetensors.index.json").symlink_to(tmp_path / "outside" / "index")
+        return path, "'../outside"
     if how in ("path outside", "wrong file"):
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
         return path, "'../model" if how == "path outside" else "not in their files: positions"
@@ -693,12 +730,21 @@ def damaged(plain, tmp_path, how):
         torch.save({"positions": copy.deepcopy}, path / "model.pt")
         return path / "model.pt", "holds no tensors by name"
     elif how == "nothing":
-        return path / "none", "neither a file nor a folder"
+        return path / "none", "none: does not exist"
     save_file(state, path / "bad.safetensors")
     return path / "bad.safetensors", words
 
 
-WRONG = ["file missing", "file cut", "path outside", "wrong file", "shape", "missing", "pickle"]
+WRONG = [
+    "file missing",
+    "file cut",
+    "path outside",
+    "link to a path outside",
+    "wrong file",
+    "shape",
+    "missing",
+    "pickle",
+]
 
 
 @pytest.mark.parametrize("how", [*WRONG, "nothing"])

@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import pytest
 import torch
 from processes import run
 from torch.utils.data import DataLoader, TensorDataset
@@ -41,3 +42,10 @@ def test_each_process_draws_numbers_of_its_own_and_the_same_ones_again():
 def test_processes_that_share_a_sample_draw_alike():
     zero, one = run(parts_of_one_sample, 2)
     assert zero[1:] == one[1:]
+
+
+@pytest.mark.parametrize("text", ["²", "٣", "-1", "1.5", "", "9" * 5000])
+def test_a_seed_from_the_environment_that_is_not_a_number(text, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", text)
+    with pytest.raises(ValueError, match=r"PL_GLOBAL_SEED=.* is not a whole number from 0 to 2\*\*32 - 1"):
+        treadle.seed_everything()

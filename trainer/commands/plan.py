@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ...strategies.messages import nearest
+from ...common.messages import nearest
 
 if TYPE_CHECKING:
     from ...engine.planning.gpus import GPU

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import sys
 from collections.abc import Iterable
+from difflib import SequenceMatcher, get_close_matches
 from typing import TextIO
 
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
@@ -48,9 +48,19 @@ def warn(text: str) -> None:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the valid name closest to ``name``, or nothing."""
-    close = difflib.get_close_matches(str(name).lower(), list(valid), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    """Return ``" Did you mean 'x'?"`` for the valid name closest to ``name``, or ``""`` if none is close.
+
+    Upper and lower case count only between names that differ in nothing else.
+    """
+    name = str(name)
+    by_lower: dict[str, list[str]] = {}
+    for candidate in valid:
+        by_lower.setdefault(candidate.lower(), []).append(candidate)
+    close = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    if not close:
+        return ""
+    best = max(by_lower[close[0]], key=lambda candidate: SequenceMatcher(None, name, candidate).ratio())
+    return f" Did you mean {best!r}?"
 
 
 def choose(what: str, value: object, valid: Iterable[str]) -> str:

@@ -1,0 +1,4 @@
+"""What every room needs and no room owns: messages, durations, argument checks, optional packages, lazy exports.
+
+The lowest room: it imports nothing of Treadle, and never torch.
+"""

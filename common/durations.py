@@ -1,0 +1,63 @@
+"""Lengths of time as users write them: ``"DD:HH:MM:SS"``, a ``timedelta``, or the arguments of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from .messages import nearest
+
+Duration = str | timedelta | Mapping[str, float]
+
+_UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
+_TEXT = re.compile(r"\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*")
+
+
+def parse_duration(name: str, value: Any) -> timedelta:
+    """Return a duration as a ``timedelta``.
+
+    Args:
+        name: the argument it was given for, for errors.
+        value: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments.
+
+    Raises:
+        TypeError: for any other type, and for a dict that holds anything else than the arguments of a ``timedelta``.
+        ValueError: for text in another form, and for a duration that is zero, negative or too long.
+    """
+    if isinstance(value, str):
+        numbers = _TEXT.fullmatch(value)
+        if numbers is None:
+            raise ValueError(f"{name}={value!r} must be 'DD:HH:MM:SS', for example '00:12:00:00' for twelve hours.")
+        units: Mapping[str, Any] = dict(
+            zip(("days", "hours", "minutes", "seconds"), map(int, numbers.groups()), strict=True)
+        )
+    elif isinstance(value, Mapping):
+        units = value
+        _check_units(name, units)
+    elif isinstance(value, timedelta):
+        units = {"days": value.days, "seconds": value.seconds, "microseconds": value.microseconds}
+    else:
+        raise TypeError(
+            f"{name}={value!r} must be 'DD:HH:MM:SS', a datetime.timedelta or a dict of its arguments, such as "
+            "{'hours': 12}."
+        )
+    try:
+        duration = timedelta(**units)
+    except (OverflowError, ValueError) as error:  # timedelta's own words for infinity and NaN
+        raise ValueError(f"{name}={value!r} is not a possible length of time: {error}.") from None
+    if duration <= timedelta(0):
+        raise ValueError(f"{name}={value!r} must be a positive duration.")
+    return duration
+
+
+def _check_units(name: str, units: Mapping[str, Any]) -> None:
+    for unit, amount in units.items():
+        if unit not in _UNITS:
+            raise TypeError(
+                f"{name}={dict(units)!r}: {unit!r} is not an argument of datetime.timedelta, which takes "
+                f"{', '.join(_UNITS)}.{nearest(str(unit), _UNITS)}"
+            )
+        if isinstance(amount, bool) or not isinstance(amount, int | float):
+            raise TypeError(f"{name}={dict(units)!r}: {unit} must be a number, not a {type(amount).__name__}.")

@@ -1,0 +1,45 @@
+"""Packages whose names are imported when they are first used."""
+
+import importlib
+
+import pytest
+from processes import script
+
+PACKAGES = {
+    "treadle": ("Trianer", "Trainer"),
+    "treadle.callbacks": ("ModelCheckpiont", "ModelCheckpoint"),
+    "treadle.engine.foreign": ("load_weight", "load_weights"),
+    "treadle.engine.profilers": ("SimplProfiler", "SimpleProfiler"),
+    "treadle.loggers": ("CSVLoger", "CSVLogger"),
+    "treadle.trainer": ("TaskModul", "TaskModule"),
+}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_wrong_name_is_answered_with_the_nearest(package):
+    wrong, right = PACKAGES[package]
+    module = importlib.import_module(package)
+    with pytest.raises(
+        AttributeError, match=rf"module '{package}' has no attribute '{wrong}'\. Did you mean '{right}'"
+    ):
+        getattr(module, wrong)
+    assert not hasattr(module, "__nothing_of_this_name__")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_name_is_listed_and_found(package):
+    module = importlib.import_module(package)
+    assert dir(module) == sorted(module.__all__)
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+
+
+SOURCE = """
+import sys
+import treadle, treadle.common.durations, treadle.common.lazy_exports, treadle.common.messages
+print([name for name in ("torch", "numpy") if name in sys.modules])
+"""
+
+
+def test_the_lowest_room_does_not_import_torch():
+    assert script(SOURCE).stdout.strip() == "[]"
