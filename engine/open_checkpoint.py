@@ -173,14 +173,14 @@ def _on_every(world: World, work: Callable[[], T]) -> list[T]:
     """Do some work on every process; returns the results in order of ranks.
 
     Raises:
-        ValueError: what the lowest rank raised that raised one, on every process, so that all decide alike.
+        ValueError: on every process, with the words of the lowest rank that met a ValueError or an OSError.
     """
     result: T | None = None
     problem = ""
     with world.together():  # of what else may fail, such as a lack of memory, the others hear as well
         try:
             result = work()
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             problem = str(error)
     every: list[tuple[T, str]] = world.gather_objects((result, problem))
     for _, text in every:

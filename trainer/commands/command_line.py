@@ -153,13 +153,13 @@ def earlier(place: str | Path) -> tuple[str, str]:
 
 
 def _of_checkpoint(folder: Path) -> str:
-    from ...engine import checkpoint
-    from ...engine.manifest import read_manifest
-    from ...engine.parts import has_part
+    from ...engine.open_checkpoint import OpenCheckpoint
+    from ...engine.train_state import CONFIG
 
     try:
-        if has_part(read_manifest(folder).files, PART):
-            text = checkpoint.read_part(folder, PART).get("yaml")
+        opened = OpenCheckpoint(folder)
+        if opened.has(CONFIG):
+            text = opened.read_part(CONFIG).get("yaml")
             if isinstance(text, str):
                 return text
     except (ValueError, OSError) as error:
