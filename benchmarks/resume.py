@@ -32,8 +32,9 @@ KINDS = ("path", "last", "auto", "best", "validate")
 
 def made(folder: Path, layers: int, steps: int) -> tuple[Any, Any, Any]:
     """A Trainer, its task and its data; the checkpoint callback saves in ``folder``."""
-    import treadle
     from treadle.callbacks import ModelCheckpoint
+
+    import treadle
 
     class Task(treadle.TaskModule):
         def __init__(self) -> None:
@@ -175,7 +176,9 @@ def main() -> None:
         trainer.fit(task, data)
         size = sum(file.stat().st_size for file in folder.rglob("*.*") if file.is_file())
         print(f"{size / 2**20:,.0f} MiB on disk; medians of {given.rounds} rounds\n")
-        print("| resume | processes | hashed, x the checkpoint, by rank | manifests parsed, by rank | cold, s | cached, s |")
+        print(
+            "| resume | processes | hashed, x the checkpoint, by rank | manifests parsed, by rank | cold, s | cached, s |"
+        )
         print("|---|---|---|---|---|---|")
         for kind in given.kinds:
             for world in (1, 2):

@@ -15,8 +15,8 @@ from ..strategies import announce, choose
 from .callback import Callback
 from .checks import switch, whole
 from .pruned import Pruned, unpruned
-from .weight_averaging import WeightAveraging
 from .saved import open_callback_states
+from .weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer

@@ -47,9 +47,7 @@ def next_target(project: ProjectConfiguration) -> Path:
     return folder / f"checkpoint_{project.iteration}"
 
 
-def newest(
-    world: World, project: ProjectConfiguration, resumable: bool = True
-) -> tuple[OpenCheckpoint, list[str]]:
+def newest(world: World, project: ProjectConfiguration, resumable: bool = True) -> tuple[OpenCheckpoint, list[str]]:
     """Return the checkpoint of the highest number that is intact, and one sentence for each that had to be skipped.
 
     Nothing is cleared away: another process may be saving here. All processes must call it.

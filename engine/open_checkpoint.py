@@ -1,4 +1,4 @@
-"""A checkpoint that is being loaded: opened once, verified once, and passed on to everyone who needs something of it."""
+"""A checkpoint that is being loaded: opened once, verified once, and passed on to all that read from it."""
 
 from __future__ import annotations
 

@@ -152,7 +152,8 @@ def _checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: boo
     found = open_train_state(opened)
     # Checkpoints from before it was saved: each optimizer step advanced a schedule by one.
     if not isinstance(found.setdefault("scheduler_advances", [1] * len(found["schedulers"])), list):
-        raise ValueError(f"{opened.path}: part 'state' is damaged: scheduler_advances is no list. Use another checkpoint.")
+        text = f"{opened.path}: part 'state' is damaged: scheduler_advances is no list"
+        raise ValueError(f"{text}. Use another checkpoint.")
     _check_counts(accelerator, found, opened, strict)
     _check_kinds(accelerator, found, opened.path, strict)
     _say_other_batches(accelerator, opened.manifest)

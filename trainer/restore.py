@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks import Callback
+from ..callbacks.saved import open_added
 from ..engine import isolated_random_state, random_state
 from ..engine.finite import not_finite
-from ..callbacks.saved import open_added
 from ..engine.open_checkpoint import OpenCheckpoint
 from ..engine.restoring import in_memory
 from ..engine.train_state import (

@@ -11,8 +11,10 @@ from torch import nn
 
 from ..callbacks import ModelCheckpoint, RunReport
 from ..callbacks.file_names import folders
-from ..engine import CheckpointStore, Loader, checkpoint
+from ..engine import CheckpointStore, Loader
 from ..engine.compiled import compiled_names
+from ..engine.parts import has_part
+from ..engine.train_state import STATE
 from ..strategies import announce, warn
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from ..callbacks import Callback
 from ..engine import Accelerator, Metrics
 from ..engine.as_built import check_schedule
 from ..engine.metrics import MutedMetrics
+from ..engine.open_checkpoint import OpenCheckpoint
 from ..engine.profilers import Profiler, choose_profiler
 from ..loggers import Logger
 from ..strategies import Strategy, choose, report_uncaught

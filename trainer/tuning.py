@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from ..callbacks.lr_finder import _LRFinder
-from ..engine import checkpoint
+from ..callbacks.saved import open_callback_states
 from ..engine.batch_size import attempt
-from ..engine.parts import has_part
+from ..engine.restoring import in_memory
 from ..strategies import announce, nearest, warn
 from ..strategies.retry import Attempts
 from .evaluation import check_step, evaluate

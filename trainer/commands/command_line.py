@@ -15,7 +15,6 @@ from ..config_files import read_text
 from ..config_values import ConfigError, meant, printable
 from ..runs.folder import CONFIG
 
-PART = "config"
 GRACE = 3.0  # seconds; launchers look after their processes several times a second
 
 WORDS = {
