@@ -177,7 +177,7 @@ def main() -> None:
         size = sum(file.stat().st_size for file in folder.rglob("*.*") if file.is_file())
         print(f"{size / 2**20:,.0f} MiB on disk; medians of {given.rounds} rounds\n")
         print(
-            "| resume | processes | hashed, x the checkpoint, by rank | manifests parsed, by rank | cold, s | cached, s |"
+            "| resume | processes | hashed by rank, x its size | manifests parsed by rank | cold, s | cached, s |"
         )
         print("|---|---|---|---|---|---|")
         for kind in given.kinds:

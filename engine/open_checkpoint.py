@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,30 +95,31 @@ class OpenCheckpoint:
         """
         if self.verified:
             return
-        world = world or World()
+        rank = 0 if world is None else world.rank
         # Looked at before anyone begins to read: what changes from here on is not what was verified.
         seen = _on_every(world, self._look)
-        peers = [rank for rank, mark in enumerate(seen) if mark == seen[world.rank]]
+        peers = [peer for peer, mark in enumerate(seen) if mark == seen[rank]]
         entries = self.manifest.files | self.manifest.others
         largest_first = sorted(entries, key=lambda name: (-entries[name]["bytes"], name))
-        share = largest_first[peers.index(world.rank) :: len(peers)]
-        _on_every(world, lambda: [self._check(name, digests=True) for name in share])
+        share = largest_first[peers.index(rank) :: len(peers)]
+        _on_every(world, lambda: self._check(share, digests=True))
         self.verified = True
 
     def _look(self) -> tuple[int, int, int]:
         """Check names and sizes and note each file's mark; returns what tells the file system of this process."""
         self.check_unchanged()
-        for name in (*self.manifest.files, *self.manifest.others):
-            self._check(name, digests=False)
-            self._marks[name] = disk.mark(self.path / name)
+        names = [*self.manifest.files, *self.manifest.others]
+        self._check(names, digests=False)
+        self._marks = {name: disk.mark(self.path / name) for name in names}
         # The file's number is not the same where each machine has a copy of its own.
         status = (self.path / MANIFEST).stat()
         return status.st_ino, status.st_mtime_ns, status.st_size
 
-    def _check(self, name: str, digests: bool) -> None:
-        of_hooks = name in self.manifest.others
-        entry = (self.manifest.others if of_hooks else self.manifest.files)[name]
-        disk.check_file(self.path, name, entry, digests, links=of_hooks)
+    def _check(self, names: list[str], digests: bool) -> None:
+        files, of_hooks = self.manifest.files, self.manifest.others
+        for name in names:
+            entry = files[name] if name in files else of_hooks[name]
+            disk.check_file(self.path, name, entry, digests, links=name in of_hooks)
 
     def _check_marks(self, names: list[str]) -> None:
         for name in names:
@@ -125,7 +127,7 @@ class OpenCheckpoint:
                 raise ValueError(f"{self.path}: {name} was changed after it was verified. Load the checkpoint again.")
 
 
-def open_together(world: World, path: Path | str) -> OpenCheckpoint:
+def open_together(world: World, path: str | os.PathLike[str]) -> OpenCheckpoint:
     """Open the checkpoint of a path on all processes. Rank zero parses the manifest; nothing is verified yet.
 
     Args:
@@ -138,8 +140,8 @@ def open_together(world: World, path: Path | str) -> OpenCheckpoint:
     opened: OpenCheckpoint | None = None
     with world.together():
         if world.is_main:
-            checkpoint.find_again(path)
-            opened = OpenCheckpoint(path)
+            checkpoint.find_again(Path(path))
+            opened = OpenCheckpoint(Path(path))
     shared: OpenCheckpoint = world.broadcast(opened)
     shared.path = Path(path)
     return shared
@@ -169,12 +171,14 @@ def first_intact(world: World, candidates: Iterator[OpenCheckpoint], skipped: li
             return candidate
 
 
-def _on_every(world: World, work: Callable[[], T]) -> list[T]:
-    """Do some work on every process; returns the results in order of ranks.
+def _on_every(world: World | None, work: Callable[[], T]) -> list[T]:
+    """Do some work on every process, here alone without a world; returns the results in order of ranks.
 
     Raises:
         ValueError: on every process, with the words of the lowest rank that met a ValueError or an OSError.
     """
+    if world is None:
+        return [work()]
     result: T | None = None
     problem = ""
     with world.together():  # of what else may fail, such as a lack of memory, the others hear as well

@@ -440,10 +440,10 @@ def _load_shared_state(accelerator: Accelerator, state: TrainState, manifest: Ma
         loader.load_state_dict(saved)
     for model, order in zip(accelerator.models, state["reduction_orders"], strict=True):
         accelerator.strategy.take_reduction_order(model, order)
-    if accelerator.scaler is not None and state.get("scaler") is not None:
-        accelerator.scaler.load_state_dict(state["scaler"])
-    if accelerator.stream is not None and state.get("stream") is not None:
-        accelerator.stream.state = state["stream"]
+    if accelerator.scaler is not None and (scaler := state.get("scaler")) is not None:
+        accelerator.scaler.load_state_dict(scaler)
+    if accelerator.stream is not None and (stream := state.get("stream")) is not None:
+        accelerator.stream.state = stream
     for name, value in accelerator.registered.items():
         if name in state["registered"]:
             value.load_state_dict(state["registered"][name])
