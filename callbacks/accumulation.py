@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..engine.manifest import read_manifest
 from ..strategies import announce
 from .callback import Callback
 from .checks import whole
@@ -71,7 +70,8 @@ class GradientAccumulationScheduler(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Begin with the number of the first epoch, or of the one that a checkpoint was saved in."""
-        epoch = 0 if trainer.ckpt_path is None else read_manifest(trainer.ckpt_path).epoch
+        opened = trainer.opened_checkpoint
+        epoch = 0 if opened is None else opened.manifest.epoch
         trainer.accelerator.gradient_accumulation_steps = self.get_accumulate_grad_batches(epoch)
         words = ", ".join(f"{self.scheduling[first]} from epoch {first}" for first in self.epochs)
         announce(f"micro-batches per optimizer step: {words}")

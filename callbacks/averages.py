@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..engine import checkpoint
 from ..engine.export import own_name
-from ..engine.manifest import read_manifest
-from ..engine.parts import has_part, open_part
+from ..engine.open_checkpoint import OpenCheckpoint
 from ..engine.stored import Stored
+from ..engine.train_state import model_part
 from ..strategies.shards import cut_like, is_sharded, local
 from .pruned import masks_of
-from .saved import callback_states
+from .saved import open_added
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -246,12 +245,9 @@ def place_for(trainer: Trainer, device: Any, name: str, strict: bool) -> torch.d
     return None
 
 
-def saved_averages(path: Path | str) -> Mapping[str, Any] | None:
-    """What an averaging callback has put into a checkpoint, its tensors unread; None where there is nothing."""
-    if has_part(read_manifest(path).files, "added"):
-        added = open_part(path, "added")[0]
-    else:
-        added = callback_states(path).get("added", {})
+def saved_averages(opened: OpenCheckpoint) -> Mapping[str, Any] | None:
+    """Return what an averaging callback has put into a checkpoint, its tensors unread; None where there is nothing."""
+    added = open_added(opened)
     return next((added[key] for key in KEYS if key in added), None)
 
 
@@ -264,11 +260,12 @@ def averaged_weights(path: Path | str) -> dict[str, Tensor]:
     Raises:
         ValueError: if it is damaged, or holds no averaged weights.
     """
-    checkpoint.verify(path)
-    found = saved_averages(path)
+    opened = OpenCheckpoint(path)
+    opened.verify()
+    found = saved_averages(opened)
     if found is None or not found["weights"]:
         raise ValueError(f"{path} holds no averaged weights: it was saved before any, or without such a callback.")
-    weights: dict[str, Tensor] = checkpoint.read_part(path, "model")
+    weights: dict[str, Tensor] = opened.read_part(model_part(0))
     return weights | dict(_cast(found["weights"], weights))
 
 

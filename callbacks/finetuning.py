@@ -12,7 +12,7 @@ from ..engine.export import own_name
 from ..strategies import announce
 from .callback import Callback
 from .checks import number, switch, whole
-from .saved import callback_states
+from .saved import open_callback_states
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -146,8 +146,8 @@ class BaseFinetuning(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Let a run that goes on have the parameters trained, and the groups, that it had when it was saved."""
-        if trainer.ckpt_path is not None:
-            states = callback_states(trainer.ckpt_path).get("callbacks", {})
+        if trainer.opened_checkpoint is not None:
+            states = open_callback_states(trainer.opened_checkpoint)["callbacks"]
             if made := states.get(self.state_key, {}).get("made"):
                 _make(made, trainer, pl_module)
         for optimizer in trainer.optimizers:

@@ -15,7 +15,7 @@ from ..strategies import announce, choose
 from .callback import Callback
 from .checks import switch, whole
 from .pruned import Pruned, unpruned
-from .saved import callback_states
+from .saved import open_callback_states
 from .weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:
@@ -149,8 +149,8 @@ class ModelPruning(Callback):
                 f"{type(late[0]).__name__} still has its averages in the model then: list it before ModelPruning."
             )
         saved: Mapping[str, Any] | None = None
-        if trainer.ckpt_path is not None:
-            saved = callback_states(trainer.ckpt_path).get("added", {}).get(_KEY)
+        if trainer.opened_checkpoint is not None:
+            saved = open_callback_states(trainer.opened_checkpoint)["added"].get(_KEY)
         names = {id(part): own_name(name) for name, part in pl_module.named_modules()}
         pairs = self._asked or unpruned(pl_module, self._names)
         for part, name in pairs:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
-from ..engine.manifest import read_manifest
-from ..engine.parts import has_part, open_part
+from ..engine.open_checkpoint import OpenCheckpoint
+from ..engine.train_state import ADDED, STATE, CallbackStates, check_form, open_registered
 
 
-def callback_states(path: Path | str) -> dict[str, Any]:
-    """The callbacks' states and what was added to them, under these names, tensors unread; empty without a run."""
-    if not has_part(read_manifest(path).files, "state"):
-        return {}
-    return open_part(path, "state")[0]["registered"].get("callbacks", {})  # type: ignore[no-any-return]
+def open_callback_states(opened: OpenCheckpoint) -> CallbackStates:
+    """Return the callbacks' states and what hooks added, tensors unread; both empty where there are none.
+
+    Raises:
+        ValueError: the part is damaged.
+    """
+    saved = open_registered(opened).get("callbacks", CallbackStates(callbacks={}, added={}))
+    return check_form(CallbackStates, saved, opened.path, STATE)
+
+
+def open_added(opened: OpenCheckpoint) -> Mapping[str, Any]:
+    """Return what ``on_save_checkpoint`` hooks added to a checkpoint, of weights only or not, its tensors unread.
+
+    Raises:
+        ValueError: the part is damaged.
+    """
+    if opened.has(ADDED):
+        return cast(Mapping[str, Any], opened.open_part(ADDED))
+    return open_callback_states(opened)["added"]

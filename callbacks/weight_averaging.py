@@ -133,8 +133,8 @@ class WeightAveraging(Averaging):
         if trainer.stage == "fit":
             if self._averages is not None and self._averages.count:
                 _put_in(trainer, self._averages)
-        elif trainer.ckpt_path is not None:
-            saved = saved_averages(trainer.ckpt_path)
+        elif trainer.opened_checkpoint is not None:
+            saved = saved_averages(trainer.opened_checkpoint)
             if saved is None or not saved["weights"]:
                 warn(f"{trainer.ckpt_path} holds no averaged weights: those that were trained are used.")
                 return

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from ..strategies import announce, choose, warn
+from .train_state import TrainState
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
@@ -109,7 +110,7 @@ def _arguments(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 # -- what differs --------------------------------------------------------------------------------------------------
 
 
-def compare(accelerator: Accelerator, path: Path, optimizers: list[LoadedOptimizer], state: State) -> None:
+def compare(accelerator: Accelerator, path: Path, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
     """Warn once if the script builds other optimizers or schedules than the run began with that saved a checkpoint.
 
     Args:
@@ -161,7 +162,7 @@ def _prepared(accelerator: Accelerator, optimizer: Optimizer) -> PreparedOptimiz
     return next(one for one in accelerator.optimizers if one.optimizer is optimizer)
 
 
-def _other_schedules(accelerator: Accelerator, state: State) -> tuple[list[str], list[str]]:
+def _other_schedules(accelerator: Accelerator, state: TrainState) -> tuple[list[str], list[str]]:
     """Return in what the schedules differ; and what functions, which are the script's in any case, say otherwise."""
     lines, rates = [], []
     for scheduler, built, saved, kind, there in _pairs(accelerator, state):
@@ -191,7 +192,7 @@ def _other_rates(scheduler: LambdaLR, saved: State) -> list[str]:
     ]
 
 
-def _pairs(accelerator: Accelerator, state: State) -> Iterator[tuple[Any, BuiltSchedule, State, str, Any]]:
+def _pairs(accelerator: Accelerator, state: TrainState) -> Iterator[tuple[Any, BuiltSchedule, State, str, Any]]:
     """Each scheduler with what it was built as, its saved state, its kind, and its arguments in the saved run."""
     known = state.get("schedules_built")
     arguments = known if isinstance(known, list) else []
@@ -204,7 +205,7 @@ def _pairs(accelerator: Accelerator, state: State) -> Iterator[tuple[Any, BuiltS
             yield own, built, saved, kind, arguments[number] if number < len(arguments) else None
 
 
-def _ends_early(accelerator: Accelerator, state: State) -> bool:
+def _ends_early(accelerator: Accelerator, state: TrainState) -> bool:
     return any(
         kind == "OneCycleLR" and any(end < built.state["total_steps"] for end in _numbers([saved.get("total_steps")]))
         for _, built, saved, kind, _ in _pairs(accelerator, state)
@@ -232,7 +233,7 @@ def is_scheduled(accelerator: Accelerator, optimizer: Optimizer) -> bool:
 # -- the script's schedule -----------------------------------------------------------------------------------------
 
 
-def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: State) -> None:
+def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
     """Put the script's learning rates and schedules into states that are about to be loaded.
 
     Each schedule is stepped, on a copy, as often as the saved one was. So the rate is what a run would have now that
@@ -318,7 +319,7 @@ def _name(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def hold(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: State, script: bool) -> None:
+def hold(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: TrainState, script: bool) -> None:
     """Note whose options and arguments hold from here on, so that later checkpoints name them.
 
     Args:

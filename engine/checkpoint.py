@@ -214,7 +214,11 @@ class CheckpointStore:
 
         One whose replacement was interrupted is listed under its ``.name.old`` until `recover` is called.
         """
-        return [path for _, path in _scan(self.directory)[0]]
+        return [path for _, path in self.scan()[0]]
+
+    def scan(self) -> tuple[list[tuple[Manifest, Path]], list[str]]:
+        """As `find`, each with its manifest; and one sentence for each checkpoint whose manifest can't be read."""
+        return _scan(self.directory)
 
     def latest(self, verify: bool = True) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that is intact.

@@ -47,6 +47,9 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 Entry = dict[str, Any]
 """What a manifest says of a file: its size under ``bytes``, and its digest."""
 
+Mark = tuple[int, int]
+"""What a change of a file shows in, see `mark`."""
+
 _PIECE = 2**22  # bytes that are digested and written while they are in the processor's cache
 
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|safetensors)")
@@ -252,6 +255,15 @@ def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bo
         raise ValueError(f"{directory}: {name} has other content than was written (its digest differs).")
 
 
+def mark(path: Path) -> Mark:
+    """Return what a change of a file shows in: its size and time of change; of a link, the link's own.
+
+    The file's number is left out: some network file systems give it another one each time they look.
+    """
+    status = path.lstat()
+    return status.st_size, status.st_mtime_ns
+
+
 def _size(path: Path) -> int:
     status = path.lstat()  # a link may lead out of the directory, a pipe would block for ever
     if not stat.S_ISREG(status.st_mode):
@@ -269,11 +281,36 @@ def read_json(path: Path, limit: int) -> Any:
     Raises:
         ValueError: It is missing, too large, or isn't JSON.
     """
-    try:
+    return parse_json(path, read_bytes(path, limit))
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Read a whole file.
+
+    Args:
+        path: The file.
+        limit: The most bytes to read.
+
+    Raises:
+        ValueError: It is missing, too large, or no plain file.
+    """
+    with _reading(path):
         if _size(path) > limit:
             raise ValueError(f"it is larger than {limit:,} bytes")
-        text = path.read_bytes().decode("utf-8")
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
+        return path.read_bytes()
+
+
+def parse_json(path: Path, data: bytes) -> Any:
+    """Parse what `read_bytes` returned, as strictly as `read_json`; ``path`` is for errors."""
+    with _reading(path):
+        return json.loads(data.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_unique)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """A block in which a file is read; its errors name the file."""
+    try:
+        yield
     except FileNotFoundError as error:
         raise ValueError(f"{path.parent}: {path.name} is missing, so it is not a complete checkpoint.") from error
     except (OSError, ValueError, RecursionError) as error:

@@ -83,20 +83,20 @@ def export(
     """
     from . import disk  # torch, for which --help need not wait
     from .export import byte_size, in_one_move, nbytes, refuse_checkpoint, write_file, write_weights
-    from .manifest import verify
-    from .parts import has_part, open_part
-    from .snapshot import extra_part, model_part
+    from .open_checkpoint import OpenCheckpoint
+    from .train_state import extra_part, model_part
 
     path, target = Path(checkpoint), Path(output)
     to_folder = _is_folder(output)
     refuse_checkpoint((target if to_folder else target.parent).absolute())
-    manifest = verify(path)
-    stored, _ = open_part(path, model_part(model))
+    saved = OpenCheckpoint(path)
+    saved.verify()
+    stored = saved.open_part(model_part(model))
     chosen = _dtype(dtype)
     first: dict[int, str] = {}
     aliases = {name: first[id(one)] for name, one in stored.items() if first.setdefault(id(one), name) != name}
     tensors = {n: _Converted(one, chosen) for n, one in stored.items() if n not in aliases}
-    left = open_part(path, extra_part(model))[0] if has_part(manifest.files, extra_part(model)) else ()
+    left = saved.open_part(extra_part(model)) if saved.has(extra_part(model)) else ()
     if to_folder:
         write_weights(tensors, aliases, target, byte_size(max_shard_size))
     else:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Manifest:
         format: Version of the layout.
         sequence: Grows with every commit into a directory; decides between two checkpoints of the same step.
         others: As ``files``, what hooks wrote, by path, as ``unet/config.json``. A link's content is where it leads.
+        source: The content of the file it was read from; empty if it was not read.
     """
 
     step: int
@@ -46,6 +47,7 @@ class Manifest:
     format: int = FORMAT
     sequence: int = 0
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
+    source: bytes = field(default=b"", repr=False, compare=False)
 
     @property
     def names(self) -> set[str]:
@@ -93,17 +95,31 @@ def read_manifest(path: Path | str, name: str = MANIFEST) -> Manifest:
     Raises:
         ValueError: It isn't a checkpoint, or is damaged, or is written by a newer Treadle.
     """
-    if not Path(path).is_dir():
-        what = "is a file" if Path(path).exists() else "does not exist"
-        raise ValueError(f"{path} {what}; a checkpoint is a directory with a {MANIFEST}.")
-    document = disk.read_json(Path(path) / name, _MAX_BYTES)
+    data = read_source(path, name)
+    document = disk.parse_json(Path(path) / name, data)
     found = document.get("format") if isinstance(document, dict) else None
     if type(found) is int and found > FORMAT:
         raise ValueError(f"{path}: has format {found}, this version of Treadle reads up to {FORMAT}. Upgrade Treadle.")
     try:
-        return _parse(document)
+        return replace(_parse(document), source=data)
     except ValueError as error:
         raise ValueError(f"{path}: {name} is damaged: {error}. Use another checkpoint.") from error
+
+
+def read_source(path: Path | str, name: str = MANIFEST) -> bytes:
+    """Read a checkpoint's manifest without parsing it: its content changes with every save.
+
+    Args:
+        path: The checkpoint's directory.
+        name: The file.
+
+    Raises:
+        ValueError: It isn't a checkpoint.
+    """
+    if not Path(path).is_dir():
+        what = "is a file" if Path(path).exists() else "does not exist"
+        raise ValueError(f"{path} {what}; a checkpoint is a directory with a {MANIFEST}.")
+    return disk.read_bytes(Path(path) / name, _MAX_BYTES)
 
 
 def verify(path: Path | str, digests: bool = True) -> Manifest:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from ..strategies import warn
+from ..strategies import World, warn
 from . import checkpoint, disk
-from .parts import has_part
+from .open_checkpoint import OpenCheckpoint, first_intact
 from .plugins import ProjectConfiguration
+from .train_state import STATE
 
 _NAME = re.compile(r"checkpoint_(\d+)")
 _REPLACED = re.compile(r"\.checkpoint_(\d+)\.old")
@@ -45,32 +47,44 @@ def next_target(project: ProjectConfiguration) -> Path:
     return folder / f"checkpoint_{project.iteration}"
 
 
-def newest(project: ProjectConfiguration, resumable: bool = True) -> tuple[Path, list[str]]:
-    """The checkpoint of the highest number that is whole, and one sentence for each that is not.
+def newest(world: World, project: ProjectConfiguration, resumable: bool = True) -> tuple[OpenCheckpoint, list[str]]:
+    """Return the checkpoint of the highest number that is intact, and one sentence for each that had to be skipped.
 
-    Nothing is cleared away: another process may be saving here.
+    Nothing is cleared away: another process may be saving here. All processes must call it.
 
     Args:
-        project: which ones.
+        world: the processes.
+        project: which checkpoints.
         resumable: leave out those that hold weights only.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none; a RuntimeError on the processes other than rank zero.
     """
-    folder = _folder(project, "load_state")
     skipped: list[str] = []
+    opened = first_intact(world, _from_highest(project, resumable, skipped), skipped)
+    with world.together():
+        if opened is None and world.is_main:
+            folder = _folder(project, "load_state")
+            raise ValueError("; ".join([f"{folder} has no checkpoint that can be loaded", *skipped]) + ".")
+    assert opened is not None
+    return opened, world.broadcast(skipped)
+
+
+def _from_highest(project: ProjectConfiguration, resumable: bool, skipped: list[str]) -> Iterator[OpenCheckpoint]:
+    """The checkpoints that can be opened, that of the highest number first; ``skipped`` gets the reasons of others."""
+    folder = _folder(project, "load_state")
     for number in sorted({*_numbers(folder), *_numbers(folder, _REPLACED)}, reverse=True):
         path = folder / f"checkpoint_{number}"
         try:
             checkpoint.find_again(path)
-            manifest = checkpoint.verify(path)
+            opened = OpenCheckpoint(path)
         except (OSError, ValueError) as error:
             skipped.append(str(error))
             continue
-        if has_part(manifest.files, "state") or not resumable:
-            return path, skipped
-        skipped.append(f"{path}: it holds weights only, so no run can go on from it")
-    raise ValueError("; ".join([f"{folder} has no checkpoint that can be loaded", *skipped]) + ".")
+        if opened.has(STATE) or not resumable:
+            yield opened
+        else:
+            skipped.append(f"{path}: it holds weights only, so no run can go on from it")
 
 
 def iteration_after(project: ProjectConfiguration, loaded: Path) -> int:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..strategies.shards import cut_like, is_sharded
 from .export import own_name
 from .stored import Stored
+from .train_state import OptimizerState
 
 State = dict[str, Any]
 
@@ -42,7 +43,7 @@ def class_of(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def named(state: State, optimizer: Optimizer, names: list[str]) -> State:
+def named(state: State, optimizer: Optimizer, names: list[str]) -> OptimizerState:
     """A state as ``optimizer.state_dict()`` returns it, by name.
 
     Args:
@@ -67,7 +68,7 @@ def _is_index(key: Any, names: list[str]) -> bool:
     return isinstance(key, int) and 0 <= key < len(names)
 
 
-def differences(saved: State, optimizer: Optimizer, names: list[str]) -> list[str]:
+def differences(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> list[str]:
     """What keeps a state that `named` returned from being this optimizer's, one line each."""
     lines = []
     if saved["class"] != class_of(optimizer):
@@ -100,7 +101,7 @@ def _counterpart(group: State, saved: list[State]) -> State:
     return owners[0] if len(owners) == 1 else group
 
 
-def numbered(saved: State, optimizer: Optimizer, names: list[str]) -> State:
+def numbered(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> State:
     """A state that `named` returned, as ``optimizer.load_state_dict`` wants it: this process's parts of it.
 
     Where the two differ it is what fits: the slots of parameters of the same name and shape, the others begin anew; and

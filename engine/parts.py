@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,58 +134,102 @@ def _files_of(name: str, files: Iterable[str]) -> list[str]:
     return sorted(found)
 
 
-def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
-    """Read one part of a committed checkpoint, its tensors as `Stored`, whose values are read when they are asked for.
+@dataclass(frozen=True)
+class Part:
+    """One part of a checkpoint whose files were opened: its document and headers are read, its tensors are not.
 
-    Nothing in the files can make this import or run code.
+    Attributes:
+        path: The checkpoint's directory.
+        name: As given to `encode_part`.
+        files: The names of its files.
+        document: What its JSON file holds; None of a model, which is tensors only.
+        tensors: Its tensors by name.
+        notes: The notes in the header of its file.
+    """
+
+    path: Path
+    name: str
+    files: list[str]
+    document: Any
+    tensors: dict[str, Stored]
+    notes: dict[str, str]
+
+    def unread(self) -> Any:
+        """Return the state, its tensors as `Stored`, whose values are read when they are asked for.
+
+        Raises:
+            ValueError: Its content is damaged.
+        """
+        return self._decoded(self.tensors)
+
+    def read(self) -> Any:
+        """Return the state with its tensors in memory; those that are tied are one object again.
+
+        Raises:
+            ValueError: Its content is damaged.
+        """
+        once = {id(one): one.read() for one in self.tensors.values()}
+        return self._decoded({key: once[id(one)] for key, one in self.tensors.items()})
+
+    def _decoded(self, tensors: Mapping[str, Any]) -> Any:
+        if _MODEL.fullmatch(self.name):
+            return dict(tensors)
+        with _naming_damage(self.path, self.name):
+            return decode(self.document, tensors)
+
+
+@contextmanager
+def _naming_damage(path: Path, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: part {name!r} is damaged: {error}. Use another checkpoint.") from error
+
+
+def open_files(path: Path, files: Mapping[str, disk.Entry], name: str) -> Part:
+    """Open one part of a checkpoint whose manifest is read. Nothing in the files can make this import or run code.
+
+    Args:
+        path: The checkpoint's directory.
+        files: The manifest's entries.
+        name: As given to `encode_part`.
+
+    Raises:
+        ValueError: The checkpoint has no such part, or its content is damaged.
+    """
+    names = _files_of(name, files)
+    flat = bool(_MODEL.fullmatch(name))
+    if not names or (not flat and f"{name}.json" not in names):
+        raise ValueError(f"{path}: has no part {name!r}. Its files are {', '.join(sorted(files))}.")
+    for file in names:
+        disk.check_file(path, file, files[file], digests=False)
+    stored, notes = open_tensors(path / file for file in names if file.endswith(".safetensors"))
+    if not flat:
+        return Part(path, name, names, disk.read_json(path / f"{name}.json", _MAX_JSON_BYTES), stored, notes)
+    with _naming_damage(path, name):
+        return Part(path, name, names, None, with_aliases(stored, notes), notes)
+
+
+def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
+    """Open one part of a committed checkpoint; for more than one, open the checkpoint (`OpenCheckpoint`).
 
     Args:
         path: The checkpoint's directory.
         name: As given to `encode_part`.
 
     Returns:
-        The state, and the notes in the header of its file.
+        The state, its tensors unread, and the notes in the header of its file.
 
     Raises:
         ValueError: The checkpoint has no such part, or its content is damaged; run `verify` first to know before.
     """
-    path = Path(path)
-    document, stored, notes = _open(path, name)
-    return (stored if document is None else _decoded(path, name, document[0], stored)), notes
+    part = open_files(Path(path), read_manifest(path).files, name)
+    return part.unread(), part.notes
 
 
 def read_part(path: Path | str, name: str) -> Any:
     """As `open_part`, with the tensors themselves, in memory; those that are tied are one object again."""
-    path = Path(path)
-    document, stored, _ = _open(path, name)
-    once = {id(one): one.read() for one in stored.values()}
-    tensors = {key: once[id(one)] for key, one in stored.items()}
-    return tensors if document is None else _decoded(path, name, document[0], tensors)
-
-
-def _open(path: Path, name: str) -> tuple[tuple[Any] | None, dict[str, Stored], dict[str, str]]:
-    """The part's document, unless it is a model; its tensors, and the notes in their file's header."""
-    files = read_manifest(path).files
-    found = _files_of(name, files)
-    flat = bool(_MODEL.fullmatch(name))
-    if not found or (not flat and found[0] != f"{name}.json" and f"{name}.json" not in found):
-        raise ValueError(f"{path}: has no part {name!r}. Its files are {', '.join(sorted(files))}.")
-    for file in found:
-        disk.check_file(path, file, files[file], digests=False)
-    stored, notes = open_tensors(path / file for file in found if file.endswith(".safetensors"))
-    if not flat:
-        return (disk.read_json(path / f"{name}.json", _MAX_JSON_BYTES),), stored, notes
-    try:
-        return None, with_aliases(stored, notes), notes
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: part {name!r} is damaged: {error}. Use another checkpoint.") from error
-
-
-def _decoded(path: Path, name: str, document: Any, tensors: Mapping[str, Any]) -> Any:
-    try:
-        return decode(document, tensors)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: part {name!r} is damaged: {error}. Use another checkpoint.") from error
+    return open_files(Path(path), read_manifest(path).files, name).read()
 
 
 def _fold(part: str, state: Any) -> tuple[dict[str, Tensor], dict[str, str]]:

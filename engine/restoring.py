@@ -7,40 +7,49 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from torch import Tensor, nn
 
 from ..strategies import World, warn
 from ..strategies.shards import cut_like, is_sharded
-from . import architecture, as_built, checkpoint, disk, optimizer_state
+from . import architecture, as_built, optimizer_state
 from .as_built import LoadedOptimizer
 from .export import own_name
-from .manifest import Manifest, read_manifest, verify
+from .manifest import Manifest
+from .open_checkpoint import OpenCheckpoint
 from .optimizer import PreparedScheduler
-from .parts import has_part
 from .random_state import set_random_state
-from .snapshot import extra_part, facts, in_order, model_part, optimizer_part, rank_part, scheduler_kinds
+from .snapshot import facts, in_order, scheduler_kinds
 from .stored import Stored
+from .train_state import (
+    OptimizerState,
+    RankState,
+    TrainState,
+    check_form,
+    extra_part,
+    model_part,
+    open_train_state,
+    optimizer_part,
+    rank_part,
+)
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
     from .loader import Loader
 
-_STATE = {"schedulers": list, "steps_since": list, "loaders": list, "evaluation_loaders": list} | {
-    "scheduler_kinds": list,
-    "reduction_orders": list,
-    "registered": dict,
-}
-_OF_SCHEDULERS = ("schedulers", "scheduler_kinds", "steps_since", "scheduler_advances")
-_RANK = {"random": dict, "buffers": list}
-_OPTIMIZER = {"class": str, "groups": list} | dict.fromkeys(("shapes", "formats", "slots", "unnamed", "others"), dict)
+_OF_SCHEDULERS: tuple[Literal["schedulers", "scheduler_kinds", "steps_since", "scheduler_advances"], ...] = (
+    "schedulers",
+    "scheduler_kinds",
+    "steps_since",
+    "scheduler_advances",
+)
 
 
 def load(
     accelerator: Accelerator,
-    path: Path,
+    opened: OpenCheckpoint,
     *,
     models: bool,
     state: bool,
@@ -50,46 +59,42 @@ def load(
     """Restore a checkpoint, or a part of it; returns its info. Gradients that were gathered before are dropped.
 
     All of it is read and compared before anything is changed, and nothing is on any process unless it fits on all of
-    them. Each compares the digests of its share of the files: they see one file system, as they do to save.
+    them. Its files are verified first, if that was not done before; see `OpenCheckpoint.verify`.
 
     Raises:
-        ValueError: if it is no checkpoint, is damaged, another model's or set-up's, or was replaced while it was read;
+        ValueError: if it is damaged, another model's or set-up's, or was replaced while it was read;
             nothing is changed then. What a scheduler's, loader's or registered object's own ``load_state_dict`` raises
             comes later: models and optimizers are loaded by then.
         RuntimeError: in the place of these on the processes that found nothing wrong.
     """
-    world = accelerator.world
-    with world.together():
-        manifest = read_manifest(path)
-    manifest = world.broadcast(manifest)
-    found: dict[str, Any] = {}
+    world, manifest = accelerator.world, opened.manifest
+    found: TrainState | None = None
     optimizers: list[LoadedOptimizer] = []
     wanted = (getattr(own, "strict_loading", True) for own in accelerator.own_models)
     exactly = all(wanted) if strict is None else strict
-    with _reading(world, path, manifest):
-        _verify_share(world, path, manifest)
-    with _reading(world, path, manifest):  # of files that some process found whole
+    opened.verify(world)
+    with _reading(world, opened):
         if state:
-            found = _checked_state(accelerator, path, manifest, exactly)
+            found = _checked_state(accelerator, opened, exactly)
             if not models:
-                _check_same(accelerator, path, manifest)
-    chosen = _chosen_models(accelerator, path) if models else []
-    layouts = _layouts(accelerator, found.get("registered", {}))
-    own: dict[str, Any] = {}
-    with _reading(world, path, manifest):
-        weights = _fitting_weights(accelerator, path, manifest, chosen, strict)
-        if state:
-            optimizers = _fitting_optimizers(accelerator, path, manifest, exactly)
-            found = in_memory(found, {"registered": layouts}, {})
-            _choose_schedule(accelerator, path, optimizers, found, schedule)
+                _check_same(accelerator, opened)
+    chosen = _chosen_models(accelerator, opened.path) if models else []
+    layouts = {} if found is None else _layouts(accelerator, found["registered"])
+    own: RankState | None = None
+    with _reading(world, opened):
+        weights = _fitting_weights(accelerator, opened, chosen, strict)
+        if found is not None:
+            optimizers = _fitting_optimizers(accelerator, opened, exactly)
+            found = cast(TrainState, in_memory(found, {"registered": layouts}, {}))
+            _choose_schedule(accelerator, opened.path, optimizers, found, schedule)
             for loader, saved in zip(_training(accelerator), found["loaders"], strict=False):
                 loader.check(saved)
             if accelerator.process_index < manifest.world_size:  # a process that was not there then keeps its own
-                own = _own_part(accelerator, path)
+                own = _own_part(accelerator, opened)
     for model, values, fully in weights:
         accelerator.strategy.load_model_state(model, values, fully)
-        accelerator.loaded_from[model] = os.path.abspath(path), manifest, accelerator.steps
-    if state:
+        accelerator.loaded_from[model] = os.path.abspath(opened.path), manifest, accelerator.steps
+    if found is not None:
         _load_training(accelerator, manifest, found, own, optimizers)
         as_built.hold(accelerator, optimizers, found, script=schedule == "script")
     accelerator.drop_gradients()
@@ -99,8 +104,8 @@ def load(
 def _load_training(
     accelerator: Accelerator,
     manifest: Manifest,
-    found: dict[str, Any],
-    own: dict[str, Any],
+    found: TrainState,
+    own: RankState | None,
     optimizers: list[LoadedOptimizer],
 ) -> None:
     """Load all but the weights: optimizers, what all processes share, and what this one alone knew."""
@@ -109,16 +114,16 @@ def _load_training(
         optimizer_state.keep_formats(optimizer, saved)
     _load_shared_state(accelerator, found, manifest)
     same_world = accelerator.world.size == manifest.world_size
-    _load_buffers(accelerator, manifest, own["buffers"] if own and same_world else [])
+    _load_buffers(accelerator, manifest, own["buffers"] if own is not None and same_world else [])
     accelerator.draw_apart()  # a rank that the checkpoint knows nothing of draws numbers of its own
-    if own:
+    if own is not None:
         set_random_state(own["random"])
         for loader, states in zip(in_order(accelerator.loaders), own["random"].get("loaders", ()), strict=False):
             loader.load_reading_state(states)
 
 
 @contextmanager
-def _reading(world: World, path: Path, manifest: Manifest) -> Iterator[None]:
+def _reading(world: World, opened: OpenCheckpoint) -> Iterator[None]:
     """A block of reading that all processes enter; all fail if one does, or if the checkpoint was replaced meanwhile.
 
     Another job may save to the same path: then parts of two states would come together.
@@ -130,11 +135,9 @@ def _reading(world: World, path: Path, manifest: Manifest) -> Iterator[None]:
         except ValueError as caught:
             error = caught
         try:
-            replaced = not _is(read_manifest(path), manifest)
-        except ValueError:
-            replaced = True
-        if replaced:
-            raise ValueError(f"{path} was replaced while it was read. Nothing is changed; load it again.") from error
+            opened.check_unchanged()  # first: what else went wrong may come of it
+        except ValueError as replaced:
+            raise replaced from error
         if error is not None:
             raise error
 
@@ -144,36 +147,30 @@ def _is(one: Manifest, other: Manifest) -> bool:
     return (one.sequence, one.files) == (other.sequence, other.files)
 
 
-def _verify_share(world: World, path: Path, manifest: Manifest) -> None:
-    """See that all files are there, and that this process's share of them is as it was written."""
-    verify(path, digests=False)
-    files = sorted(manifest.files, key=lambda name: (-manifest.files[name]["bytes"], name))
-    for name in files[world.rank :: world.size]:
-        disk.check_file(path, name, manifest.files[name], digests=True)
-
-
-def _checked_state(accelerator: Accelerator, path: Path, manifest: Manifest, strict: bool) -> dict[str, Any]:
+def _checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> TrainState:
     """What all processes share, its tensors unread."""
-    if not has_part(manifest.files, "state"):
-        raise ValueError(f"{path} holds weights only, so no run can go on from it: load them into a model before fit.")
-    found = _of_form(_STATE, checkpoint.open_part(path, "state")[0], path, "state")
+    found = open_train_state(opened)
     # Checkpoints from before it was saved: each optimizer step advanced a schedule by one.
-    found.setdefault("scheduler_advances", [1] * len(found["schedulers"]))
-    _of_form({"scheduler_advances": list}, found, path, "state")
-    _check_counts(accelerator, found, path, manifest, strict)
-    _check_kinds(accelerator, found, path, strict)
-    _say_other_batches(accelerator, manifest)
+    if not isinstance(found.setdefault("scheduler_advances", [1] * len(found["schedulers"])), list):
+        text = f"{opened.path}: part 'state' is damaged: scheduler_advances is no list"
+        raise ValueError(f"{text}. Use another checkpoint.")
+    _check_counts(accelerator, found, opened, strict)
+    _check_kinds(accelerator, found, opened.path, strict)
+    _say_other_batches(accelerator, opened.manifest)
     if strict:
-        _say_other_formats(accelerator, path, manifest)
+        _say_other_formats(accelerator, opened)
     return found
 
 
-def _check_same(accelerator: Accelerator, path: Path, manifest: Manifest) -> None:
+def _check_same(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
     """See that this is the save that the models were loaded from just before, if they were from this path."""
+    path, manifest = os.path.abspath(opened.path), opened.manifest
     for model in accelerator.models:
         place, of_models, steps = accelerator.loaded_from.get(model, (None, manifest, None))
-        if (place, steps) == (os.path.abspath(path), accelerator.steps) and not _is(of_models, manifest):
-            raise ValueError(f"{path} was replaced after the models were loaded from it. Load it again, both together.")
+        if (place, steps) == (path, accelerator.steps) and not _is(of_models, manifest):
+            raise ValueError(
+                f"{opened.path} was replaced after the models were loaded from it. Load it again, both together."
+            )
 
 
 def _chosen_models(accelerator: Accelerator, path: Path) -> list[nn.Module]:
@@ -201,29 +198,17 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Stored) or any(map(_holds_tensors, items))
 
 
-def registered_in(path: Path) -> dict[str, Any]:
-    """The states of what was registered, their tensors unread; none of a checkpoint of weights only.
-
-    Raises:
-        ValueError: if it is no checkpoint, or is damaged.
-    """
-    if not has_part(read_manifest(path).files, "state"):
-        return {}
-    return _of_form(_STATE, checkpoint.open_part(path, "state")[0], path, "state")["registered"]  # type: ignore[no-any-return]
-
-
-def weight_differences(model: nn.Module, path: Path, complete: bool) -> list[str]:
+def weight_differences(model: nn.Module, opened: OpenCheckpoint, complete: bool) -> list[str]:
     """Return the names and shapes in which a checkpoint's first model is not ``model``; see `architecture.differences`.
 
     Raises:
-        ValueError: if it is no checkpoint, or is damaged.
+        ValueError: if it is damaged.
     """
-    files = read_manifest(path).files
-    if not has_part(files, model_part(0)):
+    if not opened.has(model_part(0)):
         return []
-    saved = checkpoint.open_part(path, model_part(0))[0]
-    if has_part(files, extra_part(0)):
-        saved = saved | checkpoint.read_part(path, extra_part(0))
+    saved = opened.open_part(model_part(0))
+    if opened.has(extra_part(0)):
+        saved = saved | opened.read_part(extra_part(0))
     return architecture.differences(model, saved, complete)
 
 
@@ -253,10 +238,10 @@ def in_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any
     return saved
 
 
-def _own_part(accelerator: Accelerator, path: Path) -> dict[str, Any]:
+def _own_part(accelerator: Accelerator, opened: OpenCheckpoint) -> RankState:
     """What this process alone knew."""
-    name = rank_part(accelerator.process_index)
-    own = _of_form(_RANK, checkpoint.read_part(path, name), path, name)
+    path, name = opened.path, rank_part(accelerator.process_index)
+    own = check_form(RankState, opened.read_part(name), path, name)
     if not all(isinstance(values, dict) for values in own["buffers"]):
         raise ValueError(f"{path}: part {name!r} is damaged: buffers hold no dicts. Use another checkpoint.")
     return own
@@ -278,19 +263,8 @@ def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict
                 buffer.copy_(value)
 
 
-def _of_form(form: Mapping[str, type], value: Any, path: Path, part: str) -> dict[str, Any]:
-    """``value``, if it is a dict with these keys and kinds: a file may be whole and yet not be ours."""
-    wrong = [
-        name for name, kind in form.items() if not isinstance(value, dict) or not isinstance(value.get(name), kind)
-    ]
-    if wrong:
-        text = f"{path}: part {part!r} is damaged: {', '.join(wrong)} not there, or no {form[wrong[0]].__name__}"
-        raise ValueError(f"{text}. Use another checkpoint.")
-    return value  # type: ignore[no-any-return]
-
-
 def _fitting_weights(
-    accelerator: Accelerator, path: Path, manifest: Manifest, chosen: list[nn.Module], strict: bool | None
+    accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
 ) -> list[tuple[nn.Module, dict[str, Any], bool]]:
     """For each of the chosen models what it is to load, laid out over the processes as it is."""
     loads = []
@@ -299,31 +273,25 @@ def _fitting_weights(
             continue
         own = accelerator.strategy.unwrap(model)
         exactly = getattr(own, "strict_loading", True) if strict is None else strict
-        saved, notes = checkpoint.open_part(path, model_part(number))
-        architecture.compare(own, notes, path)
-        if has_part(manifest.files, extra_part(number)):
-            saved = saved | checkpoint.read_part(path, extra_part(number))
+        part = opened.part(model_part(number))
+        architecture.compare(own, part.notes, opened.path)
+        saved = part.unread()
+        if opened.has(extra_part(number)):
+            saved = saved | opened.read_part(extra_part(number))
         now = own.state_dict()
         saved = _as_named_in(now, saved)
-        fits = architecture.check_weights(own, saved, path, exactly)
+        fits = architecture.check_weights(own, saved, opened.path, exactly)
         values = {n: cut_like(v, now.get(n)) if isinstance(v, Stored) else v for n, v in fits.items()}
         loads.append((model, values, exactly))
     return loads
 
 
-def _fitting_optimizers(
-    accelerator: Accelerator, path: Path, manifest: Manifest, strict: bool
-) -> list[LoadedOptimizer]:
+def _fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> list[LoadedOptimizer]:
     """For each optimizer the state that it is to load."""
-    loads = []
+    loads, path = [], opened.path
     for number, prepared in enumerate(accelerator.optimizers):
         optimizer = prepared.optimizer
-        saved: dict[str, Any] = {}
-        first = optimizer_part(number)
-        others = re.compile(rf"({first}-rank-\d{{5,}})\.json")  # of processes that each keep a part of it
-        for name in (first, *(found[1] for found in map(others.fullmatch, sorted(manifest.files)) if found)):
-            part = _of_form(_OPTIMIZER, checkpoint.open_part(path, name)[0], path, name)
-            saved = {**part, "slots": saved.get("slots", {}) | part["slots"]}
+        saved = _merged_optimizer(opened, number)
         names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
         if lines := optimizer_state.differences(saved, optimizer, names):
             text = f"{path} was saved with another optimizer:\n  " + "\n  ".join(lines[:30])
@@ -341,8 +309,19 @@ def _fitting_optimizers(
     return loads
 
 
+def _merged_optimizer(opened: OpenCheckpoint, number: int) -> OptimizerState:
+    """The state of one optimizer, put together from the parts of ranks that each keep a share of it."""
+    first = optimizer_part(number)
+    of_ranks = re.compile(rf"({first}-rank-\d{{5,}})\.json")
+    names = [first, *(match[1] for match in map(of_ranks.fullmatch, sorted(opened.manifest.files)) if match)]
+    parts = [check_form(OptimizerState, opened.open_part(name), opened.path, name) for name in names]
+    merged = parts[-1]
+    merged["slots"] = {name: slot for part in parts for name, slot in part["slots"].items()}
+    return merged
+
+
 def _choose_schedule(
-    accelerator: Accelerator, path: Path, optimizers: list[LoadedOptimizer], state: dict[str, Any], schedule: str | None
+    accelerator: Accelerator, path: Path, optimizers: list[LoadedOptimizer], state: TrainState, schedule: str | None
 ) -> None:
     """Decide whose learning rates and schedules hold; see `Saving.load_state`."""
     if schedule == "script":
@@ -363,14 +342,13 @@ def _as_named_in(now: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
     return {renamed.get(name, name): value for name, value in weights.items()} if renamed else weights
 
 
-def _check_counts(
-    accelerator: Accelerator, state: dict[str, Any], path: Path, manifest: Manifest, strict: bool
-) -> None:
+def _check_counts(accelerator: Accelerator, state: TrainState, opened: OpenCheckpoint, strict: bool) -> None:
     """See that as much is prepared as was saved. Evaluation may change: its loaders have no part in training.
 
     What there is another number of is left out of ``state`` where not all has to fit.
     """
-    optimizers = sum(has_part(manifest.files, optimizer_part(n)) for n in range(len(accelerator.optimizers) + 1))
+    path = opened.path
+    optimizers = sum(opened.has(optimizer_part(n)) for n in range(len(accelerator.optimizers) + 1))
     pairs = {
         "models": (len(accelerator.models), len(state["reduction_orders"])),  # also those that hooks keep elsewhere
         "optimizers": (len(accelerator.optimizers), optimizers),
@@ -384,13 +362,16 @@ def _check_counts(
         if strict or kind in ("models", "optimizers"):
             raise ValueError(f"{text}: the same ones have to be there before it is loaded.")
         warn(f"{text}: they begin anew.")
-        for name in _OF_SCHEDULERS if kind == "schedulers" else (kind,):
-            state[name] = []
+        if kind == "loaders":
+            state["loaders"] = []
+        else:
+            for name in _OF_SCHEDULERS:
+                state[name] = []
     if len({len(state[name]) for name in _OF_SCHEDULERS}) > 1:
         raise ValueError(f"{path}: part 'state' is damaged: its schedulers are not all there. Use another checkpoint.")
 
 
-def _check_kinds(accelerator: Accelerator, state: dict[str, Any], path: Path, strict: bool) -> None:
+def _check_kinds(accelerator: Accelerator, state: TrainState, path: Path, strict: bool) -> None:
     """See that schedulers are of the classes that were saved, and the same objects registered."""
     kinds = scheduler_kinds(accelerator.schedulers)
     pairs = zip(kinds, state["scheduler_kinds"], strict=False)
@@ -424,19 +405,19 @@ def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
         warn(f"the checkpoint was saved with a global batch of {there}, this run has {here}: it will train otherwise.")
 
 
-def _say_other_formats(accelerator: Accelerator, path: Path, manifest: Manifest) -> None:
-    now, then = facts(accelerator), manifest.info
+def _say_other_formats(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
+    now, then = facts(accelerator), opened.manifest.info
     if then.get("precision") != now["precision"]:
         return  # and that is said
     for number, model in enumerate(accelerator.own_models):
         known = then.get("models")
         same = isinstance(known, list) and known[number : number + 1] == [now["models"][number]]
-        if not same and has_part(manifest.files, model_part(number)):
-            stored = checkpoint.open_part(path, model_part(number))[0]
-            architecture.say_other_formats(model, _as_named_in(model.state_dict(), stored), path)
+        if not same and opened.has(model_part(number)):
+            stored = opened.open_part(model_part(number))
+            architecture.say_other_formats(model, _as_named_in(model.state_dict(), stored), opened.path)
 
 
-def _load_schedulers(accelerator: Accelerator, state: dict[str, Any], manifest: Manifest) -> None:
+def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
     kinds = scheduler_kinds(accelerator.schedulers)
     samples = facts(accelerator)["global_batch_size"]
     same_batch = samples is not None and samples == manifest.info.get("global_batch_size")
@@ -450,7 +431,7 @@ def _load_schedulers(accelerator: Accelerator, state: dict[str, Any], manifest: 
             scheduler.load_state_dict(saved)
 
 
-def _load_shared_state(accelerator: Accelerator, state: dict[str, Any], manifest: Manifest) -> None:
+def _load_shared_state(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
     _load_schedulers(accelerator, state, manifest)
     evaluation = [loader for loader in accelerator.loaders if loader.evaluation]
     for loader, saved in zip(_training(accelerator), state["loaders"], strict=False):
@@ -459,10 +440,10 @@ def _load_shared_state(accelerator: Accelerator, state: dict[str, Any], manifest
         loader.load_state_dict(saved)
     for model, order in zip(accelerator.models, state["reduction_orders"], strict=True):
         accelerator.strategy.take_reduction_order(model, order)
-    if accelerator.scaler is not None and state.get("scaler") is not None:
-        accelerator.scaler.load_state_dict(state["scaler"])
-    if accelerator.stream is not None and state.get("stream") is not None:
-        accelerator.stream.state = state["stream"]
+    if accelerator.scaler is not None and (scaler := state.get("scaler")) is not None:
+        accelerator.scaler.load_state_dict(scaler)
+    if accelerator.stream is not None and (stream := state.get("stream")) is not None:
+        accelerator.stream.state = stream
     for name, value in accelerator.registered.items():
         if name in state["registered"]:
             value.load_state_dict(state["registered"][name])

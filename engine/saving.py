@@ -14,11 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ..strategies import Strategy, World, warn
 from ..strategies.shards import is_sharded, whole
-from . import checkpoint, export, numbered, restoring, snapshot
+from . import export, numbered, restoring, snapshot
 from .as_built import check_schedule
 from .background import Copying, HostCopies, Job
 from .loader import Loader
 from .manifest import Manifest
+from .open_checkpoint import OpenCheckpoint, open_together
 from .optimizer import PreparedOptimizer
 from .parts import Files
 from .plugins import ProjectConfiguration
@@ -194,7 +195,7 @@ class Saving(Process):
 
     def load_state(
         self,
-        input_dir: str | os.PathLike[str] | None = None,
+        input_dir: str | os.PathLike[str] | OpenCheckpoint | None = None,
         load_kwargs: Mapping[str, Any] | None = None,
         *,
         models: bool = True,
@@ -208,8 +209,9 @@ class Saving(Process):
         processes as what its own ``state_dict`` has at the same place.
 
         Args:
-            input_dir: a checkpoint. With ``automatic_checkpoint_naming`` it may be left out: the newest that is whole
-                is taken, and those that had to be skipped are named.
+            input_dir: a checkpoint's directory, or the checkpoint if it is open already. With
+                ``automatic_checkpoint_naming`` it may be left out: the newest that is intact is loaded, and a warning
+                names each that had to be skipped.
             load_kwargs: accepted empty; loading has no options.
             models: restore the models.
             state: restore everything else.
@@ -230,19 +232,15 @@ class Saving(Process):
             raise ValueError(f"load_state(load_kwargs={dict(load_kwargs)!r}): checkpoints are read in one way only.")
         project = self.project_configuration
         if input_dir is None:
-            with self.world.together():
-                found, skipped = numbered.newest(project, state) if self.is_main_process else (Path(), [])
-            input_dir, skipped = self.world.broadcast((found, skipped))
+            opened, skipped = numbered.newest(self.world, project, state)
             for text in skipped:
                 warn(f"load_state skipped a checkpoint: {text}")
-        path = Path(input_dir)  # type: ignore[arg-type]
-        with self.world.together():
-            if self.is_main_process:
-                checkpoint.find_again(path)
-        info = restoring.load(self, path, models=models, state=state, strict=strict, schedule=schedule)  # type: ignore[arg-type]
+        else:
+            opened = input_dir if isinstance(input_dir, OpenCheckpoint) else open_together(self.world, input_dir)
+        info = restoring.load(self, opened, models=models, state=state, strict=strict, schedule=schedule)  # type: ignore[arg-type]
         if state:
             self.steps = info["step"]
-            project.iteration = self.world.broadcast(numbered.iteration_after(project, path))
+            project.iteration = self.world.broadcast(numbered.iteration_after(project, opened.path))
         return info
 
     # -- weights for others --------------------------------------------------------------------------------------

@@ -21,34 +21,14 @@ from .export import own_name
 from .optimizer import PreparedScheduler
 from .parts import Files, TensorFile, encode_part, size_of
 from .random_state import random_state
+from .train_state import STATE, OptimizerState, RankState, TrainState, extra_part, model_part, optimizer_part, rank_part
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
     from .loader import Loader
 
 _RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|unfinished", re.IGNORECASE)
-"""The names of parts that are the engine's own: what `rank_part` and the following return, and of single files."""
-
-
-def rank_part(rank: int) -> str:
-    """The name of one process's own part of a checkpoint."""
-    return f"rank-{rank:05d}"
-
-
-def model_part(number: int) -> str:
-    """The name of the part that holds the ``number``-th prepared model."""
-    return "model" if number == 0 else f"model-{number}"
-
-
-def extra_part(number: int) -> str:
-    """The part for what a model's state holds beside tensors."""
-    return f"extra-{model_part(number)}"
-
-
-def optimizer_part(number: int, rank: int = 0) -> str:
-    """The name of the part that holds the ``number``-th optimizer, or what process ``rank`` alone knows of it."""
-    name = "optimizer" if number == 0 else f"optimizer-{number}"
-    return f"{name}-rank-{rank:05d}" if rank else name
+"""The names of parts that are the engine's own, see `train_state`, and of single files."""
 
 
 class Counts:
@@ -165,7 +145,7 @@ def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weigh
         with attempts:
             files |= optimizer_files(accelerator)
         with attempts:  # asked on every process: what is registered may exchange something to know its state
-            files |= encode_part("state", _shared_state(accelerator), rank)
+            files |= encode_part(STATE, _shared_state(accelerator), rank)
         with attempts:
             own_buffers = rank > 0 and accelerator.strategy.own_buffers
             files |= rank_files(rank, own_random_state(accelerator), _buffers(accelerator) if own_buffers else [])
@@ -192,7 +172,7 @@ def optimizer_files(accelerator: Accelerator) -> Files:
         with attempts:
             optimizer = prepared.optimizer
             names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
-            own = optimizer_state.named(strategy.optimizer_state(optimizer), optimizer, names)
+            own: OptimizerState = optimizer_state.named(strategy.optimizer_state(optimizer), optimizer, names)
             own["built"] = prepared.held
             if strategy.keeps_apart(optimizer):
                 files |= encode_part(optimizer_part(number, rank), own)
@@ -243,7 +223,7 @@ def rank_files(rank: int, random: dict[str, Any], buffers: list[dict[str, Tensor
         random: its random state.
         buffers: of each model, where they go on from what they are here.
     """
-    return encode_part(rank_part(rank), {"random": random, "buffers": buffers})
+    return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
 
 
 def _buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
@@ -328,7 +308,7 @@ def _apart(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return {name: value for name, value in weights.items() if name not in extra}, extra
 
 
-def _shared_state(accelerator: Accelerator) -> dict[str, Any]:
+def _shared_state(accelerator: Accelerator) -> TrainState:
     if accelerator.loss_scale is not None:
         accelerator.loss_scale.settle()
     attempts, registered = Attempts(), dict[str, Any]()
@@ -336,19 +316,19 @@ def _shared_state(accelerator: Accelerator) -> dict[str, Any]:
         with attempts:
             registered[name] = value.state_dict()
     attempts.end()
-    return {
-        "schedulers": [scheduler.state_dict() for scheduler in accelerator.schedulers],
-        "scheduler_kinds": scheduler_kinds(accelerator.schedulers),
-        "schedules_built": [built.held for built in accelerator.schedules_built],
-        "steps_since": [s.since if isinstance(s, PreparedScheduler) else (0, 0) for s in accelerator.schedulers],
-        "scheduler_advances": [s.advances if isinstance(s, PreparedScheduler) else 1 for s in accelerator.schedulers],
-        "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
-        "loaders": [loader.state_dict() for loader in accelerator.loaders if not loader.evaluation],
-        "evaluation_loaders": [loader.state_dict() for loader in accelerator.loaders if loader.evaluation],
-        "stream": None if accelerator.stream is None else accelerator.stream.state,
-        "reduction_orders": reduction_orders(accelerator),
-        "registered": registered,
-    }
+    return TrainState(
+        schedulers=[scheduler.state_dict() for scheduler in accelerator.schedulers],
+        scheduler_kinds=scheduler_kinds(accelerator.schedulers),
+        schedules_built=[built.held for built in accelerator.schedules_built],
+        steps_since=[s.since if isinstance(s, PreparedScheduler) else (0, 0) for s in accelerator.schedulers],
+        scheduler_advances=[s.advances if isinstance(s, PreparedScheduler) else 1 for s in accelerator.schedulers],
+        scaler=None if accelerator.scaler is None else accelerator.scaler.state_dict(),
+        loaders=[loader.state_dict() for loader in accelerator.loaders if not loader.evaluation],
+        evaluation_loaders=[loader.state_dict() for loader in accelerator.loaders if loader.evaluation],
+        stream=None if accelerator.stream is None else accelerator.stream.state,
+        reduction_orders=reduction_orders(accelerator),
+        registered=registered,
+    )
 
 
 def scheduler_kinds(schedulers: list[Any]) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..engine.manifest import Manifest
+from ..engine.open_checkpoint import OpenCheckpoint
 from ..engine.restoring import weight_differences
 from .datamodule import DataModule
 from .hooks import callback_overrides, task_overrides
@@ -78,7 +78,7 @@ def _plain_values(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[
         yield name, value
 
 
-def differences(trainer: Trainer, path: Path, manifest: Manifest) -> list[str]:
+def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
     """Say why a checkpoint is another run's, one line each; nothing if it belongs to this one.
 
     Compared are the task's class, its hyperparameters, and the names and shapes of its parameters.
@@ -88,10 +88,10 @@ def differences(trainer: Trainer, path: Path, manifest: Manifest) -> list[str]:
     """
     task = trainer.task
     assert task is not None
-    saved_class = manifest.info.get("task")
+    saved_class = opened.manifest.info.get("task")
     if isinstance(saved_class, str) and not _is_same_class(saved_class, type(task)):
         return [f"task {saved_class} there, {class_name(type(task))} here"]
-    saved_values = manifest.info.get("configuration")
+    saved_values = opened.manifest.info.get("configuration")
     lines = []
     if isinstance(saved_values, dict):
         values = configuration(task, trainer.datamodule)
@@ -102,7 +102,7 @@ def differences(trainer: Trainer, path: Path, manifest: Manifest) -> list[str]:
         ]
     if lines or not task.strict_loading:
         return lines
-    return weight_differences(task, path, complete=_is_complete(trainer, task))
+    return weight_differences(task, opened, complete=_is_complete(trainer, task))
 
 
 def _is_same_class(saved: str, cls: type) -> bool:

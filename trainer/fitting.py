@@ -43,7 +43,7 @@ def run_fit(trainer: Trainer, schedule: str | None, task: TaskModule, hooks: Hoo
         trainer.logbook.watch = ValidationWatch()
         trainer.progress.loaded = trainer.progress.epoch
         trainer.metrics.reset()
-    with restore.ahead(trainer, trainer.ckpt_path):
+    with restore.ahead(trainer, trainer.opened_checkpoint):
         new = _ask_again(trainer, sources)
         model, random_state = _prepare(trainer, schedule, task, hooks, sources, new)
     loader = sources.train
@@ -76,8 +76,8 @@ def _prepare(
     """
     accelerator = trainer.accelerator
     prepare_training(trainer, task)
-    if trainer.ckpt_path is not None:
-        accelerator.load_state(trainer.ckpt_path, state=False)
+    if trainer.opened_checkpoint is not None:
+        accelerator.load_state(trainer.opened_checkpoint, state=False)
     for hook in hooks.on_fit_start:
         hook()
     trainer.logbook.describe(task, trainer.datamodule, trainer.enable_autolog_hparams)
@@ -87,7 +87,8 @@ def _prepare(
     _check_validation(trainer, task, sources)
     restore.register(trainer)
     made = [(one, one.state_dict()) for one in (sources.asked if new else [])]
-    random_state = restore.restore_run(trainer, trainer.ckpt_path, schedule)
+    random_state = restore.restore_run(trainer, trainer.opened_checkpoint, schedule)
+    trainer.opened_checkpoint = None  # all is restored: nothing of it has to stay in memory
     if new:
         trainer.progress.loaded = trainer.progress.epoch
     for one, state in made:

@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine import checkpoint
 from ..engine.filed import read_now
 from ..engine.foreign import load as foreign
 from ..engine.foreign.inert import check_extent
 from ..engine.foreign.sources import Opened, Source, opened
 from ..engine.foreign.torch_files import TorchFile, View
-from ..engine.manifest import MANIFEST, read_manifest
-from ..engine.parts import has_part
 from ..engine.record import Record
-from ..engine.restoring import in_memory, registered_in
+from ..engine.restoring import in_memory
+from ..engine.train_state import DATAMODULE_HPARAMS, HPARAMS, open_registered
 from ..strategies import warn
 from . import restore
 from .building.signatures import Argument, signature
@@ -51,17 +49,16 @@ def build(
         )
     beside = None if hparams_file is None else read_hparams_file(hparams_file)
     with opened(source, sha256) as found:
-        folder = Path(source) if found.file is None else None
-        if folder is not None and (folder / MANIFEST).is_file():
-            manifest = read_manifest(folder)
-            document = checkpoint.read_part(folder, "hparams") if has_part(manifest.files, "hparams") else {}
+        saved = found.checkpoint
+        if saved is not None:
+            document = saved.read_part(HPARAMS) if saved.has(HPARAMS) else {}
             if document and "hparams_kind" not in document:  # as they were stored at first: the values alone
-                document = {"hyper_parameters": document, "hparams_name": manifest.info.get("hparams_name")}
+                document = {"hyper_parameters": document, "hparams_name": saved.manifest.info.get("hparams_name")}
             if beside is not None:
                 document = _of_file(beside, document)
             task = cls(**_arguments(cls, found.place, document, given))
             task.configure_model()
-            task.on_load_checkpoint(restore.added_in(folder))
+            task.on_load_checkpoint(restore.added_in(saved))
         else:
             document = {} if found.file is None else _document(found, found.file)
             if beside is not None:
@@ -83,12 +80,10 @@ def build_datamodule(
     document: dict[str, Any] = {}
     state: Any = None
     with opened(source, sha256) as found:
-        folder = Path(source) if found.file is None else None
-        if folder is not None and (folder / MANIFEST).is_file():
-            files = read_manifest(folder).files
-            if has_part(files, "datamodule_hparams"):
-                document = checkpoint.read_part(folder, "datamodule_hparams")
-            state = in_memory(registered_in(folder).get("datamodule"), {}, {})
+        if (saved := found.checkpoint) is not None:
+            if saved.has(DATAMODULE_HPARAMS):
+                document = saved.read_part(DATAMODULE_HPARAMS)
+            state = in_memory(open_registered(saved).get("datamodule"), {}, {})
         elif found.file is not None:
             parts, _ = _parts(found.file)
             document = {"hyper_parameters": parts.get("datamodule_hyper_parameters")}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import Loader, checkpoint, metric_objects, snapshot
+from ..engine.train_state import STATE, CallbackStates, TrainState
 from ..strategies import World
 from ..strategies.shards import local
 from . import restore
@@ -100,24 +101,27 @@ class LastStep:
                 None if (b := buffers[name]) is None else b.detach().clone() for buffers, name in self._buffers
             ],
             "groups": [[_options(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
-            "shared": {
-                "schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in accelerator.schedulers],
-                "scheduler_kinds": snapshot.scheduler_kinds(accelerator.schedulers),
-                "schedules_built": [built.held for built in accelerator.schedules_built],
-                "steps_since": [(0, 0) for _ in accelerator.schedulers],  # the loop calls them after real steps only
-                "loaders": [_position(loader) for loader in accelerator.loaders if not loader.evaluation],
-                "evaluation_loaders": [_position(loader) for loader in accelerator.loaders if loader.evaluation],
-                "stream": None if accelerator.stream is None else accelerator.stream.state,
-                "reduction_orders": snapshot.reduction_orders(accelerator),
-                "registered": registered,
-            },
+            "shared": TrainState(
+                schedulers=[copy.deepcopy(scheduler.state_dict()) for scheduler in accelerator.schedulers],
+                scheduler_kinds=snapshot.scheduler_kinds(accelerator.schedulers),
+                schedules_built=[built.held for built in accelerator.schedules_built],
+                # The loop calls them itself, after real steps only.
+                steps_since=[(0, 0) for _ in accelerator.schedulers],
+                scheduler_advances=[1 for _ in accelerator.schedulers],
+                scaler=None,  # asked for by `save`: to know its state means to wait for the device
+                loaders=[_position(loader) for loader in accelerator.loaders if not loader.evaluation],
+                evaluation_loaders=[_position(loader) for loader in accelerator.loaders if loader.evaluation],
+                stream=None if accelerator.stream is None else accelerator.stream.state,
+                reduction_orders=snapshot.reduction_orders(accelerator),
+                registered=registered,
+            ),
         }
         self._moving, self._changed, self._sums = False, False, None
 
     def _registered(self) -> dict[str, Any]:
         trainer = self._trainer
         own = copy.deepcopy(restore.own_states(trainer.callbacks))
-        states: dict[str, Any] = {"callbacks": {"callbacks": own, "added": {}}, "metrics": {}}
+        states: dict[str, Any] = {"callbacks": CallbackStates(callbacks=own, added={}), "metrics": {}}
         if self._alone is not None:
             over = trainer.progress.closing
             states["metrics"] = trainer.metrics.state_dict(self._alone, self._counting, over=over)
@@ -184,7 +188,7 @@ class LastStep:
             shared["registered"]["history"] = trainer.history.state_dict()  # it only grows, and much: too much to copy
             shared["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
             shared["registered"]["callbacks"]["added"] = restore.added_states(trainer)
-            files |= checkpoint.encode_part("state", shared)
+            files |= checkpoint.encode_part(STATE, shared)
             files |= snapshot.rank_files(0, state["random"], [])
         # Of the other processes it holds nothing, and a resume takes it for one process's.
         info = {**snapshot.facts(accelerator), **restore.facts(state["progress"], task, trainer.datamodule)}

@@ -86,7 +86,7 @@ def _understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
     inner.progress.restart_epoch()
     inner.metrics = trainer.new_metrics(training=True)
     inner.log_every_n_steps, inner.on_nonfinite = 0, "ignore"
-    inner.ckpt_path = None
+    inner.ckpt_path = inner.opened_checkpoint = None
     inner.lr_scheduler_configs = []
     inner.datamodule = _copied_datamodule(trainer)
     task = inner.task = _copied_task(trainer, inner.datamodule)

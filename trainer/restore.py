@@ -9,11 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks import Callback
-from ..engine import checkpoint, isolated_random_state, random_state
+from ..callbacks.saved import open_added
+from ..engine import isolated_random_state, random_state
 from ..engine.finite import not_finite
-from ..engine.manifest import read_manifest
-from ..engine.parts import has_part
-from ..engine.restoring import in_memory, registered_in
+from ..engine.open_checkpoint import OpenCheckpoint
+from ..engine.restoring import in_memory
+from ..engine.train_state import (
+    ADDED,
+    CONFIG,
+    DATAMODULE_HPARAMS,
+    HPARAMS,
+    CallbackStates,
+    TrainerStates,
+    open_registered,
+)
 from ..strategies import warn
 from . import candidates
 from .datamodule import DataModule
@@ -93,7 +102,7 @@ def save(
         weights_only = True
     info, parts = facts(trainer.progress, task, trainer.datamodule), parts_of(task, trainer.datamodule, trainer.config)
     if weights_only and trainer.hooks is not None and (added := added_states(trainer)):
-        parts["added"] = added  # else it is among the callbacks' states
+        parts[ADDED] = added  # else it is among the callbacks' states
     with trainer.history.spending("checkpoints"):
         trainer.accelerator.save_state(
             path, info=info, parts=parts, weights_only=weights_only, blocking=blocking, also=also
@@ -125,7 +134,7 @@ def facts(progress: Progress, task: TaskModule, datamodule: DataModule | None) -
 def parts_of(task: TaskModule, datamodule: DataModule | None, config: str | None = None) -> dict[str, Any]:
     """What a checkpoint holds beside the states of what was prepared or registered."""
     parts: dict[str, Any] = {}
-    for name, owner in (("hparams", task), ("datamodule_hparams", datamodule)):
+    for name, owner in ((HPARAMS, task), (DATAMODULE_HPARAMS, datamodule)):
         if owner is not None and owner.hparams:
             kept = owner.stored_hparams()
             owner.check_hparams(kept)
@@ -136,29 +145,21 @@ def parts_of(task: TaskModule, datamodule: DataModule | None, config: str | None
                 "left_out": kept.left_out,
             }
     if config is not None:
-        parts["config"] = {"yaml": config}
+        parts[CONFIG] = {"yaml": config}
     return parts
 
 
-def added_in(path: Path) -> dict[str, Any]:
-    """What the ``on_save_checkpoint`` hooks have added to a checkpoint, with the counts they were given."""
-    manifest = read_manifest(path)
-    counts = {"epoch": manifest.epoch, "global_step": manifest.step}
-    if has_part(manifest.files, "added"):
-        return checkpoint.read_part(path, "added") | counts
-    if not has_part(manifest.files, "state"):
-        return counts
-    callbacks = registered_in(path).get("callbacks", {})
-    if not isinstance(callbacks, dict) or not isinstance(added := callbacks.get("added", {}), dict):
-        raise ValueError(f"{path}: part 'state' is damaged: what callbacks added is no dict. Use another checkpoint.")
-    return in_memory(added, {}, {}) | counts
+def added_in(opened: OpenCheckpoint) -> dict[str, Any]:
+    """Return what the ``on_save_checkpoint`` hooks have added to a checkpoint, with the counts they were given."""
+    manifest = opened.manifest
+    return in_memory(open_added(opened), {}, {}) | {"epoch": manifest.epoch, "global_step": manifest.step}
 
 
 def register(trainer: Trainer) -> None:
     """Make the Trainer's own parts a part of every checkpoint."""
     world, metrics = trainer.accelerator.data_world, trainer.metrics
     own_states(trainer.callbacks)  # two of one name should be known now, not at the first save
-    trainer.accelerator.register_for_checkpointing(
+    states = TrainerStates(
         progress=trainer.progress,
         logged=trainer.logbook,
         history=trainer.history,
@@ -170,53 +171,54 @@ def register(trainer: Trainer) -> None:
         callbacks=Bundle(
             lambda: callback_states(trainer),
             lambda state: load_callback_states(trainer, state),
-            lambda: {"callbacks": own_states(trainer.callbacks), "added": added_layouts(trainer.callbacks)},
+            lambda: CallbackStates(callbacks=own_states(trainer.callbacks), added=added_layouts(trainer.callbacks)),
         ),
     )
     datamodule = trainer.datamodule
     if datamodule is not None and type(datamodule).state_dict is not DataModule.state_dict:
         # It has its state by the time the rest is restored, see `ahead`.
-        trainer.accelerator.register_for_checkpointing(datamodule=Bundle(datamodule.state_dict, lambda state: None))
+        states["datamodule"] = Bundle(datamodule.state_dict, lambda state: None)
+    trainer.accelerator.register_for_checkpointing(**states)
 
 
 @contextmanager
-def ahead(trainer: Trainer, path: Path | None) -> Iterator[None]:
+def ahead(trainer: Trainer, opened: OpenCheckpoint | None) -> Iterator[None]:
     """Inside, the counters and the data module are those of the checkpoint already, as loaders may follow from them."""
     before = trainer.progress.state_dict()
     try:
-        if path is not None:
-            state = restore_datamodule(trainer, path)
+        if opened is not None:
+            state = restore_datamodule(trainer, opened)
             trainer.progress.load_state_dict(state.get("progress", {}))
         yield
     except BaseException:
-        if path is not None:
+        if opened is not None:
             trainer.progress.load_state_dict(before)
         raise
 
 
-def restore_datamodule(trainer: Trainer, path: Path) -> dict[str, Any]:
+def restore_datamodule(trainer: Trainer, opened: OpenCheckpoint) -> dict[str, Any]:
     """Give the data module its state back, if the checkpoint has one; returns all that was registered.
 
     All processes must ask.
     """
     datamodule = trainer.datamodule
     with trainer.accelerator.world.together():
-        registered = registered_in(path)
+        registered = open_registered(opened)
         if datamodule is not None and "datamodule" in registered:
             datamodule.load_state_dict(in_memory(registered["datamodule"], {}, {}))
     return registered
 
 
-def restore_run(trainer: Trainer, path: Path | None, schedule: str | None = None) -> Any:
+def restore_run(trainer: Trainer, opened: OpenCheckpoint | None, schedule: str | None = None) -> Any:
     """Restore everything but the weights; returns the random state to go on with just before the first step."""
-    if path is None:
+    if opened is None:
         return None
     with isolated_random_state():
-        info = trainer.accelerator.load_state(path, models=False, schedule=schedule)
+        info = trainer.accelerator.load_state(opened, models=False, schedule=schedule)
         if info.get("saved_by", 1) > 1:
             warn(
-                f"{path} was saved by rank zero alone when an error came: the other processes' random numbers and "
-                "share of the epoch's logged means are not in it, and begin anew."
+                f"{opened.path} was saved by rank zero alone when an error came: the other processes' random numbers "
+                "and share of the epoch's logged means are not in it, and begin anew."
             )
         return random_state()
 
@@ -238,9 +240,9 @@ def own_states(callbacks: list[Callback]) -> dict[str, Any]:
     return states
 
 
-def callback_states(trainer: Trainer) -> dict[str, Any]:
+def callback_states(trainer: Trainer) -> CallbackStates:
     """The callbacks' states by name, and what the ``on_save_checkpoint`` hooks add."""
-    return {"callbacks": own_states(trainer.callbacks), "added": added_states(trainer)}
+    return CallbackStates(callbacks=own_states(trainer.callbacks), added=added_states(trainer))
 
 
 def added_states(trainer: Trainer) -> dict[str, Any]:
@@ -258,7 +260,7 @@ def added_layouts(callbacks: list[Callback]) -> dict[str, Any]:
     return {name: value for callback in callbacks for name, value in callback.added_layout().items()}
 
 
-def load_callback_states(trainer: Trainer, state: dict[str, Any]) -> None:
+def load_callback_states(trainer: Trainer, state: CallbackStates) -> None:
     """Give the callbacks their states back, and the ``on_load_checkpoint`` hooks what was added."""
     known = {callback.state_key: callback for callback in trainer.callbacks}
     for name, saved in state["callbacks"].items():

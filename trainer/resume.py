@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks import ModelCheckpoint
 from ..callbacks.file_names import folders
+from ..callbacks.saved import open_callback_states
 from ..engine import CheckpointStore, checkpoint
 from ..engine.manifest import Manifest
+from ..engine.open_checkpoint import OpenCheckpoint, first_intact, open_together
+from ..engine.parts import has_part
+from ..engine.train_state import STATE
 from ..loggers.directory import DirectoryLogger
 from ..strategies import announce, warn
 from .candidates import configuration, differences
@@ -28,20 +33,16 @@ _ELSEWHERE = {
 
 
 @dataclass
-class Found:
-    """What a search came to.
+class Search:
+    """What a search for a checkpoint came across, for what is said of it; only rank zero looks.
 
     Attributes:
-        path: the checkpoint, or None.
-        step: its optimizer steps.
         reached: the optimizer steps that the run had taken when it ended, where its folder says so.
         skipped: one sentence for each that could not be taken.
         others: checkpoints of other runs, the newest first, by what tells them from this one.
         places: where the search went.
     """
 
-    path: Path | None = None
-    step: int = 0
     reached: int = 0
     skipped: list[str] = field(default_factory=list)
     others: dict[str, list[Path]] = field(default_factory=dict)
@@ -57,10 +58,10 @@ class Found:
         return "; ".join(texts)
 
 
-def find_checkpoint(trainer: Trainer, stage: str, ckpt_path: Any) -> Path | None:
-    """The checkpoint to go on from, the same on every process. All processes must ask.
+def find_checkpoint(trainer: Trainer, stage: str, ckpt_path: Any) -> OpenCheckpoint | None:
+    """Find, open and verify the checkpoint to resume from, the same on every process. All processes must ask.
 
-    Rank zero looks, and says once what it found and what it had to skip.
+    Rank zero looks, all verify what it comes across, and it is said once what was found and what had to be skipped.
 
     Args:
         trainer: whose ModelCheckpoints say where to look.
@@ -79,26 +80,31 @@ def find_checkpoint(trainer: Trainer, stage: str, ckpt_path: Any) -> Path | None
         return None
     _check(stage, ckpt_path)
     world = trainer.accelerator.world
-    found = Found()
-    with world.together():
-        if world.is_main:
-            word = ckpt_path if isinstance(ckpt_path, str) and ckpt_path in WORDS_FOR_CHECKPOINTS else None
-            found = Found(_given(Path(ckpt_path))) if word is None else _search(trainer, stage, word)
-    found = world.broadcast(found)
-    for sentence in found.skipped:
+    word = ckpt_path if isinstance(ckpt_path, str) and ckpt_path in WORDS_FOR_CHECKPOINTS else None
+    if word is None:
+        with world.together():
+            if world.is_main:
+                _check_given(Path(ckpt_path))
+        opened = open_together(world, world.broadcast(Path(ckpt_path)))
+        opened.verify(world)
+        return opened
+    search = Search()
+    found = _best(trainer, stage, search) if word == "best" else _last(trainer, stage, word, search)
+    search = world.broadcast(search)
+    for sentence in search.skipped:
         warn(f"ckpt_path={ckpt_path!r} skips a checkpoint: {sentence}")
-    if found.others:
+    if search.others:
         warn(
-            f"ckpt_path={ckpt_path!r} skips checkpoints of other runs: {found.about_others}. To continue from one of "
+            f"ckpt_path={ckpt_path!r} skips checkpoints of other runs: {search.about_others}. To continue from one of "
             "them, give its path."
         )
-    if ckpt_path == "auto" and found.path is None:
-        announce(f"ckpt_path='auto': a fresh start, as there is nothing to go on from in {_join(found.places)}")
-    elif ckpt_path in WORDS_FOR_CHECKPOINTS:
-        what = "goes on from" if stage == "fit" else "takes the weights of"
-        behind = f"; the run had reached step {found.reached:,}" if found.reached > found.step else ""
-        announce(f"ckpt_path={ckpt_path!r}: {stage} {what} {found.path} (optimizer step {found.step:,}{behind})")
-    return found.path
+    if found is None:
+        announce(f"ckpt_path='auto': a fresh start, as there is nothing to go on from in {_join(search.places)}")
+        return None
+    what, step = "goes on from" if stage == "fit" else "takes the weights of", found.manifest.step
+    behind = f"; the run had reached step {search.reached:,}" if search.reached > step else ""
+    announce(f"ckpt_path={ckpt_path!r}: {stage} {what} {found.path} (optimizer step {step:,}{behind})")
+    return found
 
 
 def _check(stage: str, ckpt_path: Any) -> None:
@@ -112,7 +118,7 @@ def _check(stage: str, ckpt_path: Any) -> None:
         raise ValueError(f"ckpt_path={ckpt_path!r}: {why}.")
 
 
-def _given(path: Path) -> Path:
+def _check_given(path: Path) -> None:
     checkpoint.find_again(path)
     if path.is_file():
         raise ValueError(
@@ -130,34 +136,37 @@ def _given(path: Path) -> Path:
             raise ValueError(
                 f"ckpt_path={str(path)!r} is no checkpoint, but a folder with checkpoints in it: give one of {names}."
             )
-    checkpoint.verify(path, digests=False)  # they are compared when it is read
-    return path
 
 
-def _search(trainer: Trainer, stage: str, word: str) -> Found:
-    """Look for what a word means; rank zero alone does."""
+def _last(trainer: Trainer, stage: str, word: str, search: Search) -> OpenCheckpoint | None:
+    """The newest that is intact; None where ``"auto"`` finds nothing to go on from. All processes must ask."""
+    if not trainer.checkpoint_callbacks and word == "auto" and trainer.fast_dev_run:
+        search.places = ["a fast_dev_run, which has no checkpoints"]
+        return None
+    _check_callbacks(trainer, word)
+    world = trainer.accelerator.world
+    newest = _newest(trainer, search, recover=stage == "fit", resumable=stage == "fit")
+    with world.together():
+        # A folder that is this run's own: starting afresh in it would mix two runs.
+        own = search.others and any(_run_record(Path(place)) for place in search.places)
+        if world.is_main and newest is None and (word == "last" or own):
+            raise _none_fits(word, stage, search)
+        if world.is_main and newest is not None and stage == "fit":
+            search.reached = _steps_reached(newest.path.parent)
+    return newest
+
+
+def _check_callbacks(trainer: Trainer, word: str) -> None:
     if not trainer.checkpoint_callbacks:
-        if word == "auto" and trainer.fast_dev_run:
-            return Found(places=["a fast_dev_run, which has no checkpoints"])
         raise ValueError(f"ckpt_path={word!r}, but there is no ModelCheckpoint to say where to look. Give a path.")
-    if word == "best":
-        return _best(trainer, stage)
-    found = _newest(trainer, recover=stage == "fit", resumable=stage == "fit")
-    if found.path is None and word == "last":
-        raise _none_fits(word, stage, found)
-    if found.path is None and found.others and any(_run_record(Path(place)) for place in found.places):
-        # The folder is this run's own. Starting afresh in it would mix two runs.
-        raise _none_fits(word, stage, found)
-    if found.path is not None and stage == "fit":
-        found.reached = _steps_reached(found.path.parent)
-    return found
 
 
-def _none_fits(word: str, stage: str, found: Found) -> ValueError:
-    whose = " of this run" if found.others else ""
-    reasons = [f"ckpt_path={word!r}, but there is no intact checkpoint{whose} in {_join(found.places)}", *found.skipped]
-    if found.others:
-        reasons.append(f"those of other runs are {found.about_others}")
+def _none_fits(word: str, stage: str, search: Search) -> ValueError:
+    whose = " of this run" if search.others else ""
+    places = _join(search.places)
+    reasons = [f"ckpt_path={word!r}, but there is no intact checkpoint{whose} in {places}", *search.skipped]
+    if search.others:
+        reasons.append(f"those of other runs are {search.about_others}")
     fresh = ", or say 'auto' to start afresh where there is none" if stage == "fit" and word != "auto" else ""
     return ValueError("; ".join(reasons) + f". Give a path{fresh}.")
 
@@ -176,17 +185,24 @@ def _steps_reached(folder: Path) -> int:
 # -- the newest ----------------------------------------------------------------------------------------------------
 
 
-def _newest(trainer: Trainer, recover: bool, resumable: bool) -> Found:
-    """The newest that is intact, in the directories of this run's ModelCheckpoints.
-
-    Directories of earlier versions are gone through one by one, the highest version first.
+def _newest(trainer: Trainer, search: Search, recover: bool, resumable: bool) -> OpenCheckpoint | None:
+    """The newest that is intact, in the directories of this run's ModelCheckpoints. All processes must ask.
 
     Args:
         trainer: whose ModelCheckpoints are meant.
+        search: notes what is skipped, and where it looked.
         recover: finish what a killed process left half done, where this run saves.
         resumable: leave out those that hold weights only.
     """
-    found = Found()
+    candidates = _candidates(trainer, search, recover, resumable)
+    return first_intact(trainer.accelerator.world, candidates, search.skipped)
+
+
+def _candidates(trainer: Trainer, search: Search, recover: bool, resumable: bool) -> Iterator[OpenCheckpoint]:
+    """This run's checkpoints, the newest first; see `_newest`.
+
+    Directories of earlier versions are gone through one by one, the highest version first.
+    """
     own, earlier = _places(trainer)
     if recover:
         for folder in own:
@@ -194,45 +210,35 @@ def _newest(trainer: Trainer, recover: bool, resumable: bool) -> Found:
                 for sentence in store.recover():
                     announce(sentence)
     for places in ([*own], *([folder] for folder in earlier)):
-        found.places += map(str, places)
+        search.places += map(str, places)
         stores = [store for folder in places for store in _stores(folder, trainer)]
-        if _newest_in(trainer, stores, found, resumable):
-            break
-    return found
+        for manifest, path in _newest_first(stores, search):
+            if resumable and not has_part(manifest.files, STATE):
+                search.skipped.append(f"{path}: it holds weights only, so no run can go on from it")
+                continue
+            opened = OpenCheckpoint(path, manifest)
+            try:
+                lines = differences(trainer, opened)
+            except ValueError as error:
+                search.skipped.append(str(error))
+                continue
+            if lines:
+                search.others.setdefault(_shortened(lines), []).append(path)
+            else:
+                yield opened
 
 
-def _newest_in(trainer: Trainer, stores: list[CheckpointStore], found: Found, resumable: bool) -> bool:
+def _newest_first(stores: list[CheckpointStore], search: Search) -> Iterator[tuple[Manifest, Path]]:
     listed: list[list[tuple[Manifest, Path]]] = []
     for store in stores:
-        paths = store.find()
-        inside: list[tuple[Manifest, Path]] = []
-        for path in paths:
-            try:
-                inside.append((checkpoint.read_manifest(path), path))
-            except ValueError as error:
-                found.skipped.append(str(error))
+        inside, problems = store.scan()
         # In one folder by the order in which they were committed: a run that went back, or another run in the same
         # folder, has left later steps behind.
         listed.append(sorted(inside, key=lambda pair: (pair[0].sequence, pair[0].step)))
         # Those whose manifest can't be read are in no list, so nobody knows how new they are.
-        _, problems = store.latest(verify=False)
-        found.skipped += [text for text in problems if not any(text.startswith(f"{path}: ") for path in paths)]
+        search.skipped += problems
     while any(listed):  # between folders the step decides
-        manifest, path = max(filter(None, listed), key=lambda one: (one[-1][0].step, str(one[-1][1]))).pop()
-        if resumable and "state.json" not in manifest.files:
-            found.skipped.append(f"{path}: it holds weights only, so no run can go on from it")
-            continue
-        try:
-            if lines := differences(trainer, path, manifest):
-                found.others.setdefault(_shortened(lines), []).append(path)
-                continue
-            checkpoint.verify(path)
-        except ValueError as error:
-            found.skipped.append(str(error))
-            continue
-        found.path, found.step = path, manifest.step
-        return True
-    return False
+        yield max(filter(None, listed), key=lambda one: (one[-1][0].step, str(one[-1][1]))).pop()
 
 
 def _shortened(lines: list[str], most: int = 5) -> str:
@@ -283,44 +289,61 @@ def _stores(folder: Path, trainer: Trainer) -> list[CheckpointStore]:
 # -- the best ------------------------------------------------------------------------------------------------------
 
 
-def _best(trainer: Trainer, stage: str) -> Found:
-    """The best of this process's ModelCheckpoint; in a process that has none, the one that the newest knows of."""
-    first = trainer.checkpoint_callback
+def _best(trainer: Trainer, stage: str, search: Search) -> OpenCheckpoint:
+    """The best of this process's ModelCheckpoint; in a process that has none, the one that the newest knows of.
+
+    All processes must ask.
+    """
+    _check_callbacks(trainer, "best")
+    first, world = trainer.checkpoint_callback, trainer.accelerator.world
     assert first is not None
-    found = Found()
-    best, source = first.best_model_path, "its ModelCheckpoint"
-    if not best and stage != "fit" and not any(_run_record(place) for place in _places(trainer)[0]):
-        raise ValueError(
-            f"ckpt_path='best': {stage} was called without a fit in this process, so its ModelCheckpoint has saved no "
-            "best checkpoint. Give a path, call fit before, or use the folder of a run (RunFolder, --from-run), whose "
-            "checkpoints are that run's own."
-        )
+    with world.together():
+        places = _places(trainer)[0] if world.is_main and not first.best_model_path else []
+        if world.is_main and not first.best_model_path and stage != "fit" and not any(map(_run_record, places)):
+            raise ValueError(
+                f"ckpt_path='best': {stage} was called without a fit in this process, so its ModelCheckpoint has saved "
+                "no best checkpoint. Give a path, call fit before, or use the folder of a run (RunFolder, --from-run), "
+                "whose checkpoints are that run's own."
+            )
+    newest = None
+    if not world.broadcast(first.best_model_path):
+        newest = _newest(trainer, search, recover=stage == "fit", resumable=True)
+    with world.together():
+        best = _path_of_best(first, newest, search) if world.is_main else Path()
+        if world.is_main and stage == "fit":
+            search.reached = _steps_reached(best.parent)
+    best = world.broadcast(best)
+    if newest is not None and os.path.abspath(newest.path) == os.path.abspath(best):
+        return newest
+    opened = open_together(world, best)
+    opened.verify(world)
+    return opened
+
+
+def _path_of_best(callback: ModelCheckpoint, newest: OpenCheckpoint | None, search: Search) -> Path:
+    """Where the best checkpoint is, by a ModelCheckpoint or by the newest checkpoint, which has its state."""
+    best, source = callback.best_model_path, "its ModelCheckpoint"
     if not best:
-        found = _newest(trainer, recover=stage == "fit", resumable=True)
-        if found.path is None:
-            others = f" Those of other runs: {found.about_others}." if found.others else ""
+        if newest is None:
+            others = f" Those of other runs: {search.about_others}." if search.others else ""
             raise ValueError(
                 f"ckpt_path='best', but its ModelCheckpoint has saved no best one, nor is there an intact checkpoint "
-                f"of this run in {_join(found.places)} that says which it is.{others} Give a path."
+                f"of this run in {_join(search.places)} that says which it is.{others} Give a path."
             )
-        best, source = _recorded_best(first, found.path), str(found.path)
+        best, source = _recorded_best(callback, newest), str(newest.path)
     if not best:
         raise ValueError(f"ckpt_path='best', but {source} knows of no best checkpoint. Give a path.")
     if not os.path.isdir(best):
         raise ValueError(f"ckpt_path='best', but {best}, the best that {source} knows of, does not exist. Give a path.")
-    found.path, found.step = Path(best), checkpoint.verify(best, digests=False).step
-    if stage == "fit":
-        found.reached = _steps_reached(found.path.parent)
-    return found
+    return Path(best)
 
 
-def _recorded_best(callback: ModelCheckpoint, newest: Path) -> str:
+def _recorded_best(callback: ModelCheckpoint, newest: OpenCheckpoint) -> str:
     """The best according to the ModelCheckpoint's state in a checkpoint; "" if that has none."""
-    state = checkpoint.read_part(newest, "state")["registered"].get("callbacks", {}).get("callbacks", {})
-    own = state.get(callback.state_key, {})
+    own = open_callback_states(newest)["callbacks"].get(callback.state_key, {})
     best, home = own.get("best_model_path", ""), own.get("dirpath")
     if best and home and not os.path.isdir(best) and Path(home) in Path(best).parents:
-        for folder in newest.parents:  # the run's directory was moved
+        for folder in newest.path.parents:  # the run's directory was moved
             if os.path.isdir(moved := folder / Path(best).relative_to(home)):
                 return str(moved)
     return str(best)

@@ -61,7 +61,7 @@ def run_stage(
     if datamodule is not None and any(loader is not None for loader in given.values()):
         raise ValueError("pass loaders or a datamodule, not both.")
     trainer.stage, trainer.task, trainer.datamodule = stage, task, datamodule
-    trainer.hooks = trainer.ckpt_path = trainer.last_step = trainer.steps = None
+    trainer.hooks = trainer.ckpt_path = trainer.opened_checkpoint = trainer.last_step = trainer.steps = None
     trainer.should_stop = trainer.interrupted = False
     failure: BaseException | None = None
     try:
@@ -110,7 +110,8 @@ def _setup(
         callback._task = task
     trainer.hooks = hooks = Hooks(trainer, task, trainer.callbacks)
     accelerator.compare_settings(same_settings(trainer, stage, task, ckpt_path))
-    trainer.ckpt_path = resume.find_checkpoint(trainer, stage, ckpt_path)
+    trainer.opened_checkpoint = opened = resume.find_checkpoint(trainer, stage, ckpt_path)
+    trainer.ckpt_path = None if opened is None else opened.path
     limits = {kind: getattr(trainer, f"limit_{kind}_batches") for kind in KINDS}
     shard = trainer.use_distributed_sampler
     one_order = stage == "fit" and trainer.overfit_batches > 0
@@ -137,7 +138,7 @@ def _teardown(trainer: Trainer, stage: str, task: TaskModule, failure: BaseExcep
         _clean_up(trainer, stage, task, failure)
     finally:  # a second Ctrl-C may end that early
         log_to(task, None)
-        trainer.stage = trainer.steps = None
+        trainer.stage = trainer.steps = trainer.opened_checkpoint = None
         for callback in trainer.callbacks:
             callback._task = None
         if isinstance(failure, KeyboardInterrupt):

@@ -11,8 +11,10 @@ from torch import nn
 
 from ..callbacks import ModelCheckpoint, RunReport
 from ..callbacks.file_names import folders
-from ..engine import CheckpointStore, Loader, checkpoint
+from ..engine import CheckpointStore, Loader
 from ..engine.compiled import compiled_names
+from ..engine.parts import has_part
+from ..engine.train_state import STATE
 from ..strategies import announce, warn
 
 if TYPE_CHECKING:
@@ -124,9 +126,8 @@ def newest_checkpoint(trainer: Trainer) -> tuple[int, Path] | None:
     depth = max((c.name_depth for c in trainer.checkpoint_callbacks), default=0)
     found = []
     for directory in (folder for top in directories for folder in folders(top, depth)):
-        for path in CheckpointStore(directory).find():
-            manifest = checkpoint.read_manifest(path)
-            if "state.json" in manifest.files:
+        for manifest, path in CheckpointStore(directory).scan()[0]:
+            if has_part(manifest.files, STATE):
                 found.append((manifest.step, manifest.sequence, path))
     if not found:
         return None

@@ -13,6 +13,7 @@ from ..callbacks import Callback
 from ..engine import Accelerator, Metrics
 from ..engine.as_built import check_schedule
 from ..engine.metrics import MutedMetrics
+from ..engine.open_checkpoint import OpenCheckpoint
 from ..engine.profilers import Profiler, choose_profiler
 from ..loggers import Logger
 from ..strategies import Strategy, choose, report_uncaught
@@ -252,6 +253,7 @@ class Trainer(TrainerNames):
         self.hooks: Hooks | None = None
         self.sources: Sources | None = None
         self.ckpt_path: Path | None = None
+        self.opened_checkpoint: OpenCheckpoint | None = None  # that of ckpt_path, until all is restored
         self.last_step: LastStep | None = None
         self.steps: Steps | None = None
 
@@ -365,8 +367,8 @@ class Trainer(TrainerNames):
 
     def _evaluate(self, stage: str, keep: bool, task: TaskModule, hooks: Hooks, sources: Sources) -> Any:
         kind = KIND_OF_STAGE[stage]
-        if self.ckpt_path is not None:
-            restore.restore_datamodule(self, self.ckpt_path)
+        if self.opened_checkpoint is not None:
+            restore.restore_datamodule(self, self.opened_checkpoint)
         if getattr(self, f"limit_{kind}_batches") == 0:
             return Evaluation([], [])
         loaders = sources.evaluation(kind)
@@ -374,8 +376,8 @@ class Trainer(TrainerNames):
             raise ValueError(f"{stage} needs a loader: pass one or a datamodule, or give the task a {kind}_dataloader.")
         check_step(task, stage)
         self.accelerator.prepare_model(task, evaluation_mode=True, by_parts=True)
-        if self.ckpt_path is not None:
-            self.accelerator.load_state(self.ckpt_path, state=False)
+        if self.opened_checkpoint is not None:
+            self.accelerator.load_state(self.opened_checkpoint, state=False)
         return evaluate(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep)
 
     def save_checkpoint(

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from ..callbacks.lr_finder import _LRFinder
-from ..engine import checkpoint
+from ..callbacks.saved import open_callback_states
 from ..engine.batch_size import attempt
-from ..engine.parts import has_part
+from ..engine.restoring import in_memory
 from ..strategies import announce, nearest, warn
 from ..strategies.retry import Attempts
 from .evaluation import check_step, evaluate
@@ -40,7 +40,7 @@ def tune(trainer: Trainer) -> None:
         name = type(finder).__name__
         if trainer.fast_dev_run:
             announce(f"{name}: nothing is searched for with fast_dev_run")
-        elif trainer.stage == "fit" and trainer.ckpt_path is not None:
+        elif trainer.stage == "fit" and trainer.opened_checkpoint is not None:
             _go_on(trainer, finder)
         elif isinstance(finder, BatchSizeFinder):
             find_batch_size(trainer, finder)
@@ -50,14 +50,12 @@ def tune(trainer: Trainer) -> None:
 
 def _go_on(trainer: Trainer, finder: Any) -> None:
     """Give a run that goes on what its search has found."""
-    path = trainer.ckpt_path
-    assert path is not None
-    files = checkpoint.read_manifest(path).files
-    registered = checkpoint.read_part(path, "state")["registered"] if has_part(files, "state") else {}
-    state = registered.get("callbacks", {}).get("callbacks", {}).get(finder.state_key)
+    opened = trainer.opened_checkpoint
+    assert opened is not None
+    state = in_memory(open_callback_states(opened)["callbacks"].get(finder.state_key), {}, {})
     if state is None:
         name = type(finder).__name__
-        warn(f"{path} was made without {name}: the run goes on with what it had, and nothing is searched for.")
+        warn(f"{opened.path} was made without {name}: the run goes on with what it had, and nothing is searched for.")
         return
     finder.load_state_dict(state)
     if isinstance(finder, BatchSizeFinder):

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .. import checkpoint, disk
+from .. import disk
 from ..filed import Weights, some, whole_model
-from ..manifest import MANIFEST, verify
-from ..parts import has_part
-from ..snapshot import extra_part, model_part
+from ..manifest import MANIFEST, check_files
+from ..open_checkpoint import OpenCheckpoint
+from ..train_state import extra_part, model_part
 from .fetch import check_digest, fetch, is_url
 from .torch_files import TorchFile, View
 
@@ -43,12 +43,14 @@ class Opened:
         weights: Its tensors by name, unread.
         others: What stands beside them in the state and is none: data, or in words what it is.
         file: The file of ``torch.save`` they are in, if it is one.
+        checkpoint: The checkpoint of Treadle they are in, verified, if it is one.
     """
 
     place: str
     weights: dict[str, Any]
     others: dict[str, Any] = field(default_factory=dict)
     file: TorchFile | None = None
+    checkpoint: OpenCheckpoint | None = None
 
 
 @contextmanager
@@ -109,9 +111,10 @@ def _open(path: Path, sha256: str | None, *, digests: bool = True) -> Opened:
 
 def _folder(path: Path, digests: bool) -> Opened:
     if (path / MANIFEST).is_file():
-        files, extra = verify(path, digests).files, extra_part(0)
-        others = checkpoint.read_part(path, extra) if has_part(files, extra) else {}
-        return Opened(str(path), dict(checkpoint.open_part(path, model_part(0))[0]), others)
+        saved, extra = OpenCheckpoint(path), extra_part(0)
+        saved.verify() if digests else check_files(path, saved.manifest, digests=False)
+        others = saved.read_part(extra) if saved.has(extra) else {}
+        return Opened(str(path), saved.open_part(model_part(0)), others, checkpoint=saved)
     names = disk.names(path)
     if ".metadata" in names:
         raise ValueError(

@@ -15,7 +15,6 @@ from ..config_files import read_text
 from ..config_values import ConfigError, meant, printable
 from ..runs.folder import CONFIG
 
-PART = "config"
 GRACE = 3.0  # seconds; launchers look after their processes several times a second
 
 WORDS = {
@@ -153,13 +152,13 @@ def earlier(place: str | Path) -> tuple[str, str]:
 
 
 def _of_checkpoint(folder: Path) -> str:
-    from ...engine import checkpoint
-    from ...engine.manifest import read_manifest
-    from ...engine.parts import has_part
+    from ...engine.open_checkpoint import OpenCheckpoint
+    from ...engine.train_state import CONFIG
 
     try:
-        if has_part(read_manifest(folder).files, PART):
-            text = checkpoint.read_part(folder, PART).get("yaml")
+        opened = OpenCheckpoint(folder)
+        if opened.has(CONFIG):
+            text = opened.read_part(CONFIG).get("yaml")
             if isinstance(text, str):
                 return text
     except (ValueError, OSError) as error:
