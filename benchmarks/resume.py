@@ -72,7 +72,8 @@ class Counts:
     """What is read of checkpoints from now on in this process."""
 
     def __init__(self) -> None:
-        from treadle.engine import disk, manifest
+        from treadle.engine.checkpoint import filesystem as disk
+        from treadle.engine.checkpoint import manifest
 
         self.hashed = self.parsed = 0
         digest, parse = disk.xxh3_128, manifest._parse
@@ -176,9 +177,7 @@ def main() -> None:
         trainer.fit(task, data)
         size = sum(file.stat().st_size for file in folder.rglob("*.*") if file.is_file())
         print(f"{size / 2**20:,.0f} MiB on disk; medians of {given.rounds} rounds\n")
-        print(
-            "| resume | processes | hashed by rank, x its size | manifests parsed by rank | cold, s | cached, s |"
-        )
+        print("| resume | processes | hashed by rank, x its size | manifests parsed by rank | cold, s | cached, s |")
         print("|---|---|---|---|---|---|")
         for kind in given.kinds:
             for world in (1, 2):

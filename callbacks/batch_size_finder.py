@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..strategies import announce, choose
-from .accumulation import GradientAccumulationScheduler
+from ..common.messages import announce, choose
 from .callback import Callback
 from .checks import number, switch, whole
+from .gradient_accumulation_scheduler import GradientAccumulationScheduler
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer

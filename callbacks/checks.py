@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from ..strategies import nearest
+from ..common.messages import nearest
 
 
 def switch(name: str, value: Any) -> bool:

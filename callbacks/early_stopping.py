@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..strategies import announce, choose, warn
+from ..common.messages import announce, choose, warn
 from .callback import Callback
 from .checks import monitor_name, number, switch, whole
-from .monitor import MODES, better, logged_values, never_logged
+from .monitored_metric import MODES, better, logged_values, never_logged
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine.export import own_name
-from ..strategies import announce
+from ..common.messages import announce
+from ..engine import own_name
+from ._checkpointing import open_callback_states
 from .callback import Callback
 from .checks import number, switch, whole
-from .saved import open_callback_states
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer

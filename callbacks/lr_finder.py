@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..strategies import announce, choose, warn
+from ..common.messages import announce, choose, warn
 from .callback import Callback
 from .checks import number, switch, whole
 

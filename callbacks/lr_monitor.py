@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from ..strategies import choose, warn
+from ..common.messages import choose, warn
+from .best_effort import Service
 from .checks import switch
-from .service import Service
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer

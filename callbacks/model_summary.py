@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ..strategies import announce
+from ..common.messages import announce
+from ._summary import Summary, summarize
+from .best_effort import Service
 from .checks import whole
-from .model_table import Summary, summarize
 from .optional import require
-from .service import Service
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from ..engine.export import own_name
-from ..strategies import announce, choose
+from ..common.messages import announce, choose
+from ..engine import own_name
+from ._checkpointing import open_callback_states
+from ._pruning import Pruned, unpruned
 from .callback import Callback
 from .checks import switch, whole
-from .pruned import Pruned, unpruned
-from .saved import open_callback_states
 from .weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..strategies import warn
+from ..common.messages import warn
+from ._throughput import Throughput, get_available_flops
+from .best_effort import Service
 from .checks import number, whole
-from .peak_flops import get_available_flops
-from .service import Service
-from .throughput import Throughput
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..common.durations import parse_duration
-from ..strategies import announce, choose
+from ..common.messages import announce, choose
 from .callback import Callback
 from .checks import switch
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..strategies import nearest, warn
-from .averages import KEYS, Average, Averages, equal, lerp, one_by_one, saved_averages
-from .averaging import Averaging
+from ..common.messages import nearest, warn
+from ._averaging import KEYS, Average, Averages, Averaging, equal, lerp, one_by_one, saved_averages
 from .checks import number, switch, whole
 
 if TYPE_CHECKING:

@@ -10,31 +10,38 @@ from pathlib import Path
 from typing import Any
 
 from ..callbacks import Callback
+from ..common.messages import choose
 from ..engine import Accelerator, Metrics
-from ..engine.as_built import check_schedule
+from ..engine.checkpoint import OpenCheckpoint
 from ..engine.metrics import MutedMetrics
-from ..engine.open_checkpoint import OpenCheckpoint
+from ..engine.optim import check_schedule
 from ..engine.profilers import Profiler, choose_profiler
 from ..loggers import Logger
-from ..strategies import Strategy, choose, report_uncaught
-from ..strategies.devices import Devices
-from . import flags, restore, summary
-from .datamodule import DataModule
-from .defaults import choose_callbacks, choose_loggers
-from .evaluation import Evaluation, check_step, evaluate, predictions_in_order
-from .fitting import run_fit, wrap
-from .history import History
-from .hooks import Hooks
-from .last_step import LastStep
-from .logbook import Logbook
-from .names import TrainerNames
-from .optimizers import SchedulerConfig
-from .profiled import Profiled
-from .progress import Progress
-from .sources import KIND_OF_STAGE, Sources
-from .stage import run_stage
-from .steps import Steps
-from .task import TaskModule, log_to
+from ..strategies import Strategy, report_uncaught
+from ..strategies.distributed import Devices
+from . import arguments as flags
+from .checkpointing import LastStep
+from .checkpointing import trainer_state as restore
+from .core import DataModule, SchedulerConfig, TaskModule, log_to
+from .default_callbacks import choose_callbacks, choose_loggers
+from .logging import History, Logbook
+from .loop import (
+    KIND_OF_STAGE,
+    Evaluation,
+    Hooks,
+    Progress,
+    Sources,
+    Steps,
+    check_step,
+    evaluate,
+    predictions_in_order,
+    run_fit,
+    run_stage,
+    wrap,
+)
+from .loop import run_summary as summary
+from .profiling import Profiled
+from .trainer_properties import TrainerNames
 
 
 class Trainer(TrainerNames):

@@ -8,7 +8,7 @@ from math import log2
 from ...strategies import Precision, Strategy
 from .gpus import GPU, GPUS, gpu_called
 from .meter import Traffic
-from .prices import ARITHMETIC, Calibration
+from .op_costs import ARITHMETIC, Calibration
 
 WAITING = "waiting for other processes"
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...strategies import announce, nearest
+from ...common.messages import announce, nearest
 
 
 class Profiler:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.profiler import EventList, record_function
 from torch.profiler import ProfilerAction, schedule
 
-from ...strategies import choose, warn
+from ...common.messages import choose, warn
 from .profiler import Profiler
 
 
