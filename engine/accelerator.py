@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ..strategies import ParallelismConfig, Strategy, World, choose_strategy
+from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world
 from ..strategies.distributed import Devices
 from . import configuration as arguments
 from .checkpoint import Saving
@@ -73,9 +73,9 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         parallelism_config: a grid of replicas, shards and tensor parallel parts.
         strategy: a name (``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, a registered one) or a `Strategy`.
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"mps"``.
-        devices: processes on this machine, see `World.from_env`; ``"auto"`` is what the launcher started, else one.
+        devices: processes on this machine, see `open_world`; ``"auto"`` is what the launcher started, else one.
         num_nodes: machines.
-        spread: whether ``devices="auto"`` may start a process for each GPU; see `World.from_env`.
+        spread: whether ``devices="auto"`` may start a process for each GPU; see `open_world`.
 
     Raises:
         TypeError: for an argument that does not exist, with the nearest one that does.
@@ -135,7 +135,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         self._choose_trackers(log_with)
         group = (handlers["group"] or InitProcessGroupKwargs()).options()
         kind = arguments.device_kind(accelerator, cpu)
-        super().__init__(World.from_env(kind, devices, num_nodes, spread=spread, **group))
+        super().__init__(open_world(kind, devices, num_nodes, spread=spread, **group))
         self.strategy = choose_strategy(strategy, self.world, fsdp_plugin, parallelism_config, handlers["replicas"])
         self._begin(handlers)
 

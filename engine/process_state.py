@@ -11,7 +11,7 @@ import torch
 
 from ..common.durations import parse_duration
 from ..common.messages import nearest
-from ..strategies import World
+from ..strategies import World, open_world
 from ..strategies.distributed import DistributedType, backend_of, connected, current_world, disconnect, distributed_type
 from . import collectives as exchange
 from .collectives import split
@@ -284,7 +284,7 @@ class PartialState(Process):
         if connected() and not cpu and not known:
             super().__init__(current_world())
         else:
-            super().__init__(World.from_env("cpu" if cpu else "auto", spread=False, **known))
+            super().__init__(open_world("cpu" if cpu else "auto", spread=False, **known))
 
     @property
     def default_device(self) -> torch.device:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .ddp.ddp import DDP as DDPStrategy
     from .distributed.collective_debug import DistributedOperationException
     from .distributed.launch_environment import LaunchEnvironment
+    from .distributed.open_world import open_world
     from .distributed.tracebacks import report_uncaught
     from .distributed.world import World
     from .fsdp.fsdp import FSDP

@@ -56,6 +56,11 @@ class Strategy:
         self._votes: Tensor | None = None
         self._work: Any = None
 
+    @property
+    def replicas_equal(self) -> bool:
+        """Whether the ranks' replicas are meant to be one model after each optimizer step."""
+        return True
+
     def detach(self) -> None:
         """Let go of what belongs to the process group, which is about to end; `attach` follows."""
 

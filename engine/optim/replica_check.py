@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...strategies import World
-from ...strategies.distributed import is_shard, meant_to_be_equal
+from ...strategies.distributed import is_sharded
 from .agreement import Agreement
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
         nonlocal taken
         if type(accelerator.agreement) is not Agreement:
             return  # inside join_uneven_inputs, where a process may have no more steps to take
-        if taken % every == 0 and meant_to_be_equal(accelerator.strategy):
+        if taken % every == 0 and accelerator.strategy.replicas_equal:
             accelerator.check_replicas()
         taken += 1
 
@@ -90,7 +90,7 @@ def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
 
 def _replicated(model: nn.Module, buffers: bool) -> list[tuple[str, Tensor]]:
     named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
-    return [(name, t.detach()) for name, t in named if not is_shard(t) and t.device.type != "meta"]
+    return [(name, t.detach()) for name, t in named if not is_sharded(t) and t.device.type != "meta"]
 
 
 def _digests(tensors: Iterable[Tensor]) -> list[int]:

@@ -197,6 +197,11 @@ class DDP(Strategy):
         if world.size == 1 and idle:
             announce(f"one process only: DDP's {', '.join(idle)} changes nothing")
 
+    @property
+    def replicas_equal(self) -> bool:
+        """False while each rank takes local steps."""
+        return self.local_steps is None or not self.local_steps.alone
+
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
         """See `Strategy.wrap`. With ``step``, what the processes must agree on rides in the gradient reduction."""
         if self.world.size == 1 or not (step or any(p.requires_grad for p in module.parameters())):

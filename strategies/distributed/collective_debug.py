@@ -20,8 +20,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...common.messages import named_ranks, warn
-from ..ddp import DDP
-from ..strategy import Strategy
 from .launch_environment import DebugEnvironment
 from .world import World
 
@@ -255,20 +253,8 @@ def _listed(said: dict[int, str]) -> str:
     return "\n".join(f"  {named_ranks(ranks)}: {text}" for text, ranks in who.items())
 
 
-def meant_to_be_equal(strategy: Strategy) -> bool:
-    """Whether the replicas are one model after each step; not where each process steps alone for a while."""
-    return not (isinstance(strategy, DDP) and strategy.local_steps is not None and strategy.local_steps.alone)
-
-
-def is_shard(tensor: torch.Tensor) -> bool:
-    """Whether this process holds a part of ``tensor`` only, so that there is nothing to compare."""
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
 class DebugWorld(World):
-    """A World whose processes compare each call before they make it. ``World(...)`` is one under ``TREADLE_DEBUG=1``.
+    """A World whose processes compare each call before they make it; `make_world` chooses it under ``TREADLE_DEBUG=1``.
 
     Args:
         debug: what is asked for. Default: what the environment says.

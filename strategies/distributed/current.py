@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from . import process_group as connection
 from .launch_environment import LaunchEnvironment
+from .open_world import make_world, open_world
 from .world import World
 
 
@@ -26,10 +27,10 @@ def current_world(accelerator: str = "auto") -> World:
         accelerator: what they compute on, where they have yet to be connected.
     """
     if not dist.is_initialized():
-        return World.from_env(accelerator, spread=False)
+        return open_world(accelerator, spread=False)
     rank, size, local_rank = current_place()
     launched = LaunchEnvironment.read()
-    return World(
+    return make_world(
         rank=rank,
         size=size,
         local_rank=local_rank,

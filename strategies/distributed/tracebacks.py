@@ -28,7 +28,7 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from ..launch import is_alive
+from .os_process import is_alive
 
 VARIABLE = "TREADLE_FULL_TRACEBACK"
 PATIENCE = 3.0  # seconds that a rank waits for another's words; the launcher ends a job some seconds after a failure

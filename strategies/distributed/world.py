@@ -14,10 +14,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...common.messages import choose
-from ..launch import supervisor as launch
 from . import process_group as connection
-from .devices import Devices, device_of, device_type, wanted_devices
-from .launch_environment import DebugEnvironment, LaunchEnvironment
+from .launch_environment import DebugEnvironment
 from .matching_calls import arrivals_of, shared_count
 from .tracebacks import PeerFailed
 
@@ -51,14 +49,6 @@ class World:
     """
 
     debug: DebugEnvironment | None = None
-
-    def __new__(cls, **place: Any) -> World:
-        """Under ``TREADLE_DEBUG=1`` every world checks its calls; this is the only place where that is decided."""
-        if cls is World and DebugEnvironment.read() is not None:
-            from .collective_debug import DebugWorld
-
-            cls = DebugWorld
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -98,65 +88,6 @@ class World:
             if dist.get_backend() != "fake":  # of a plan, in which nobody else is
                 arrivals_of(self)  # so that others can see where this process is
 
-    @classmethod
-    def from_env(
-        cls,
-        accelerator: str = "auto",
-        devices: Devices = "auto",
-        num_nodes: int = 1,
-        *,
-        spread: bool = True,
-        timeout: timedelta | None = None,
-        backend: str | None = None,
-    ) -> World:
-        """Find this process's place; start the missing processes when the user asked for several.
-
-        Args:
-            accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), ``"mps"``.
-            devices: how many, which (a list of indices or ``"0,2"``), ``-1`` for all, or ``"auto"``: what the launcher
-                started; else all GPUs when ``spread``, else one.
-            num_nodes: number of machines.
-            spread: whether ``"auto"`` may use several GPUs.
-            timeout: how long a collective may wait for the others before it fails.
-            backend: torch's name for what carries tensors.
-
-        Raises:
-            ValueError: when the flags contradict the environment or the machine.
-        """
-        kind = device_type(accelerator)
-        launched = LaunchEnvironment.read()
-        wanted = wanted_devices(kind, devices)
-        if launched is None:
-            if num_nodes != 1:
-                raise ValueError(
-                    f"num_nodes={num_nodes} needs a launcher on every machine: run "
-                    f"`treadle launch --nnodes {num_nodes} --rdzv-endpoint HOST:PORT script.py` on each."
-                )
-            if wanted is None:
-                count = torch.cuda.device_count() if kind == "cuda" and spread and launch.has_script() else 1
-                wanted = list(range(count))
-            if len(wanted) > 1:
-                launch.relaunch(len(wanted))
-            return cls(device=device_of(kind, wanted[0]))
-        if launched.supervisor is not None:
-            launch.die_with_parent(launched.supervisor)
-        if wanted is None:
-            wanted = list(range(launched.local_world_size))
-        launched.check(devices, len(wanted), num_nodes)
-        seen = torch.cuda.device_count() if kind == "cuda" else None
-        return cls(
-            rank=launched.rank,
-            size=launched.world_size,
-            local_rank=launched.local_rank,
-            local_size=launched.local_world_size,
-            node_rank=launched.node_rank,
-            device=device_of(kind, launched.device_index(wanted, seen)),
-            address=launched.address,
-            run_id=launched.run_id,
-            timeout=timeout,
-            backend=backend,
-        )
-
     def mesh(self, **dimensions: int) -> DeviceMesh:
         """Lay the processes out on a grid, the last dimension varying fastest; one grid is made once.
 
@@ -178,7 +109,7 @@ class World:
 
     def part(self, mesh: DeviceMesh) -> World:
         """The processes along ``mesh``, a grid of one dimension in which this process is, as a world of their own."""
-        return World(
+        return type(self)(
             rank=mesh.get_local_rank(),
             size=mesh.size(),
             local_rank=self.local_rank,
@@ -195,7 +126,7 @@ class World:
             return self
         if self._beside is None:
             ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
-            self._beside = World(
+            self._beside = type(self)(
                 rank=self.rank,
                 size=self.size,
                 local_rank=self.local_rank,
@@ -291,7 +222,8 @@ class World:
                 f"rank {self.rank} is not in the process group that was given: it has ranks "
                 f"{dist.get_process_group_ranks(group)}. Only they may call this."
             )
-        return World(rank=rank, size=dist.get_world_size(group), device=self.device, timeout=self.timeout, group=group)
+        size = dist.get_world_size(group)
+        return type(self)(rank=rank, size=size, device=self.device, timeout=self.timeout, group=group)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every process, in rank order, on every process."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from ..distributed.os_process import is_alive
     from . import supervisor
     from .notebook import debug_launcher, notebook_launcher
-    from .supervisor import is_alive
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

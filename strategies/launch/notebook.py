@@ -23,7 +23,8 @@ import torch.distributed as dist
 from ...common.messages import choose
 from ..distributed import LaunchEnvironment, World, formatted, hide_frames
 from ..distributed import process_group as connection
-from .supervisor import FAILURE_GRACE, die_with_parent
+from ..distributed.os_process import die_with_parent
+from .supervisor import FAILURE_GRACE
 
 _ANY_PORT = "29500"  # Accelerate's default, which two notebooks would share
 

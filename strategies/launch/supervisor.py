@@ -121,29 +121,6 @@ def supervise_job(job: Job) -> int:
         return agent.run(job, place)
 
 
-def die_with_parent(supervisor_pid: int) -> None:
-    """Makes the system kill this rank when its supervisor dies, however that dies. Does nothing off Linux.
-
-    The signal is SIGKILL: a supervisor that was itself killed can no longer end a rank which ignores or never gets to
-    handle a gentler one, and a checkpoint cut short is never published. A process that is not the supervisor's own
-    child, such as a program started by a rank, inherits the variables but is left alone.
-
-    Args:
-        supervisor_pid: The supervisor's process id, as handed down in `TREADLE_SUPERVISOR`.
-    """
-    if sys.platform != "linux":
-        return
-    import ctypes
-
-    set_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    if os.getppid() == supervisor_pid:
-        prctl(set_death_signal, signal.SIGKILL)
-    # The supervisor may have died before that call took effect, or before this process got here at all.
-    if os.getppid() != supervisor_pid and not is_alive(supervisor_pid):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def has_script() -> bool:
     """Tells whether this process runs a script or module that `relaunch` could run again."""
     return _obstacle() is None
@@ -244,16 +221,6 @@ def _obstacle() -> str | None:
 def cpus() -> int:
     """CPUs this process may use: in a container or a batch job fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_finds_the_same(tmp_path):
 
 
 def spikes_on_two(root):
-    rank = treadle.strategies.World.from_env("cpu").rank
+    rank = treadle.strategies.open_world("cpu").rank
     watching = SpikeWatch(window=10, warmup=4, every_n_steps=5, action="stop")
     made = trainer(root, watching, max_epochs=1, strategy="ddp")
     made.fit(Losses(losses(**({"s8": 21.0} if rank else {}))), loader(48, 1))

@@ -8,7 +8,7 @@ from torch import nn
 from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric, Running
 from treadle.engine.checkpoint.json_codec import decode, encode
 from treadle.engine.metrics import metric_state as metric_objects
-from treadle.strategies import World
+from treadle.strategies import World, open_world
 
 
 class Tally:
@@ -142,7 +142,7 @@ def test_what_is_over_begins_anew():
 
 
 def counted(world_size, state=None, start=0, stop=2):
-    world = World.from_env("cpu") if world_size > 1 else World()
+    world = open_world("cpu") if world_size > 1 else World()
     model = Model()
     objects = metric_objects.find(model)
     if state is None:

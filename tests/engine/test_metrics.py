@@ -8,7 +8,7 @@ from processes import run
 from torchmetrics import ConfusionMatrix, MeanMetric
 from treadle.engine import Metrics
 from treadle.engine.checkpoint.json_codec import decode, encode
-from treadle.strategies import World
+from treadle.strategies import World, open_world
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 
@@ -56,7 +56,7 @@ def log_steps(metrics, pairs):
 
 
 def two_ranks():
-    world = World.from_env("cpu")
+    world = open_world("cpu")
     metrics = Metrics(training=True)
     own = values(world.rank)
     log_steps(metrics, own)

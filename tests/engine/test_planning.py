@@ -7,7 +7,7 @@ import torch
 from processes import run
 from torch import nn
 from traffic import Written
-from treadle.strategies import DDP, FSDP, Precision, SingleDevice, World
+from treadle.strategies import DDP, FSDP, Precision, SingleDevice, open_world
 
 WIDTH, LAYERS, CLASSES = 12, 3, 5  # 5 and 12 are cut unevenly by 4 and 2
 
@@ -72,7 +72,7 @@ def strategy_called(name):
 
 def really(name, accumulate, clip):
     """One process of a real run: its shards and what it sends in its second step."""
-    world = World.from_env(accelerator="cpu")
+    world = open_world(accelerator="cpu")
     strategy = strategy_called(name)
     strategy.attach(world, Precision.parse("32-true"))
     model = Shared()
@@ -154,7 +154,7 @@ class Scored(Net):
 
 def replicas(step, cap, precision):
     """One process of a real run of replicas: the bytes of what is reduced together, after torch has laid it out."""
-    world = World.from_env(accelerator="cpu")
+    world = open_world(accelerator="cpu")
     strategy = DDP(bucket_cap_mb=cap)
     strategy.attach(world, Precision.parse(precision))
     model = Scored()

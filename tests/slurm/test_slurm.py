@@ -19,17 +19,17 @@ LOOPBACK = {"MASTER_ADDR": "127.0.0.1"}  # n1 is no name of a host
 WHERE = """
 import os, sys
 import torch
-from treadle.strategies import LaunchEnvironment, World
+from treadle.strategies import LaunchEnvironment, open_world
 launched = LaunchEnvironment.read()
-world = World.from_env("cpu", *map(int, sys.argv[1:]))
+world = open_world("cpu", *map(int, sys.argv[1:]))
 total = world.all_reduce(torch.tensor([world.rank + 1]))
 place = (world.rank, world.size, world.node_rank, world.local_rank, world.local_size, int(total))
 print(place, launched and launched.run_id)
 """
 FAIL = """
 import os, sys, torch
-from treadle.strategies import World
-world = World.from_env("cpu")
+from treadle.strategies import open_world
+world = open_world("cpu")
 world.barrier()
 if world.rank == 1:
     sys.exit(7)

@@ -9,7 +9,7 @@ from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LambdaCallback
-from treadle.strategies import World
+from treadle.strategies import open_world
 from treadle.strategies.distributed import matching_calls as arrivals
 
 import treadle
@@ -131,7 +131,7 @@ def test_ranks_may_come_late(tmp_path, strategy):
 
 def again(root):
     quick()
-    world = World.from_env("cpu", timeout=timedelta(seconds=1.0))
+    world = open_world("cpu", timeout=timedelta(seconds=1.0))
     said = []
     if world.is_main:
         try:

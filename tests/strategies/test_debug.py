@@ -13,7 +13,7 @@ import torch
 from processes import run, script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.strategies import DistributedOperationException, World
+from treadle.strategies import DistributedOperationException, World, open_world
 from treadle.strategies.distributed.collective_debug import Call, DebugWorld, verdict_on
 from treadle.strategies.distributed.launch_environment import DebugEnvironment
 
@@ -160,7 +160,7 @@ def test_branches_may_meet_in_a_barrier_but_not_mix_values():
 
 
 def parts():
-    world = World.from_env("cpu")
+    world = open_world("cpu")
     assert isinstance(world, DebugWorld)
     part = world.part(world.mesh(pair=2, single=2)["pair"] if world.size == 4 else world.mesh(all=world.size))
     assert isinstance(part, DebugWorld)
@@ -179,7 +179,7 @@ def test_a_part_of_the_world_is_checked_for_itself():
 
 
 def several_worlds():
-    worlds = [World.from_env("cpu") for _ in range(2)]
+    worlds = [open_world("cpu") for _ in range(2)]
     values = [worlds[number % 2].all_reduce(torch.ones(1)).item() for number in range(5)]
     # One of them on one process, the other on the other: still one sequence.
     values.append(worlds[worlds[0].rank].all_reduce(torch.ones(1)).item())
@@ -260,7 +260,7 @@ def test_the_environment():
 
 def test_a_world_of_one_answers_at_once(monkeypatch):
     monkeypatch.setenv("TREADLE_DEBUG", "1")
-    world = World.from_env("cpu", 1)
+    world = open_world("cpu", 1)
     assert type(world) is DebugWorld
     assert world.all_reduce(torch.ones(1)).item() == 1.0
     assert (world.gather_objects(1), world.broadcast(2), world.any(True)) == ([1], 2, True)

@@ -192,7 +192,7 @@ def test_a_task_that_sees_its_own_gpu_only_uses_that():
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun: apt-get install openmpi-bin")
 def test_mpirun_itself(tmp_path):
     (tmp_path / "train.py").write_text(
-        "import torch\nfrom treadle.strategies import World\nworld = World.from_env('cpu')\n"
+        "import torch\nfrom treadle.strategies import open_world\nworld = open_world('cpu')\n"
         "total = world.all_reduce(torch.tensor([world.rank + 1]))\n"
         "import os; os.write(1, f'{(world.rank, world.local_rank, world.size, int(total))}\\n'.encode())\n"
     )

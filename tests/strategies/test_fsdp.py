@@ -181,7 +181,7 @@ def test_every_variant_trains_as_one_process_does(name, accumulate):
 
 def other_seeds():
     """Each process starts with other weights; rank zero's count."""
-    rank = treadle.strategies.World.from_env("cpu").rank
+    rank = treadle.strategies.open_world("cpu").rank
     torch.manual_seed(11 + rank)
     task = Task()
     trainer(FSDP()).fit(task, DataLoader(dataset(), batch_size=2, shuffle=True))

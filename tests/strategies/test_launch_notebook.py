@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 HEAD = """
 import os, sys, time
 import torch
-from treadle.strategies import World
+from treadle.strategies import open_world
 from treadle.strategies.launch.notebook import debug_launcher, notebook_launcher
 def say(text):
     os.write(1, f"{text}\\n".encode())
@@ -37,7 +37,7 @@ def cell(source: str, command: list[str] = STDIN, timeout: float = 60) -> subpro
 
 TRAIN = """
 def train(lr, session=[]):
-    world = World.from_env("cpu")
+    world = open_world("cpu")
     torch.manual_seed(0)
     x, y = torch.randn(8, 300), torch.randn(8, 1)
     model = torch.nn.Linear(300, 1)
@@ -89,7 +89,7 @@ def test_a_failing_rank_raises_here_and_ends_the_others(action: str, says: str) 
     source = f"""
     import signal, subprocess
     def bad():
-        world = World.from_env("cpu")
+        world = open_world("cpu")
         if world.rank == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             say(f"worker {{subprocess.Popen(['sleep', '60']).pid}}")
@@ -118,7 +118,7 @@ def test_a_failing_rank_raises_here_and_ends_the_others(action: str, says: str) 
 def test_restarts_and_a_port_of_ones_own(tmp_path) -> None:
     source = f"""
     def sometimes():
-        world = World.from_env("cpu")
+        world = open_world("cpu")
         say(f"{{world.rank}} port {{os.environ['MASTER_PORT']}}")
         if world.rank == 1 and not os.path.exists({str(tmp_path / "once")!r}):
             open({str(tmp_path / "once")!r}, "w").close()
@@ -139,7 +139,7 @@ def test_two_machines() -> None:
     source = """
     import socket
     def train():
-        world = World.from_env("cpu")
+        world = open_world("cpu")
         say((world.rank, world.size, world.node_rank, world.local_rank, world.gather_objects(world.rank)))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

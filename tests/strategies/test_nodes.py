@@ -24,9 +24,9 @@ TRAIN = """
 import os, sys, time
 import torch
 from torch.nn.functional import mse_loss
-from treadle.strategies import World
+from treadle.strategies import open_world
 
-world = World.from_env("cpu")
+world = open_world("cpu")
 torch.manual_seed(0)
 x, y = torch.randn(8, 3), torch.randn(8, 1)
 model = torch.nn.Linear(3, 1)

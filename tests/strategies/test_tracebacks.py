@@ -11,7 +11,7 @@ import torch
 from processes import run, script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.strategies import World
+from treadle.strategies import open_world
 from treadle.strategies.distributed import tracebacks
 from treadle.strategies.distributed.tracebacks import PeerFailed
 
@@ -170,7 +170,7 @@ def test_an_error_that_treadle_had_no_part_in_is_printed_as_ever():
 def reports(kinds, patience):
     """What the hook of each rank prints for an error of its kind; the last rank is late, or never reports."""
     tracebacks.PATIENCE = patience
-    world = World.from_env("cpu")
+    world = open_world("cpu")
     hook = sys.excepthook
     assert isinstance(hook, tracebacks.Uncaught)
     hook._let_go_first = lambda earlier: None  # in this test no process ends

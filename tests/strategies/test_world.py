@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from processes import run
-from treadle.strategies import LaunchEnvironment, Precision, World
+from treadle.strategies import LaunchEnvironment, Precision, open_world
 
 WHOLE = {
     "RANK": "1",
@@ -92,32 +92,32 @@ def test_a_local_rank_without_a_local_size():
 )
 def test_wrong_flags(options, says):
     with pytest.raises(ValueError, match=says):
-        World.from_env(**{"accelerator": "cpu", **options})
+        open_world(**{"accelerator": "cpu", **options})
 
 
 @pytest.mark.parametrize("devices", [True, 1.5, None])
 def test_devices_of_a_wrong_type(devices):
     with pytest.raises(TypeError, match="devices="):
-        World.from_env("cpu", devices)
+        open_world("cpu", devices)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_device_that_is_not_there():
     with pytest.raises(ValueError, match="no CUDA device"):
-        World.from_env("cuda")
+        open_world("cuda")
 
 
 def test_flags_against_the_launcher(no_launcher):
     for name, value in WHOLE.items():
         no_launcher.setenv(name, value)
     with pytest.raises(ValueError, match=r"devices=3 asks for 3 .* started 2"):
-        World.from_env("cpu", 3)
+        open_world("cpu", 3)
     with pytest.raises(ValueError, match="num_nodes=3, but the launcher started 2"):
-        World.from_env("cpu", num_nodes=3)
+        open_world("cpu", num_nodes=3)
 
 
 def test_a_world_of_one_answers_at_once():
-    world = World.from_env("cpu", 1)
+    world = open_world("cpu", 1)
     tensor = torch.tensor([2.0])
     assert (world.rank, world.size, world.is_main, world.device.type) == (0, 1, True, "cpu")
     assert world.all_reduce(tensor, "mean") is tensor
@@ -135,7 +135,7 @@ def test_a_world_of_one_answers_at_once():
 
 
 def exchanges():
-    world = World.from_env("cpu")
+    world = open_world("cpu")
     rank = world.rank
     found = [world.all_reduce(torch.tensor([rank + 1.0]), op).item() for op in ("sum", "mean", "max", "min")]
     found += [t.tolist() for t in world.all_gather(torch.tensor([rank]))]

@@ -371,10 +371,10 @@ def _lock(folder: Path) -> RunLock:
 
 def _world(settings: Mapping[str, Any] | None) -> World:
     """The job's processes, those that a Trainer with these flags has."""
-    from ...strategies import World
+    from ...strategies import open_world
 
     known = ("accelerator", "devices", "num_nodes")
-    return World.from_env(**{name: settings[name] for name in known if settings and settings.get(name) is not None})
+    return open_world(**{name: settings[name] for name in known if settings and settings.get(name) is not None})
 
 
 def _absolute(path: str | Path) -> Path:

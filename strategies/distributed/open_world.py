@@ -1,0 +1,82 @@
+"""The factory of worlds: finds this process's place, starts missing processes, and chooses the debugging world."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ..launch import supervisor
+from .collective_debug import DebugWorld
+from .devices import Devices, device_of, device_type, wanted_devices
+from .launch_environment import DebugEnvironment, LaunchEnvironment
+from .os_process import die_with_parent
+from .world import World
+
+
+def make_world(**place: Any) -> World:
+    """Return a `World`, or under ``TREADLE_DEBUG=1`` the `DebugWorld` that compares every call over the processes.
+
+    Args:
+        place: see `World`.
+    """
+    return World(**place) if DebugEnvironment.read() is None else DebugWorld(**place)
+
+
+def open_world(
+    accelerator: str = "auto",
+    devices: Devices = "auto",
+    num_nodes: int = 1,
+    *,
+    spread: bool = True,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+) -> World:
+    """Return the world that this process is part of; start the missing processes if several are asked for.
+
+    Args:
+        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), ``"mps"``.
+        devices: how many, which (a list of indices or ``"0,2"``), ``-1`` for all, or ``"auto"``: what the launcher
+            started; else all GPUs when ``spread``, else one.
+        num_nodes: number of machines.
+        spread: whether ``"auto"`` may use several GPUs.
+        timeout: how long a collective may wait for the others before it fails.
+        backend: torch's name for what carries tensors.
+
+    Raises:
+        ValueError: if the arguments contradict the environment or the machine.
+    """
+    kind = device_type(accelerator)
+    launched = LaunchEnvironment.read()
+    wanted = wanted_devices(kind, devices)
+    if launched is None:
+        if num_nodes != 1:
+            raise ValueError(
+                f"num_nodes={num_nodes} needs a launcher on every machine: run "
+                f"`treadle launch --nnodes {num_nodes} --rdzv-endpoint HOST:PORT script.py` on each."
+            )
+        if wanted is None:
+            count = torch.cuda.device_count() if kind == "cuda" and spread and supervisor.has_script() else 1
+            wanted = list(range(count))
+        if len(wanted) > 1:
+            supervisor.relaunch(len(wanted))
+        return make_world(device=device_of(kind, wanted[0]))
+    if launched.supervisor is not None:
+        die_with_parent(launched.supervisor)
+    if wanted is None:
+        wanted = list(range(launched.local_world_size))
+    launched.check(devices, len(wanted), num_nodes)
+    seen = torch.cuda.device_count() if kind == "cuda" else None
+    return make_world(
+        rank=launched.rank,
+        size=launched.world_size,
+        local_rank=launched.local_rank,
+        local_size=launched.local_world_size,
+        node_rank=launched.node_rank,
+        device=device_of(kind, launched.device_index(wanted, seen)),
+        address=launched.address,
+        run_id=launched.run_id,
+        timeout=timeout,
+        backend=backend,
+    )
