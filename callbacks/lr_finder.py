@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..common.optional import require
 from ..strategies import announce, choose, warn
 from .callback import Callback
 from .checks import number, switch, whole
@@ -116,10 +117,9 @@ class _LRFinder:
         Raises:
             ModuleNotFoundError: if matplotlib is not installed.
         """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ModuleNotFoundError("plot() needs matplotlib: pip install matplotlib") from error
+        require("plot()", "matplotlib", extra="plot")
+        import matplotlib.pyplot as plt
+
         if ax is None:
             _, ax = plt.subplots()
         lrs, losses = self.results["lr"], self.results["loss"]

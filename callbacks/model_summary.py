@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ..common.optional import require
 from ..strategies import announce
 from .checks import whole
 from .model_table import Summary, summarize
-from .optional import require
 from .service import Service
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class RichModelSummary(ModelSummary):
     """
 
     def __init__(self, max_depth: int = 1, header_style: str = "bold magenta") -> None:
-        require("rich", "RichModelSummary", "rich")
+        require("RichModelSummary", "rich", extra="rich")
         super().__init__(max_depth)
         self.header_style = header_style
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +55,6 @@ class Uploads:
             facts = {"score": score, "original_filename": Path(path).name}
             yield path, callback, plain({**facts, type(callback).__name__: {s: getattr(callback, s) for s in settings}})
             self._given[path] = written
-
-
-def installed(package: str) -> bool:
-    """Whether a package can be imported; a folder of its name, such as W&B's own ``./wandb``, is none."""
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None
 
 
 def check_arguments(log_model: bool | str, texts: Mapping[str, Any]) -> None:

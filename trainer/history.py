@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..common.optional import require
 from ..strategies import nearest
 
 if TYPE_CHECKING:
@@ -204,10 +205,9 @@ class History(Mapping[str, Curve]):
             KeyError: for what was not logged.
             ModuleNotFoundError: if matplotlib is not installed.
         """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ModuleNotFoundError("plot() needs matplotlib: pip install matplotlib") from error
+        require("plot()", "matplotlib", extra="plot")
+        import matplotlib.pyplot as plt
+
         from ..callbacks.report_page import alike
 
         chosen = {name: self[name] for name in names} if names else {**self.curves, **self.rates}
