@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..common.optional import require
-from .checks import switch
+from ..common.validation import check_bool
 from .service import Service
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class DeviceStatsMonitor(Service):
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
-        self.cpu_stats = None if cpu_stats is None else switch("cpu_stats", cpu_stats)
+        self.cpu_stats = None if cpu_stats is None else check_bool("cpu_stats", cpu_stats)
         if cpu_stats:
             require("DeviceStatsMonitor(cpu_stats=True)", "psutil", extra="psutil")
         self._every = 0

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from ..common.validation import check_bool
 from ..strategies import choose, warn
-from .checks import switch
 from .service import Service
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class LearningRateMonitor(Service):
         if logging_interval is not None:
             choose("logging_interval", logging_interval, ("step", "epoch"))
         self.logging_interval = logging_interval
-        self.log_momentum = switch("log_momentum", log_momentum)
-        self.log_weight_decay = switch("log_weight_decay", log_weight_decay)
+        self.log_momentum = check_bool("log_momentum", log_momentum)
+        self.log_weight_decay = check_bool("log_weight_decay", log_weight_decay)
         self.lrs: dict[str, list[float]] = {}
         self.last_momentum_values: dict[str, float] = {}
         self.last_weight_decay_values: dict[str, float] = {}

@@ -6,8 +6,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..common.optional import require
+from ..common.validation import check_int
 from ..strategies import announce
-from .checks import whole
 from .model_table import Summary, summarize
 from .service import Service
 
@@ -30,7 +30,7 @@ class ModelSummary(Service):
     """
 
     def __init__(self, max_depth: int = 1) -> None:
-        self.max_depth = whole("max_depth", max_depth, -1, "shows all")
+        self.max_depth = check_int("max_depth", max_depth, -1, "shows all")
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Print the table. To run a sharded model on its example takes all processes."""

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..common.validation import check_int
 from ..engine import isolated_random_state, move_data_to_device
 from ..engine.modes import evaluation_mode
 from ..strategies import warn
 from ..strategies.shards import is_sharded, local, own_class
-from .checks import whole
 
 _UNKNOWN = "?"
 
@@ -178,7 +178,7 @@ def summarize(
     Raises:
         ValueError: for a depth that is none.
     """
-    whole("max_depth", max_depth, -1, "shows all")
+    check_int("max_depth", max_depth, -1, "shows all")
     parts = {
         name: part for name, part in module.named_modules() if name and (max_depth == -1 or name.count(".") < max_depth)
     }

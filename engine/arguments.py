@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..common.validation import check_int
 from ..strategies import Precision, choose, nearest
 from ..strategies.plugins import ReplicaKwargs
 from .plugins import (
@@ -24,7 +25,6 @@ from .plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
     TorchTensorParallelPlugin,
-    check_whole,
 )
 
 _HANDLERS: dict[str, type] = {
@@ -156,7 +156,7 @@ def groups_of(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradient
         ValueError: if they contradict each other.
     """
     if plugin is None:
-        check_whole("gradient_accumulation_steps", steps)
+        check_int("gradient_accumulation_steps", steps, 1)
         return GradientAccumulationPlugin(steps)
     if steps not in (1, plugin.num_steps):
         raise ValueError(

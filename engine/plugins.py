@@ -12,18 +12,9 @@ import torch
 from torch import nn
 
 from ..common.durations import parse_duration
+from ..common.validation import check_int
 from ..strategies import Strategy, warn
 from .compiled import Compiler, compile_modules, forget
-
-
-def check_whole(name: str, value: Any) -> None:
-    """See that ``value`` is a count.
-
-    Raises:
-        ValueError: if it is no whole number of at least 1.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
 
 
 @dataclass
@@ -84,7 +75,7 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         if self.total_limit is not None:
-            check_whole("total_limit", self.total_limit)
+            check_int("total_limit", self.total_limit, 1)
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
@@ -111,7 +102,7 @@ class GradientAccumulationPlugin:
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        check_whole("num_steps", self.num_steps)
+        check_int("num_steps", self.num_steps, 1)
 
 
 class KwargsHandler:

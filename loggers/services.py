@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..common.validation import check_text
 from .values import plain
 
 
@@ -60,7 +61,7 @@ class Uploads:
 def check_arguments(log_model: bool | str, texts: Mapping[str, Any]) -> None:
     """Raise TypeError or ValueError for arguments that tracking services share."""
     for argument, value in texts.items():
-        if value is not None and not isinstance(value, str):
-            raise TypeError(f"{argument}={value!r} must be a string, not {type(value).__name__}")
+        if value is not None:
+            check_text(argument, value)
     if log_model not in (True, False, "all"):
         raise ValueError(f"log_model={log_model!r} is not one of True, False, 'all'")

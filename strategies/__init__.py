@@ -1,6 +1,7 @@
 """How a model lies on the world: processes, devices, number formats."""
 
-from ..common.messages import announce, choose, logger, nearest, warn
+from ..common.messages import announce, logger, nearest, warn
+from ..common.validation import choose
 from .ddp import DDP
 from .ddp_batchnorm import TorchSyncBatchNorm
 from .debug import DistributedOperationException

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.messages import announce, choose, warn
+from ...common.messages import announce, warn
+from ...common.validation import choose
 from ..filed import Weights, some
 from ..foreign.sources import open_weights
 from .dispatch import Skip, dispatch, main_of, refuse_twice

@@ -30,7 +30,9 @@ def test_the_error_names_what_to_install():
         "no_onnx."
     )
     assert raised.value.name == "no_onnx"
-    with pytest.raises(ModuleNotFoundError, match="packages 'no_a' and 'no_b', which are not .* pip install no_a no_b"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"packages 'no_a' and 'no_b', which are not .* pip install no_a no_b"
+    ):
         require("this", "no_a", "no_b", extra="x")
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...common.messages import nearest
 from ..config import COMMAND_LINE, SECTIONS, Config, load
 from ..config_files import read_text
-from ..config_values import ConfigError, meant, printable
+from ..config_values import ConfigError, printable
 from ..runs.folder import CONFIG
 
 PART = "config"
@@ -95,7 +96,7 @@ def options_of(arguments: Sequence[str]) -> Options:
             found.overrides.append(f"{name[2:]}={_value(name, equals, value, rest, 'a value')}")
         elif word.startswith("-"):
             known = ["--config", "--print-config", "--from-run", "--help", *(f"--{one}" for one in SECTIONS)]
-            raise ConfigError(f"{COMMAND_LINE}: there is no option {name}.{meant(name, known)}")
+            raise ConfigError(f"{COMMAND_LINE}: there is no option {name}.{nearest(name, known)}")
         elif equals or word.startswith("~"):
             found.overrides.append(word)
         elif word.endswith((".yaml", ".yml")):

@@ -9,12 +9,13 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...common.messages import nearest
 from ..building import catalog
 from ..building.annotation_words import words_for
 from ..building.recipes import Opaque, default_value
 from ..building.signatures import REQUIRED, described, signature
 from ..config import SECTIONS
-from ..config_values import ConfigError, meant, plain
+from ..config_values import ConfigError, plain
 from ..trainer import Trainer
 from .printed import word
 
@@ -72,7 +73,7 @@ def target_of(name: str, config: dict[str, Any], known: dict[str, type | None]) 
         if name in catalog.short_names(base):
             return catalog.find(name, base)
     every = [one for base in catalog.shelved() for one in catalog.short_names(base)]
-    hint = meant(name, [*SECTIONS, *every])
+    hint = nearest(name, [*SECTIONS, *every])
     raise ConfigError(f"there is no section and no class {name!r}.{hint} A class of yours needs its import path.")
 
 
