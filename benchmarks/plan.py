@@ -4,7 +4,7 @@ Two numbers separate a data sheet from a run: the share of the peak that matrix 
 of the memory traffic. They are fitted here on the two published runs on 8 GPUs; the others are predicted with them.
 
     python benchmarks/plan.py             # fit, then predict: 3 minutes
-    python benchmarks/plan.py --kept      # predict with the numbers that `engine/planning/prices.py` holds
+    python benchmarks/plan.py --kept      # predict with the numbers that `engine/planning/op_costs.py` holds
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from treadle.engine.planning.decoder import MODELS, Block, Decoder, next_token_loss, tokens
+from treadle.engine.planning.op_costs import Calibration
 from treadle.engine.planning.plan import Plan
-from treadle.engine.planning.prices import Calibration
 from treadle.engine.planning.simulation import simulate
 from treadle.strategies import FSDP
 

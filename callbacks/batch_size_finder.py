@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..common.validation import check_bool, check_int, check_number
-from ..strategies import announce, choose
-from .accumulation import GradientAccumulationScheduler
+from ..common.messages import announce
+from ..common.validation import check_bool, check_int, check_number, choose
 from .callback import Callback
+from .gradient_accumulation_scheduler import GradientAccumulationScheduler
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Callback:
     """Override the hooks you need; the others cost nothing.
 
-    When each hook is called stands at the top of ``trainer/loop.py``. Of one hook's name, those are called first whose
+    ``trainer/loop/fit_loop.py`` begins with the order of the hooks. Of one hook's name, those are called first whose
     ``after_task`` is 0, in the order given; then the task's own; then the others, which act on what those logged, by
     their ``after_task``. The same on every process.
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..common.validation import check_bool, check_int, check_monitor, check_number
-from ..strategies import announce, choose, warn
+from ..common.messages import announce, warn
+from ..common.validation import check_bool, check_int, check_monitor, check_number, choose
 from .callback import Callback
-from .monitor import MODES, better, logged_values, never_logged
+from .monitored_metric import MODES, better, logged_values, never_logged
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer

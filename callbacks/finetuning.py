@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..common.messages import announce
 from ..common.validation import check_bool, check_int, check_number
-from ..engine.export import own_name
-from ..strategies import announce
+from ..engine import own_name
+from ._checkpointing import open_callback_states
 from .callback import Callback
-from .saved import callback_states
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -146,8 +146,8 @@ class BaseFinetuning(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Let a run that goes on have the parameters trained, and the groups, that it had when it was saved."""
-        if trainer.ckpt_path is not None:
-            states = callback_states(trainer.ckpt_path).get("callbacks", {})
+        if trainer.opened_checkpoint is not None:
+            states = open_callback_states(trainer.opened_checkpoint)["callbacks"]
             if made := states.get(self.state_key, {}).get("made"):
                 _make(made, trainer, pl_module)
         for optimizer in trainer.optimizers:

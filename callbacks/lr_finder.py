@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..common.messages import announce, warn
 from ..common.optional import require
-from ..common.validation import check_bool, check_int, check_number
-from ..strategies import announce, choose, warn
+from ..common.validation import check_bool, check_int, check_number, choose
 from .callback import Callback
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from ..common.validation import check_bool
-from ..strategies import choose, warn
-from .service import Service
+from ..common.messages import warn
+from ..common.validation import check_bool, choose
+from .best_effort import Service
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer

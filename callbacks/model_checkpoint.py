@@ -12,17 +12,25 @@ import torch
 from torch import Tensor
 
 from ..common.durations import parse_duration
-from ..common.validation import check_bool, check_bool_or_word, check_int, check_monitor
-from ..engine import checkpoint
-from ..engine.background import Job
-from ..strategies import announce, choose, warn
+from ..common.messages import announce, warn
+from ..common.validation import check_bool, check_bool_or_word, check_int, check_monitor, choose
+from ..engine.checkpoint import Job
+from ..engine.checkpoint import store as checkpoint
+from ._checkpointing import (
+    AgreedInterval,
+    KeptCheckpoints,
+    NamedCheckpoints,
+    bytes_needed,
+    check_place,
+    check_triggers,
+    finish_removing,
+    folders,
+    is_abandoned,
+    moved,
+    remove,
+)
 from .callback import Callback
-from .file_names import NamedCheckpoints, check_place, folders
-from .kept import KeptCheckpoints, moved
-from .monitor import MODES, logged_values, never_logged
-from .needed import bytes_needed
-from .retention import finish_removing, is_abandoned, remove
-from .triggers import AgreedInterval, check_triggers
+from .monitored_metric import MODES, logged_values, never_logged
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer

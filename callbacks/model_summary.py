@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ..common.messages import announce
 from ..common.optional import require
 from ..common.validation import check_int
-from ..strategies import announce
-from .model_table import Summary, summarize
-from .service import Service
+from ._summary import Summary, summarize
+from .best_effort import Service
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer

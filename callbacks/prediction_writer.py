@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..common.validation import choose
 from ..engine import move_data_to_device
-from ..engine.indices import batch_indices, note_indices
-from ..strategies import choose
+from ..engine.data import batch_indices, note_indices
 from .callback import Callback
 
 if TYPE_CHECKING:

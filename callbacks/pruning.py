@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from ..common.validation import check_bool, check_int
-from ..engine.export import own_name
-from ..strategies import announce, choose
+from ..common.messages import announce
+from ..common.validation import check_bool, check_int, choose
+from ..engine import own_name
+from ._checkpointing import open_callback_states
+from ._pruning import Pruned, unpruned
 from .callback import Callback
-from .pruned import Pruned, unpruned
-from .saved import callback_states
 from .weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:
@@ -149,8 +149,8 @@ class ModelPruning(Callback):
                 f"{type(late[0]).__name__} still has its averages in the model then: list it before ModelPruning."
             )
         saved: Mapping[str, Any] | None = None
-        if trainer.ckpt_path is not None:
-            saved = callback_states(trainer.ckpt_path).get("added", {}).get(_KEY)
+        if trainer.opened_checkpoint is not None:
+            saved = open_callback_states(trainer.opened_checkpoint)["added"].get(_KEY)
         names = {id(part): own_name(name) for name, part in pl_module.named_modules()}
         pairs = self._asked or unpruned(pl_module, self._names)
         for part, name in pairs:

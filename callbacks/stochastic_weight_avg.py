@@ -1,5 +1,142 @@
-"""What scripts import from ``lightning.pytorch.callbacks.stochastic_weight_avg``: names, nothing else."""
+"""Stochastic weight averaging: a constant learning rate at the end, and the mean of the weights it passes through."""
 
-from .swa import StochasticWeightAveraging
+from __future__ import annotations
 
-__all__ = ["StochasticWeightAveraging"]
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..common.messages import announce
+from ..common.validation import check_int, check_number, check_positive, choose
+from ._averaging import KEYS, Averaging, equal, measure, one_by_one
+
+if TYPE_CHECKING:
+    from ..trainer import TaskModule, Trainer
+
+_STRATEGIES: dict[str, Callable[[float], float]] = {
+    "cos": lambda share: (1 - math.cos(math.pi * share)) / 2,
+    "linear": lambda share: share,
+}
+
+
+class StochasticWeightAveraging(Averaging):
+    """From an epoch on, anneals the learning rates to ``swa_lrs`` and averages the weights at the end of each epoch.
+
+    The task's own schedulers stop there. When training is over the model gets the averages, and BatchNorm's statistics
+    are measured for them, in one more pass over the training data. Validations, and a checkpoint's model, have the
+    weights that are trained; the averages are in the checkpoint too, for a run that goes on and for
+    `averaged_weights`. A run that is stopped early ends with the averages as well, if there are any.
+
+    It acts before the task's own hooks (``after_task`` is 0).
+
+    Args:
+        swa_lrs: the learning rate, or one for each of the optimizer's groups.
+        swa_epoch_start: the first such epoch, counted from 1, or a share of ``max_epochs``.
+        annealing_epochs: epochs until the rates are there; 0 for at once.
+        annealing_strategy: ``"cos"`` or ``"linear"``.
+        avg_fn: ``avg_fn(averaged, current, num_averaged)``; by default all weights count the same.
+        device: where the averages lie; None for where the weights are, as is always so where the model is sharded.
+
+    Raises:
+        ValueError: for a value that can't be; before the first step, where a run has no one optimizer to anneal.
+        TypeError: for a value of another kind.
+    """
+
+    _key = KEYS[1]
+    _position = ("latest_epoch", "initial")
+
+    def __init__(
+        self,
+        swa_lrs: float | list[float],
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: str = "cos",
+        avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+        device: torch.device | str | None = "cpu",
+    ) -> None:
+        super().__init__()
+        for rate in swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]:
+            check_positive("swa_lrs", check_number("swa_lrs", rate))
+        if isinstance(swa_epoch_start, float):
+            if not 0 <= swa_epoch_start <= 1:
+                raise ValueError(f"swa_epoch_start={swa_epoch_start!r} must be an epoch from 1 on, or a share up to 1.")
+        else:
+            check_int("swa_epoch_start", swa_epoch_start, 1)
+        if avg_fn is not None and not callable(avg_fn):
+            raise TypeError(f"avg_fn={avg_fn!r} is no function.")
+        self.swa_lrs = swa_lrs
+        self.swa_epoch_start = swa_epoch_start
+        self.annealing_epochs = check_int("annealing_epochs", annealing_epochs, 0)
+        self.annealing_strategy = choose("annealing_strategy", annealing_strategy, _STRATEGIES)
+        self.device = device
+        self._average = equal if avg_fn is None else one_by_one(avg_fn)
+        self._start = 0
+        self._initial: list[float] | None = None  # rates when it began
+
+    @property
+    def n_averaged(self) -> int:
+        """How many times the weights were averaged."""
+        return 0 if self._averages is None else self._averages.count
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """See that the run can be averaged, and make room for it."""
+        if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
+            raise ValueError(
+                f"StochasticWeightAveraging anneals the rates of one optimizer that the Trainer steps; there are "
+                f"{len(trainer.optimizers)}, and automatic_optimization is {pl_module.automatic_optimization}."
+            )
+        if isinstance(self.swa_epoch_start, float) and trainer.max_epochs == -1:
+            raise ValueError(
+                f"swa_epoch_start={self.swa_epoch_start} is a share of max_epochs, and there is no max_epochs: give "
+                "one, or an epoch as a whole number."
+            )
+        start = self.swa_epoch_start
+        start = int(trainer.max_epochs * start) if isinstance(start, float) else start
+        self._start = max(start - 1, 0)
+        self._make_room(trainer, pl_module, False, self.device, strict=False)
+        self._initial = None
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Set the epoch's learning rates."""
+        past = trainer.progress.epoch - self._start
+        if past < 0:
+            return
+        groups = trainer.optimizers[0].param_groups
+        rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
+        if len(rates) != len(groups):
+            raise ValueError(f"swa_lrs has {len(rates)} rates, and the optimizer has {len(groups)} groups.")
+        if self._initial is None:
+            self._initial = [float(group["lr"]) for group in groups]
+            announce(f"stochastic weight averaging begins with epoch {trainer.progress.epoch}: the schedulers stop")
+        self._initial += [float(group["lr"]) for group in groups[len(self._initial) :]]  # of groups that came later
+        assert trainer.steps is not None
+        trainer.steps.schedules.stop()
+        share = min(1.0, past / self.annealing_epochs) if self.annealing_epochs else 1.0
+        there = _STRATEGIES[self.annealing_strategy](share)
+        for group, rate, initial in zip(groups, rates, self._initial, strict=True):
+            value = rate * there + initial * (1 - there)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(value)
+            else:
+                group["lr"] = value
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Average, before anyone saves the epoch."""
+        progress = trainer.progress
+        if progress.closing and progress.epoch >= self._start and progress.epoch > self._latest_epoch:
+            assert self._averages is not None
+            self._latest_epoch = progress.epoch
+            self._averages.update(self._average)
+
+    def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The model gets the averages, and the statistics that belong to them."""
+        averages = self._averages
+        if averages is not None and averages.count:
+            self._ended = True
+            averages.put_in()
+            measure(trainer, pl_module)

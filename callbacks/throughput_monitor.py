@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..common.messages import warn
 from ..common.validation import check_int, check_number
-from ..strategies import warn
-from .peak_flops import get_available_flops
-from .service import Service
-from .throughput import Throughput
+from ._throughput import Throughput, get_available_flops
+from .best_effort import Service
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer

@@ -7,8 +7,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..common.durations import parse_duration
-from ..common.validation import check_bool
-from ..strategies import announce, choose
+from ..common.messages import announce
+from ..common.validation import check_bool, choose
 from .callback import Callback
 
 if TYPE_CHECKING:

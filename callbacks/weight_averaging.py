@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..common.messages import nearest, warn
 from ..common.validation import check_bool, check_int, check_number
-from ..strategies import nearest, warn
-from .averages import KEYS, Average, Averages, equal, lerp, one_by_one, saved_averages
-from .averaging import Averaging
+from ._averaging import KEYS, Average, Averages, Averaging, equal, lerp, one_by_one, saved_averages
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -133,8 +132,8 @@ class WeightAveraging(Averaging):
         if trainer.stage == "fit":
             if self._averages is not None and self._averages.count:
                 _put_in(trainer, self._averages)
-        elif trainer.ckpt_path is not None:
-            saved = saved_averages(trainer.ckpt_path)
+        elif trainer.opened_checkpoint is not None:
+            saved = saved_averages(trainer.opened_checkpoint)
             if saved is None or not saved["weights"]:
                 warn(f"{trainer.ckpt_path} holds no averaged weights: those that were trained are used.")
                 return

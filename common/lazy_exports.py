@@ -1,41 +1,52 @@
-"""Names of a package that are imported when they are first used."""
+"""Faces of packages: their names are stated once, for type checkers, and imported when they are first used."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
-def lazy_exports(
-    package: str, homes: Mapping[str, str], names: Iterable[str] = (), modules: Iterable[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package whose names are imported when they are first used.
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that imports under ``if TYPE_CHECKING:`` only.
+
+    The relative imports of that block are what the package exports. Type checkers and editors follow them as they
+    stand; at run time each happens when its name is first asked for.
 
     Args:
         package: the package's ``__name__``.
-        homes: for each name the module that defines it, relative to the package.
-        names: the package's ``__all__``, which ``dir()`` lists; by default the lazy names.
-        modules: modules of the package that are names of it too.
 
-    Example:
-        >>> __getattr__, __dir__ = lazy_exports(__name__, {"Trainer": "trainer"}, __all__)
+    Raises:
+        ImportError: if the package is installed without its source.
     """
-    modules = frozenset(modules)
-    listed = sorted({*names} or {*homes, *modules})
+    loader = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
+    source = loader.get_source(package)  # type: ignore[union-attr]
+    if source is None:
+        raise ImportError(f"{package} needs its source file, which lists what it exports.", name=package)
+    homes = {alias.asname or alias.name: (home, alias.name) for home, alias in _imports(ast.parse(source))}
 
-    def find(name: str) -> Any:
-        if name in modules:
-            return import_module(f".{name}", package)
+    def __getattr__(name: str) -> Any:
         if name not in homes:
-            from .messages import nearest  # which no import of a name waits for
+            from .messages import nearest
 
-            hint = "" if name.startswith("__") else nearest(name, listed)
-            # With an object Python would append a suggestion of its own.
-            raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}", name=name, obj=None)
-        value = getattr(import_module(f".{homes[name]}", package), name)
-        setattr(sys.modules[package], name, value)  # found without a detour from now on
+            raise AttributeError(f"module {package!r} has no attribute {name!r}.{nearest(name, homes)}")
+        home, inner = homes[name]
+        if home == ".":
+            value = importlib.import_module(f".{inner}", package)
+        else:
+            module = importlib.import_module(home, package)
+            value = getattr(module, inner)
+        setattr(sys.modules[package], name, value)  # the next look-up is the module's own
         return value
 
-    return find, lambda: list(listed)
+    return __getattr__, lambda: sorted(homes), sorted(homes)
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, ast.alias]]:
+    for block in tree.body:
+        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
+            for line in block.body:
+                if isinstance(line, ast.ImportFrom):
+                    yield from (("." * line.level + (line.module or ""), alias) for alias in line.names)

@@ -1,35 +1,47 @@
 """The machinery under both doors: data, accumulation, exchange, metrics, random state, checkpoints."""
 
-from .accelerator import Accelerator
-from .batch_size import find_executable_batch_size
-from .checkpoint import CheckpointStore
-from .combined import CombinedLoader
-from .joint import JointLoader
-from .loader import Loader
-from .local_sgd import LocalSGD
-from .metrics import Entry, Metrics
-from .move import move_data_to_device
-from .partial_state import AcceleratorState, GradientState, PartialState
-from .random_state import isolated_random_state, random_state, seed_everything, set_random_state
-from .rank_logging import get_logger
+from __future__ import annotations
 
-__all__ = [
-    "Accelerator",
-    "AcceleratorState",
-    "CheckpointStore",
-    "CombinedLoader",
-    "Entry",
-    "GradientState",
-    "JointLoader",
-    "Loader",
-    "LocalSGD",
-    "Metrics",
-    "PartialState",
-    "find_executable_batch_size",
-    "get_logger",
-    "isolated_random_state",
-    "move_data_to_device",
-    "random_state",
-    "seed_everything",
-    "set_random_state",
-]
+from typing import TYPE_CHECKING
+
+from ..common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from . import collectives, rng
+    from .accelerator import Accelerator
+    from .checkpoint.store import CheckpointStore
+    from .configuration import (
+        AORecipeKwargs,
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DeepSpeedPlugin,
+        FP8RecipeKwargs,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        KwargsHandler,
+        MegatronLMPlugin,
+        MSAMPRecipeKwargs,
+        ProfileKwargs,
+        ProjectConfiguration,
+        TERecipeKwargs,
+        TorchDynamoPlugin,
+        TorchTensorParallelPlugin,
+    )
+    from .data.combined_loader import CombinedLoader
+    from .data.device_transfer import move_data_to_device
+    from .data.joint_loader import JointLoader
+    from .data.loader import Loader
+    from .metrics.logged_values import Entry, Metrics
+    from .modules import compiled_names, evaluation_mode, plain_calls, unused
+    from .nested import honor_type
+    from .optim.batch_size import find_executable_batch_size
+    from .optim.local_sgd import LocalSGD
+    from .parameter_names import own_name
+    from .process_state import AcceleratorState, GradientState, PartialState
+    from .rank_consistency import check_same
+    from .rng import RandomStream, isolated_random_state, random_state, seed_everything, set_random_state
+    from .run_environment import environment
+    from .trackers import GeneralTracker
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -16,20 +16,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ..strategies import Strategy, World
-from ..strategies.devices import Devices
-from ..strategies.plugins import ParallelismConfig, choose_strategy
-from . import arguments, replica_check
-from .agreement import Agreement
-from .as_built import BuiltSchedule
-from .combined import CombinedLoader
-from .facts import Facts
-from .garbage import collect, is_memory_short
-from .joint import JointLoader
-from .loader import Loader
-from .move import mover
-from .optimizer import PreparedOptimizer, PreparedScheduler
-from .plugins import (
+from ..strategies import ParallelismConfig, Strategy, World, choose_strategy
+from ..strategies.distributed import Devices
+from . import configuration as arguments
+from .checkpoint import Saving
+from .configuration import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     GradScalerKwargs,
@@ -37,24 +28,23 @@ from .plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from .profiling import Profiling
-from .random_state import (
-    RandomStream,
-    State,
-    isolated_random_state,
-    random_state,
-    seed_everything,
-    seed_from,
-    set_random_state,
+from .data import CombinedLoader, JointLoader, Loader, mover, skip_first_batches, with_seedable_sampler
+from .facts import Facts
+from .garbage_collection import collect, is_memory_short
+from .optim import (
+    Agreement,
+    BuiltSchedule,
+    LossScale,
+    PreparedOptimizer,
+    PreparedScheduler,
+    Stepping,
+    join_uneven_inputs,
+    replica_check,
 )
-from .same_settings import check_same, check_same_loaders, check_same_model
-from .saving import Saving
-from .scale import LossScale
-from .seedable_sampler import with_seedable_sampler
-from .skip import skip_first_batches
-from .stepping import Stepping
-from .tracking import Tracking
-from .uneven import join_uneven_inputs
+from .profilers import Profiling
+from .rank_consistency import check_same, check_same_loaders, check_same_model
+from .rng import RandomStream, State, isolated_random_state, random_state, seed_everything, seed_from, set_random_state
+from .trackers import Tracking
 
 
 class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):

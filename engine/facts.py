@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..strategies import Strategy
-from .partial_state import AcceleratorState, GradientState
-from .plugins import DataLoaderConfiguration, ProjectConfiguration
-from .process import Process
+from .configuration import DataLoaderConfiguration, ProjectConfiguration
+from .process_state import AcceleratorState, GradientState, Process
 
 _NOT_HERE = {
     "lomo_backward": "LOMO steps inside backward; use any optimizer whose step comes after it.",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..strategies import SingleDevice
-from .exchange import with_items
+from .collectives import with_items
 
 
 def is_torch_tensor(tensor: Any) -> bool:

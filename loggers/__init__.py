@@ -5,24 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..common.lazy_exports import lazy_exports
-from .logger import Logger, NullExperiment, rank_zero_experiment
 
 if TYPE_CHECKING:
-    from .csv import CSVLogger
+    from .csv_logs import CSVLogger
+    from .directory import DirectoryLogger, claim_version
+    from .logger import EVALUATED_AT, Logger, NullExperiment, rank_zero_experiment
     from .mlflow import MLFlowLogger
     from .tensorboard import TensorBoardLogger
+    from .values import plain
     from .wandb import WandbLogger
 
-_HOMES = {"CSVLogger": "csv", "MLFlowLogger": "mlflow", "TensorBoardLogger": "tensorboard", "WandbLogger": "wandb"}
-
-__all__ = [
-    "CSVLogger",
-    "Logger",
-    "MLFlowLogger",
-    "NullExperiment",
-    "TensorBoardLogger",
-    "WandbLogger",
-    "rank_zero_experiment",
-]
-
-__getattr__, __dir__ = lazy_exports(__name__, _HOMES, __all__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,5 +1,212 @@
-"""What scripts import from ``lightning.pytorch.loggers.csv_logs``: names, nothing else."""
+"""Metrics in a CSV file, for runs without any other tool."""
 
-from .csv import CSVLogger
+from __future__ import annotations
 
-__all__ = ["CSVLogger"]
+import contextlib
+import csv
+import io
+import math
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from .directory import DirectoryLogger
+from .logger import EVALUATED_AT, Params, process_rank, rank_zero_experiment
+from .values import as_metrics, flatten
+
+STEP = "step"
+
+
+class CSVLogger(DirectoryLogger):
+    """Writes metrics to ``metrics.csv`` and hyperparameters to ``hparams.yaml`` in ``save_dir/name/version_N``.
+
+    Each call of `log_metrics` is one row: the step, and the value of each metric or nothing. A metric seen for the
+    first time becomes a new last column. An existing file is continued: its rows stay, new ones follow.
+
+    Args:
+        save_dir: Local directory above all experiments.
+        name: Directory of the experiment below it. None or ``""``: none. Default: ``"treadle_logs"``.
+        version: A number N for ``version_N``, or a directory name used as it is. Default: the next free number.
+        prefix: Put before every metric's name, as ``prefix-name``. Default: nothing.
+        flush_logs_every_n_steps: Write to the file at the latest when rows of this many steps are waiting. A process
+            that is killed loses the waiting ones. Default: 100.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: ``flush_logs_every_n_steps`` is below 1, ``version`` is negative, or ``save_dir`` is a URL.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = "treadle_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        if not isinstance(flush_logs_every_n_steps, int):
+            raise TypeError(f"flush_logs_every_n_steps={flush_logs_every_n_steps!r} must be an integer, 1 or more")
+        if flush_logs_every_n_steps < 1:
+            raise ValueError(
+                f"flush_logs_every_n_steps={flush_logs_every_n_steps} is below 1: pass 1 to write every row at once"
+            )
+        self._flush_every = flush_logs_every_n_steps
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The `MetricsFile` of this version, opened at the first read."""
+        if self._experiment is None:
+            self._experiment = MetricsFile(str(self.log_dir), self._flush_every)
+        return self._experiment
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Add one row.
+
+        Args:
+            metrics: Value by name: a number, a tensor of one element, or a dict of them, whose columns are
+                ``name/key``.
+            step: Optimizer step the values belong to. Default: one more than the highest so far.
+
+        Raises:
+            TypeError: A value is not a number, or the step is not an integer.
+            ValueError: A value is more than one number, the step is negative, or a metric is named ``step``.
+        """
+        row = dict(flatten(as_metrics(metrics, self._prefix)))
+        if STEP in row:
+            raise ValueError(f"metric {STEP!r} has the name of the column of steps: log it under another name")
+        self.experiment.log_metrics(row, self.next_step(step))
+
+    def log_hyperparams(self, params: Params = None, metrics: dict[str, Any] | None = None) -> None:
+        """Write hyperparameters to ``hparams.yaml``, and metrics, if any, as a row at step 0.
+
+        Args:
+            params: Settings by name, nested or not: a dict, a namespace or a dataclass. Default: none.
+            metrics: Starting values of the metrics by which runs are compared. Default: none.
+
+        Raises:
+            TypeError: ``params`` has no names, or a metric is not a number.
+        """
+        self.save_hyperparams(params)
+        if metrics:
+            self.log_metrics(metrics, step=0)
+
+    def go_on(self, step: int) -> None:
+        """Drop the rows of later steps from the file that is continued."""
+        if process_rank() == 0 and self._version is not None:
+            self.experiment.go_on(step)
+
+    def save(self) -> None:
+        """Write the waiting rows."""
+        if self._experiment is not None:
+            self._experiment.save()
+
+    def finalize(self, status: str) -> None:
+        """Write the waiting rows. A later `log_metrics` continues the file."""
+        self.save()
+        self._experiment = None
+
+
+class MetricsFile:
+    """Rows for a ``metrics.csv``. Only the rows that wait to be written are in memory; no file is held open.
+
+    Args:
+        log_dir: Directory of the file; created if missing.
+        flush_every: Number of steps, or of rows, after which waiting rows are written.
+    """
+
+    def __init__(self, log_dir: str, flush_every: int = 100) -> None:
+        os.makedirs(log_dir, exist_ok=True)
+        self.path = os.path.join(log_dir, "metrics.csv")
+        self._flush_every = flush_every
+        self._waiting: list[dict[str, float]] = []
+        self._columns: list[str] = []
+        if os.path.exists(self.path):
+            _drop_torn_row(self.path)
+            with open(self.path, newline="", encoding="utf-8") as file:
+                self._columns = next(csv.reader(file), [])
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Add one row, and write the waiting ones if they span enough steps."""
+        self._waiting.append({STEP: step, **metrics})
+        steps = step - self._waiting[0][STEP] + 1
+        if steps >= self._flush_every or len(self._waiting) >= self._flush_every:
+            self.save()
+
+    def save(self) -> None:
+        """Write the waiting rows; they keep waiting if the disk refuses them."""
+        if not self._waiting:
+            return
+        seen = dict.fromkeys(key for row in self._waiting for key in row)
+        new = [key for key in seen if key not in self._columns]
+        if new or not os.path.exists(self.path):
+            self._write_anew(self._columns + new)
+        text = _to_csv([row.get(column, "") for column in self._columns] for row in self._waiting)
+        size = os.path.getsize(self.path)
+        try:
+            with open(self.path, "a", newline="", encoding="utf-8") as file:
+                file.write(text)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, size)  # what was written in part would be there twice after the next try
+            raise
+        self._waiting.clear()
+
+    def go_on(self, step: int) -> None:
+        """Drop the rows of later steps."""
+        self.save()
+        if os.path.exists(self.path):
+            self._write_anew(self._columns, step)
+
+    def _write_anew(self, columns: list[str], until: float = math.inf) -> None:
+        """Write the file anew, row by row: with further columns at the end of each, and without those of later steps.
+
+        Rows whose step no number is, which someone else has written, stay.
+        """
+        # In rows of an evaluation's batches, the step counts batches: there the optimizer steps come first.
+        places = [place for place, name in enumerate(self._columns) if name.endswith(EVALUATED_AT)]
+        places += [place for place, name in enumerate(self._columns) if name == STEP]
+        with open(self.path + ".tmp", "w", newline="", encoding="utf-8") as target:
+            target.write(_to_csv([columns]))
+            if os.path.exists(self.path):
+                with open(self.path, newline="", encoding="utf-8") as source:
+                    rows = csv.reader(source)
+                    next(rows, None)
+                    for row in rows:
+                        if not _is_later([row[place] for place in places if place < len(row)], until):
+                            target.write(_to_csv([row + [""] * (len(columns) - len(row))]))
+            target.flush()
+            os.fsync(target.fileno())  # the old file is gone after the next line: the new one must be on the disk
+        os.replace(self.path + ".tmp", self.path)
+        self._columns = columns
+
+
+def _is_later(cells: list[str], step: float) -> bool:
+    """Whether the first cell that is not empty holds a later step."""
+    try:
+        return float(next(filter(None, cells))) > step
+    except (StopIteration, ValueError):
+        return False
+
+
+def _to_csv(rows: Iterable[Iterable[Any]]) -> str:
+    """Return rows as the text of a CSV file."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _drop_torn_row(path: str) -> None:
+    """Cut off what follows the last line end: a row that a crash left half-written, whose last number may be wrong."""
+    with open(path, "rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        position, block = end, b""
+        while position > 0 and b"\n" not in block:
+            start = max(0, position - 65536)
+            file.seek(start)
+            block = file.read(position - start)
+            position = start
+        keep = position + block.rfind(b"\n") + 1
+        if keep < end:
+            file.truncate(keep)

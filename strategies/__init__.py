@@ -1,43 +1,35 @@
 """How a model lies on the world: processes, devices, number formats."""
 
-from ..common.messages import announce, logger, nearest, warn
-from ..common.validation import choose
-from .ddp import DDP
-from .ddp_batchnorm import TorchSyncBatchNorm
-from .debug import DistributedOperationException
-from .environment import LaunchEnvironment
-from .fsdp import FSDP
-from .precision import Precision
-from .registry import register_strategy, resolve_strategy, strategy_names
-from .strategy import SingleDevice, Strategy
-from .tracebacks import report_uncaught
-from .world import World
+from __future__ import annotations
 
-DDPStrategy = DDP
-FSDPStrategy = ModelParallelStrategy = FSDP
-SingleDeviceStrategy = SingleDevice
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "DDP",
-    "DDPStrategy",
-    "FSDP",
-    "FSDPStrategy",
-    "DistributedOperationException",
-    "LaunchEnvironment",
-    "ModelParallelStrategy",
-    "Precision",
-    "SingleDevice",
-    "SingleDeviceStrategy",
-    "Strategy",
-    "TorchSyncBatchNorm",
-    "World",
-    "announce",
-    "choose",
-    "logger",
-    "nearest",
-    "register_strategy",
-    "report_uncaught",
-    "resolve_strategy",
-    "strategy_names",
-    "warn",
-]
+from ..common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from . import simulation
+    from .accelerate_plugins import (
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        ReplicaKwargs,
+        choose_strategy,
+    )
+    from .ddp.batch_norm import TorchSyncBatchNorm
+    from .ddp.ddp import DDP
+    from .ddp.ddp import DDP as DDPStrategy
+    from .distributed.collective_debug import DistributedOperationException
+    from .distributed.launch_environment import LaunchEnvironment
+    from .distributed.tracebacks import report_uncaught
+    from .distributed.world import World
+    from .fsdp.fsdp import FSDP
+    from .fsdp.fsdp import FSDP as FSDPStrategy
+    from .fsdp.fsdp import FSDP as ModelParallelStrategy
+    from .model_init import built_in_place
+    from .precision import Precision
+    from .registry import register_strategy, resolve_strategy, strategy_names
+    from .strategy import SingleDevice, Strategy
+    from .strategy import SingleDevice as SingleDeviceStrategy
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -8,9 +8,9 @@ from importlib.metadata import entry_points
 
 from ..common.validation import choose
 from .ddp import DDP, unused_parameters_allowed
+from .distributed import World
 from .fsdp import FSDP
 from .strategy import SingleDevice, Strategy
-from .world import World
 
 _FACTORIES: dict[str, Callable[[], Strategy]] = {
     "single": SingleDevice,

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ..common.messages import warn
-from .construction import built_in_place
+from .distributed import World
+from .forward_router import Router, routed
+from .model_init import built_in_place
 from .precision import Precision
-from .router import Router, routed
-from .world import World
-from .wrapping import direct_parts
+from .wrap_policy import direct_parts
 
 
 class Strategy:

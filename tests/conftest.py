@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from treadle.strategies.current import disconnect
+from treadle.strategies.distributed.current import disconnect
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -357,7 +357,7 @@ def test_nothing_is_downgraded_in_silence(two):
 
 
 def with_another_torch():
-    if treadle.strategies.environment.LaunchEnvironment.read().rank == 1:
+    if treadle.strategies.distributed.launch_environment.LaunchEnvironment.read().rank == 1:
         torch.__version__ = "1.0.0"
     treadle.Accelerator(cpu=True)
 

@@ -13,7 +13,8 @@ import torch
 from processes import RankError, run, script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.engine import checkpoint, disk
+from treadle.engine.checkpoint import filesystem as disk
+from treadle.engine.checkpoint import store as checkpoint
 
 import treadle
 from treadle.testing import faults
@@ -556,7 +557,7 @@ def test_everything_is_put_back(tmp_path, how, monkeypatch):
             trainer = by_trainer(task, enable_checkpointing=True, default_root_dir=tmp_path)
             assert trainer.hooks.on_step_end
         assert {"Stepping.backward", "Hooks.__init__", "Accelerator.prepare_model", "Accelerator.method"} < set(armed)
-        assert {f"treadle.engine.disk.{name}" for name in faults.OPERATIONS} < set(armed)
+        assert {f"treadle.engine.checkpoint.filesystem.{name}" for name in faults.OPERATIONS} < set(armed)
         assert len(armed) == 4 + len(faults.OPERATIONS) + 5
         hooks = [hook for called in vars(trainer.hooks).values() for hook in called]
         assert not [

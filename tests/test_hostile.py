@@ -79,7 +79,7 @@ def load_state(path):
 
 
 def project(path):
-    kept = treadle.engine.plugins.ProjectConfiguration(project_dir=str(path), automatic_checkpoint_naming=True)
+    kept = treadle.engine.configuration.ProjectConfiguration(project_dir=str(path), automatic_checkpoint_naming=True)
     accelerator = treadle.Accelerator(cpu=True, project_config=kept)
     accelerator.prepare(hostile_files.model())
     accelerator.load_state()
@@ -138,7 +138,7 @@ def data_settings(path):
 
 
 def exported(path):
-    from treadle.engine.export_command import export
+    from treadle.cli.commands.export import export
 
     export(path, path.parent / "exported.safetensors")
 

@@ -31,12 +31,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, ModelCheckpoint
-from treadle.engine import checkpoint
-from treadle.engine.big_models.weights import write_weights
-from treadle.engine.checkpoint import CheckpointStore
-from treadle.engine.export_command import export
-from treadle.engine.foreign.sources import open_weights
-from treadle.engine.plugins import ProjectConfiguration
+from treadle.cli.commands.export import export
+from treadle.engine.big_models.offload_file import write_weights
+from treadle.engine.checkpoint import store as checkpoint
+from treadle.engine.checkpoint.store import CheckpointStore
+from treadle.engine.configuration import ProjectConfiguration
+from treadle.engine.weights.sources import open_weights
 from treadle.strategies import FSDP
 
 import treadle

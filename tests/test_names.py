@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import treadle.compat as pl
 
 import treadle
-import treadle.compat as pl
 
 TEXT = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `([a-z]+\.[\w.]*)` \| `(treadle[\w.]*)` \|", TEXT, re.MULTILINE)

@@ -7,20 +7,12 @@ from typing import TYPE_CHECKING
 from ..common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .datamodule import DataModule
-    from .progress import Progress
+    from . import arguments
+    from .core.datamodule import DataModule
+    from .core.task import TaskModule
+    from .default_callbacks import as_callbacks
+    from .loop.progress import Progress
     from .settings import TrainerSettings
-    from .task import TaskModule
     from .trainer import Trainer
 
-_HOMES = {
-    "DataModule": "datamodule",
-    "Progress": "progress",
-    "TaskModule": "task",
-    "Trainer": "trainer",
-    "TrainerSettings": "settings",
-}
-
-__all__ = ["DataModule", "Progress", "TaskModule", "Trainer", "TrainerSettings"]
-
-__getattr__, __dir__ = lazy_exports(__name__, _HOMES, __all__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

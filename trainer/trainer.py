@@ -10,30 +10,38 @@ from pathlib import Path
 from typing import Any
 
 from ..callbacks import Callback
+from ..common.validation import choose
 from ..engine import Accelerator, Metrics
-from ..engine.as_built import check_schedule
+from ..engine.checkpoint import OpenCheckpoint
 from ..engine.metrics import MutedMetrics
+from ..engine.optim import check_schedule
 from ..engine.profilers import Profiler, choose_profiler
 from ..loggers import Logger
-from ..strategies import Strategy, choose, report_uncaught
-from ..strategies.devices import Devices
-from . import flags, restore, summary
-from .datamodule import DataModule
-from .defaults import choose_callbacks, choose_loggers
-from .evaluation import Evaluation, check_step, evaluate, predictions_in_order
-from .fitting import run_fit, wrap
-from .history import History
-from .hooks import Hooks
-from .last_step import LastStep
-from .logbook import Logbook
-from .names import TrainerNames
-from .optimizers import SchedulerConfig
-from .profiled import Profiled
-from .progress import Progress
-from .sources import KIND_OF_STAGE, Sources
-from .stage import run_stage
-from .steps import Steps
-from .task import TaskModule, log_to
+from ..strategies import Strategy, report_uncaught
+from ..strategies.distributed import Devices
+from . import arguments as flags
+from .checkpointing import LastStep
+from .checkpointing import trainer_state as restore
+from .core import DataModule, SchedulerConfig, TaskModule, log_to
+from .default_callbacks import choose_callbacks, choose_loggers
+from .logging import History, Logbook
+from .loop import (
+    KIND_OF_STAGE,
+    Evaluation,
+    Hooks,
+    Progress,
+    Sources,
+    Steps,
+    check_step,
+    evaluate,
+    predictions_in_order,
+    run_fit,
+    run_stage,
+    wrap,
+)
+from .loop import run_summary as summary
+from .profiling import Profiled
+from .trainer_properties import TrainerNames
 
 
 class Trainer(TrainerNames):
@@ -252,6 +260,7 @@ class Trainer(TrainerNames):
         self.hooks: Hooks | None = None
         self.sources: Sources | None = None
         self.ckpt_path: Path | None = None
+        self.opened_checkpoint: OpenCheckpoint | None = None  # that of ckpt_path, until all is restored
         self.last_step: LastStep | None = None
         self.steps: Steps | None = None
 
@@ -365,8 +374,8 @@ class Trainer(TrainerNames):
 
     def _evaluate(self, stage: str, keep: bool, task: TaskModule, hooks: Hooks, sources: Sources) -> Any:
         kind = KIND_OF_STAGE[stage]
-        if self.ckpt_path is not None:
-            restore.restore_datamodule(self, self.ckpt_path)
+        if self.opened_checkpoint is not None:
+            restore.restore_datamodule(self, self.opened_checkpoint)
         if getattr(self, f"limit_{kind}_batches") == 0:
             return Evaluation([], [])
         loaders = sources.evaluation(kind)
@@ -374,8 +383,8 @@ class Trainer(TrainerNames):
             raise ValueError(f"{stage} needs a loader: pass one or a datamodule, or give the task a {kind}_dataloader.")
         check_step(task, stage)
         self.accelerator.prepare_model(task, evaluation_mode=True, by_parts=True)
-        if self.ckpt_path is not None:
-            self.accelerator.load_state(self.ckpt_path, state=False)
+        if self.opened_checkpoint is not None:
+            self.accelerator.load_state(self.opened_checkpoint, state=False)
         return evaluate(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep)
 
     def save_checkpoint(

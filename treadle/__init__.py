@@ -1,6 +1,6 @@
-"""Treadle: a trainer framework for PyTorch. Exact training and resume, little overhead, crash-safe checkpoints.
+"""Treadle: a trainer framework for PyTorch.
 
-Each name is imported when it is first used, so that no script waits for a part that it does not need.
+What a name stands for is imported when it is first used, so that nobody waits for a part that is not needed.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .common.lazy_exports import lazy_exports
+from .common.version import __version__
 
 if TYPE_CHECKING:
     from . import (
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
         load_checkpoint_and_dispatch,
         load_checkpoint_in_model,
     )
-    from .engine.foreign import load_weights
-    from .engine.plugins import (
+    from .engine.configuration import (
         AutocastKwargs,
         DataLoaderConfiguration,
         DeepSpeedPlugin,
@@ -46,67 +46,16 @@ if TYPE_CHECKING:
         InitProcessGroupKwargs,
         ProfileKwargs,
     )
-    from .engine.skip import skip_first_batches
-    from .strategies.launchers import debug_launcher, notebook_launcher
-    from .strategies.plugins import (
+    from .engine.data import skip_first_batches
+    from .engine.weights import load_weights
+    from .strategies import (
         DDPCommunicationHookType,
         DistributedDataParallelKwargs,
         FullyShardedDataParallelPlugin,
         ParallelismConfig,
     )
+    from .strategies.launch import debug_launcher, notebook_launcher
     from .trainer import DataModule, TaskModule, Trainer, TrainerSettings
 
-__version__ = "0.1.0"
-
-_ROOMS = (
-    "callbacks",
-    "cli",
-    "compat",
-    "engine",
-    "loggers",
-    "plugins",
-    "profilers",
-    "strategies",
-    "trainer",
-    "tuner",
-    "utilities",
-    "utils",
-)
-_NAMES = {
-    "callbacks": ("Callback",),
-    "engine": ("Accelerator", "LocalSGD", "PartialState", "find_executable_batch_size", "seed_everything"),
-    "engine.big_models": (
-        "cpu_offload",
-        "cpu_offload_with_hook",
-        "disk_offload",
-        "dispatch_model",
-        "infer_auto_device_map",
-        "init_empty_weights",
-        "init_on_device",
-        "load_checkpoint_and_dispatch",
-        "load_checkpoint_in_model",
-    ),
-    "engine.foreign": ("load_weights",),
-    "engine.plugins": (
-        "AutocastKwargs",
-        "DataLoaderConfiguration",
-        "DeepSpeedPlugin",
-        "GradScalerKwargs",
-        "InitProcessGroupKwargs",
-        "ProfileKwargs",
-    ),
-    "engine.skip": ("skip_first_batches",),
-    "strategies.launchers": ("debug_launcher", "notebook_launcher"),
-    "strategies.plugins": (
-        "DDPCommunicationHookType",
-        "DistributedDataParallelKwargs",
-        "FullyShardedDataParallelPlugin",
-        "ParallelismConfig",
-    ),
-    "trainer": ("DataModule", "TaskModule", "Trainer", "TrainerSettings"),
-}
-_HOMES = {name: home for home, names in _NAMES.items() for name in names}
-
-__all__ = ["__version__", *_ROOMS, *_HOMES]
-
-__getattr__, __dir__ = lazy_exports(__name__, _HOMES, __all__, _ROOMS)
+__getattr__, __dir__, _names = lazy_exports(__name__)
+__all__ = ["__version__", *_names]

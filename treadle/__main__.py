@@ -1,56 +1,10 @@
-"""The command line: `treadle COMMAND ...`, or `python -m treadle COMMAND ...`."""
+"""`python -m treadle COMMAND ...`, the same as `treadle COMMAND ...`."""
 
-from __future__ import annotations
-
-import importlib
 import sys
-from collections.abc import Sequence
 
-# name: module with main(arguments) -> exit status, or module:function, and what it does; imported when it is asked for
-COMMANDS = {
-    "completion": ("treadle.completion", "print what completes these commands and a configuration's keys, for a shell"),
-    "export": ("treadle.engine.export_command", "turn a checkpoint's model into files that other programs load"),
-    "fit": ("treadle.trainer.commands.stages:fit", "train, as a configuration file and the command line say"),
-    "launch": ("treadle.strategies.launch_command", "start a script in several processes, on one machine or many"),
-    "plan": ("treadle.trainer.commands.plan", "say what a run would do and need, before it and without its machines"),
-    "predict": ("treadle.trainer.commands.stages:predict", "run the predict steps, likewise"),
-    "runs": ("treadle.trainer.commands.runs", "list runs and how they stand, or open one with its curves"),
-    "test": ("treadle.trainer.commands.stages:test", "measure with the test steps, likewise"),
-    "validate": ("treadle.trainer.commands.stages:validate", "measure with the validation steps, likewise"),
-}
+from .cli import COMMANDS, main
 
-
-def usage() -> str:
-    """What `treadle --help` prints."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {words}" for name, (_, words) in COMMANDS.items()]
-    return "\n".join(["usage: treadle COMMAND ...", "", *lines, "", "`treadle COMMAND --help` tells more of each."])
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status.
-
-    Args:
-        arguments: What follows `treadle`. Default: the command line.
-    """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help"):
-        print(usage())
-        return 0
-    name = given.pop(0)
-    if name in ("-V", "--version"):
-        from . import __version__
-
-        print(__version__)
-        return 0
-    if name not in COMMANDS:
-        from .common.messages import nearest
-
-        print(f"treadle: there is no command {name!r}.{nearest(name, COMMANDS)}\n\n{usage()}", file=sys.stderr)
-        return 2
-    module, _, function = COMMANDS[name][0].partition(":")
-    return int(getattr(importlib.import_module(module), function or "main")(given))
-
+__all__ = ["COMMANDS", "main"]
 
 if __name__ == "__main__":
     sys.exit(main())

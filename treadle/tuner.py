@@ -1,6 +1,6 @@
 """Searches for a learning rate and a batch size."""
 
-from .callbacks.lr_finder import _LRFinder
-from .trainer.tuner import Tuner
+from .callbacks import _LRFinder
+from .trainer.tuning import Tuner
 
 __all__ = ["Tuner", "_LRFinder"]

@@ -1,6 +1,6 @@
 """What scripts import from ``accelerate.utils``, ``accelerate.state``, ``accelerate.logging``: names, nothing else."""
 
-from .engine.available import (
+from .compat.available import (
     compare_versions,
     is_aim_available,
     is_bf16_available,
@@ -42,10 +42,7 @@ from .engine.available import (
     is_wandb_available,
     is_xpu_available,
 )
-from .engine.batch_size import (
-    find_executable_batch_size,
-)
-from .engine.environment import (
+from .compat.environment import (
     clear_device_cache,
     clear_environment,
     patch_environment,
@@ -53,6 +50,43 @@ from .engine.environment import (
     tqdm,
     write_basic_config,
 )
+from .compat.operations import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    set_seed,
+    synchronize_rng_state,
+    synchronize_rng_states,
+    wait_for_everyone,
+)
+from .compat.rank_logging import get_logger
+from .engine import (
+    AcceleratorState,
+    AORecipeKwargs,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    FP8RecipeKwargs,
+    GeneralTracker,
+    GradientAccumulationPlugin,
+    GradientState,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    MegatronLMPlugin,
+    MSAMPRecipeKwargs,
+    PartialState,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TERecipeKwargs,
+    TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
+    seed_everything,
+)
+from .engine.data import skip_first_batches
 from .engine.nested import (
     concatenate,
     convert_outputs_to_fp32,
@@ -69,55 +103,14 @@ from .engine.nested import (
     send_to_device,
     slice_tensors,
 )
-from .engine.operations import (
-    broadcast,
-    broadcast_object_list,
-    gather,
-    gather_object,
-    pad_across_processes,
-    reduce,
-    set_seed,
-    synchronize_rng_state,
-    synchronize_rng_states,
-    wait_for_everyone,
-)
-from .engine.partial_state import (
-    AcceleratorState,
-    GradientState,
-    PartialState,
-)
-from .engine.plugins import (
-    AORecipeKwargs,
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DeepSpeedPlugin,
-    FP8RecipeKwargs,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    MegatronLMPlugin,
-    MSAMPRecipeKwargs,
-    ProfileKwargs,
-    ProjectConfiguration,
-    TERecipeKwargs,
-    TorchDynamoPlugin,
-    TorchTensorParallelPlugin,
-)
-from .engine.random_state import seed_everything
-from .engine.rank_logging import (
-    get_logger,
-)
-from .engine.skip import skip_first_batches
-from .engine.tracking import GeneralTracker
-from .strategies.debug import DistributedOperationException
-from .strategies.distributed_type import DistributedType
-from .strategies.plugins import (
+from .engine.optim import find_executable_batch_size
+from .strategies import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
+from .strategies.distributed import DistributedOperationException, DistributedType
 
 __all__ = [
     "AcceleratorState",

@@ -1,7 +1,14 @@
 """What scripts import from ``lightning.pytorch.callbacks.progress``: names, nothing else."""
 
-from ..progress_bar import ProgressBar
-from ..rich_bar import RichProgressBar
-from ..tqdm_bar import TQDMProgressBar
+from __future__ import annotations
 
-__all__ = ["ProgressBar", "RichProgressBar", "TQDMProgressBar"]
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .progress_bar import ProgressBar
+    from .rich_progress import RichProgressBar
+    from .tqdm_progress import TQDMProgressBar
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

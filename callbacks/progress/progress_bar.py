@@ -1,5 +1,158 @@
-"""What scripts import from ``lightning.pytorch.callbacks.progress.progress_bar``: names, nothing else."""
+"""What all progress bars have in common, whatever they draw with."""
 
-from ..progress_bar import ProgressBar
+from __future__ import annotations
 
-__all__ = ["ProgressBar"]
+import math
+from typing import TYPE_CHECKING, Any
+
+from ..best_effort import Service
+
+if TYPE_CHECKING:
+    from ...trainer import TaskModule, Trainer
+
+
+class ProgressBar(Service):
+    """The base of a progress bar of your own: override the hooks you need, and `disable` and `enable`.
+
+    A subclass finds here how many batches there are, what to call the stages and what to show beside them. It must call
+    ``super().__init__()``, and ``super().setup(...)`` where it has a ``setup``. The Trainer adds no other bar then.
+    """
+
+    after_task = 3
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self._current_eval_dataloader_idx: int | None = None
+
+    @property
+    def trainer(self) -> Trainer:
+        """Whose run is shown.
+
+        Raises:
+            TypeError: before a stage has been set up.
+        """
+        if self._trainer is None:
+            raise TypeError(f"{type(self).__name__}.trainer is not there before a stage begins.")
+        return self._trainer
+
+    # -- what users override -------------------------------------------------------------------------------------
+
+    def disable(self) -> None:
+        """Draw nothing any more. Called in ``setup`` on every process but rank zero.
+
+        Raises:
+            NotImplementedError: a bar must say how.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs a method disable() that turns it off.")
+
+    def enable(self) -> None:
+        """Draw again.
+
+        Raises:
+            NotImplementedError: a bar must say how.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs a method enable() that turns it on.")
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` without tearing the bar; `Trainer.print` goes here."""
+        print(*args, **kwargs)
+
+    def get_metrics(self, trainer: Trainer, pl_module: TaskModule) -> dict[str, Any]:
+        """What stands beside the bar: the first logger's version as ``v_num``, and what was logged for it.
+
+        Reads the device, so ask only when you draw.
+        """
+        version = getattr(trainer.logger, "version", None)
+        shown = {} if version in (None, "") else {"v_num": version[-4:] if isinstance(version, str) else version}
+        return shown | trainer.progress_bar_metrics
+
+    @property
+    def sanity_check_description(self) -> str:
+        """What to call the validation before training."""
+        return "sanity check"
+
+    @property
+    def train_description(self) -> str:
+        """What to call an epoch; its number follows."""
+        return "epoch"
+
+    @property
+    def validation_description(self) -> str:
+        """What to call a validation."""
+        return "validation"
+
+    @property
+    def test_description(self) -> str:
+        """What to call a test."""
+        return "test"
+
+    @property
+    def predict_description(self) -> str:
+        """What to call a prediction."""
+        return "predict"
+
+    # -- how many batches ----------------------------------------------------------------------------------------
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """Micro-batches of this epoch, fewer where ``max_steps`` ends it; infinite where that is not known."""
+        trainer = self.trainer
+        sources = trainer.sources
+        batches = math.inf if sources is None else _known(sources.train.length)
+        if trainer.max_epochs == -1 and trainer.max_steps > 0:
+            left = (trainer.max_steps - trainer.progress.step) * trainer.accumulate_grad_batches
+            return min(batches, trainer.progress.batch + left)
+        return batches
+
+    @property
+    def total_val_batches(self) -> int | float:
+        """Batches of all validation loaders, where this epoch is validated at all; else 0."""
+        trainer = self.trainer
+        every = trainer.check_val_every_n_epoch
+        if not trainer.has_validation or (every and (trainer.progress.epoch + 1) % every):
+            return 0
+        return sum(self._lengths("val"))
+
+    @property
+    def total_val_batches_current_dataloader(self) -> int | float:
+        """Batches of the validation loader that runs."""
+        return self._current("val")
+
+    @property
+    def total_test_batches_current_dataloader(self) -> int | float:
+        """Batches of the test loader that runs."""
+        return self._current("test")
+
+    @property
+    def total_predict_batches_current_dataloader(self) -> int | float:
+        """Batches of the predict loader that runs."""
+        return self._current("predict")
+
+    def _current(self, kind: str) -> int | float:
+        return self._lengths(kind)[self._current_eval_dataloader_idx or 0]
+
+    def _lengths(self, kind: str) -> list[int | float]:
+        sources = self.trainer.sources
+        return [] if sources is None else [_known(loader.length) for loader in sources.evaluation(kind)]
+
+    def has_dataloader_changed(self, dataloader_idx: int) -> bool:
+        """Whether another loader has begun since the last call."""
+        before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
+        return before != dataloader_idx
+
+    def reset_dataloader_idx_tracker(self) -> None:
+        """Another evaluation begins."""
+        self._current_eval_dataloader_idx = None
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Get to know the trainer; off on every process but rank zero."""
+        super().setup(trainer, pl_module, stage)
+        self._trainer = trainer
+        if not trainer.is_global_zero:
+            self.disable()
+
+
+def _known(length: int | None) -> int | float:
+    return math.inf if length is None else length

@@ -1,5 +1,240 @@
-"""What scripts import from ``lightning.pytorch.callbacks.progress.rich_progress``: names, nothing else."""
+"""The progress bar that the package ``rich`` draws."""
 
-from ..rich_bar import RichProgressBar, RichProgressBarTheme
+from __future__ import annotations
 
-__all__ = ["RichProgressBar", "RichProgressBarTheme"]
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ...common.optional import require
+from ._refresh import DrawnBar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn, Task, TaskID
+    from rich.style import Style
+
+    from ...trainer import Trainer
+
+
+@dataclass
+class RichProgressBarTheme:
+    """How the parts of a `RichProgressBar` look: styles of rich, by name or as objects.
+
+    Args:
+        description: the stage's name.
+        progress_bar: the bar.
+        progress_bar_finished: the bar when it is full.
+        progress_bar_pulse: the bar where it is not known how many batches there are.
+        batch_progress: how many batches are done.
+        time: the time spent, and the time left.
+        processing_speed: batches per second.
+        metrics: the logged values.
+        metrics_text_delimiter: what stands between two of them.
+        metrics_format: the format of a number among them.
+    """
+
+    description: str | Style = ""
+    progress_bar: str | Style = "#6206E0"
+    progress_bar_finished: str | Style = "#6206E0"
+    progress_bar_pulse: str | Style = "#6206E0"
+    batch_progress: str | Style = ""
+    time: str | Style = "dim"
+    processing_speed: str | Style = "dim underline"
+    metrics: str | Style = "italic"
+    metrics_text_delimiter: str = " "
+    metrics_format: str = ".3f"
+
+
+class RichProgressBar(DrawnBar):
+    """As `TQDMProgressBar`, drawn by the package ``rich``. It needs no thread of its own.
+
+    Override `configure_columns` to choose its parts, and `get_metrics` what is shown beside them.
+
+    Args:
+        refresh_rate: redraws per second, ten at most, as nobody reads faster; 0 draws nothing.
+        leave: leave each epoch's bar on the screen, not only the last one.
+        theme: how the parts look.
+        console_kwargs: arguments of ``rich.console.Console``. Default: standard error.
+        line_every: seconds between the plain lines that stand for the bar where there is no terminal.
+
+    Attributes:
+        progress: the ``rich.progress.Progress`` that is drawn, or None.
+
+    Raises:
+        ModuleNotFoundError: without the package.
+        ValueError, TypeError: for an argument that can't be honoured.
+    """
+
+    def __init__(
+        self,
+        refresh_rate: int = 100,
+        leave: bool = False,
+        theme: RichProgressBarTheme | None = None,
+        console_kwargs: dict[str, Any] | None = None,
+        line_every: float = 10.0,
+    ) -> None:
+        require("RichProgressBar", "rich", extra="rich")
+        super().__init__(refresh_rate, leave, line_every)
+        if theme is not None and not isinstance(theme, RichProgressBarTheme):
+            raise TypeError(f"theme={theme!r} must be a RichProgressBarTheme, not a {type(theme).__name__}.")
+        self.theme = theme or RichProgressBarTheme()
+        self.progress: Progress | None = None
+        self._console_kwargs = dict(console_kwargs or {})
+        self._every = max(self._every, 1 / max(1, refresh_rate))
+        self._epoch: TaskID | None = None
+        self._evaluation: TaskID | None = None
+        self._leaves_evaluation = False
+
+    def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
+        """The parts of the bar, from left to right; the logged values follow."""
+        from rich.progress import BarColumn, TextColumn
+
+        theme, words = self.theme, _words_column()
+        return [
+            TextColumn("{task.description}", style=theme.description, markup=False),
+            BarColumn(
+                complete_style=theme.progress_bar,
+                finished_style=theme.progress_bar_finished,
+                pulse_style=theme.progress_bar_pulse,
+            ),
+            words(_batches, theme.batch_progress),
+            words(_time, theme.time),
+            words(_speed, theme.processing_speed),
+        ]
+
+    # -- drawing -------------------------------------------------------------------------------------------------
+
+    def _can_draw(self) -> bool:
+        console = _console(self._console_kwargs)
+        return console.is_terminal or console.is_jupyter
+
+    def _started(self) -> Progress:
+        """What is drawn, made when it is first needed and after it was left on the screen."""
+        if self.progress is None:
+            from rich.progress import Progress
+
+            metrics = _words_column()(lambda task: task.fields.get("metrics", ""), self.theme.metrics)
+            self.progress = Progress(
+                *self.configure_columns(self.trainer),
+                metrics,
+                console=_console(self._console_kwargs),
+                auto_refresh=False,  # by a thread, which could fail where nobody sees it
+                redirect_stdout=False,  # the process's own streams stay what they are
+                redirect_stderr=False,
+            )
+            self.progress.live.transient = True  # wiped off when it is stopped, as `_clear` does
+        self.progress.start()
+        return self.progress
+
+    def _open_epoch(self, text: str, done: int, total: int | None) -> None:
+        progress = self._started()
+        if self._epoch is None:
+            self._epoch = progress.add_task(text, total=total, completed=done)
+        else:
+            progress.reset(self._epoch, description=text, total=total, completed=done, metrics="")
+        progress.refresh()
+
+    def _show_epoch(self, done: int, values: dict[str, Any]) -> None:
+        if self._epoch is not None:
+            text = self.theme.metrics_text_delimiter.join(f"{name}: {value}" for name, value in values.items())
+            progress = self._started()
+            progress.update(self._epoch, completed=done, metrics=text)
+            progress.refresh()
+
+    def _format(self, value: Any) -> str:
+        return f"{value:{self.theme.metrics_format}}" if isinstance(value, float) else str(value)
+
+    def _close_epoch(self) -> None:
+        self._close()
+
+    def _open_evaluation(self, kind: str, text: str, total: int | None) -> None:
+        self._evaluation = self._started().add_task(text, total=total)
+        self._leaves_evaluation = kind in ("test", "predict") or (kind == "validation" and self._epoch is None)
+
+    def _show_evaluation(self, done: int) -> None:
+        if self._evaluation is not None:
+            progress = self._started()
+            progress.update(self._evaluation, completed=done)
+            progress.refresh()
+
+    def _close_evaluation(self, done: int) -> None:
+        if self._evaluation is None:
+            return
+        progress = self._started()
+        if self._leaves_evaluation:
+            progress.update(self._evaluation, completed=done)
+            self._close()
+        else:
+            progress.remove_task(self._evaluation)
+            self._evaluation = None
+            progress.refresh()
+
+    def _clear(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+    def _come_back(self) -> None:
+        if self.progress is not None:
+            self._started().refresh()
+
+    def _close(self) -> None:
+        progress, self.progress = self.progress, None
+        self._epoch = self._evaluation = None
+        if progress is not None:
+            progress.live.transient = False
+            progress.start()  # it may have been wiped off
+            progress.stop()
+
+
+@cache
+def _console_class() -> type[Console]:
+    """rich's own console, but for what it does when nobody reads any more: it would end the process."""
+    from rich.console import Console
+
+    class Screen(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError("nobody reads what is written")
+
+    return Screen
+
+
+def _console(given: dict[str, Any]) -> Console:
+    """Made anew for each stage: standard error may be another by then."""
+    where = {} if {"file", "stderr"} & given.keys() else {"file": sys.stderr}
+    return _console_class()(**{**where, **given})
+
+
+@cache
+def _words_column() -> Callable[..., ProgressColumn]:
+    """A column of plain words, which rich has only as templates with markup."""
+    from rich.progress import ProgressColumn
+    from rich.text import Text
+
+    class Words(ProgressColumn):
+        def __init__(self, words: Callable[[Task], str], style: str | Style) -> None:
+            super().__init__()
+            self.words, self.style = words, style
+
+        def render(self, task: Task) -> Text:
+            return Text(self.words(task), style=self.style)
+
+    return Words
+
+
+def _batches(task: Task) -> str:
+    return f"{int(task.completed)}/{'--' if task.total is None else int(task.total)}"
+
+
+def _time(task: Task) -> str:
+    spent = task.finished_time if task.finished else task.elapsed
+    both = (spent, task.time_remaining)
+    return " • ".join("-:--:--" if seconds is None else str(timedelta(seconds=int(seconds))) for seconds in both)
+
+
+def _speed(task: Task) -> str:
+    speed = task.finished_speed or task.speed
+    return "" if speed is None else f"{speed:.2f}it/s"

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..filed import Held, Piece, Weights, some
-from ..foreign.sources import open_weights
+from ..checkpoint import Held, Piece, Weights, some
+from ..weights import open_weights
+from .device_map import check_device_map, device_of
 from .hooks import Home, Loan, StandIn, Station, UserCpuOffloadHook
 from .memory import Device, accelerators, is_accelerator, resolve
-from .plan import check_device_map, device_of
-from .sizes import check_class_names
-from .tensors import (
+from .module_sizes import check_class_names
+from .module_tensors import (
     READ_FROM_OUTSIDE,
     class_names,
     is_buffer,
@@ -25,7 +25,7 @@ from .tensors import (
     put_by_name,
     tied_names,
 )
-from .weights import check_shapes, write_weights
+from .offload_file import check_shapes, write_weights
 
 Skip = str | list[str] | None
 

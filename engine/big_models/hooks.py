@@ -13,8 +13,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from ..filed import Held, Piece
-from .tensors import is_buffer, like, put
+from ..checkpoint import Held, Piece
+from .module_tensors import is_buffer, like, put
 
 
 class StandIn(Tensor):

@@ -1,1 +1,17 @@
 """What a run would do and need, found out without its machines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .advice import advise
+    from .decoder import Decoder, next_token_loss, sizes_of, tokens
+    from .gpus import GPU, gpu_called, gpu_here
+    from .plan import Plan
+    from .report import Schedule, screen
+    from .simulation import simulate
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ...strategies import simulated
+from ...strategies import simulation as simulated
 from .plan import Plan
 
 # Less is within what a plan can tell apart.

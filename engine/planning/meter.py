@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...strategies import simulated
+from ...strategies import simulation as simulated
 from .clocks import Clocks
-from .network import collective_seconds
-from .prices import Prices
+from .collective_costs import collective_seconds
+from .op_costs import Prices
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, GATHERED, BATCH = "activations", "gathered", "batch"

@@ -9,7 +9,7 @@ from ...common.validation import check_int
 from ...strategies import Precision, Strategy
 from .gpus import GPU, GPUS, gpu_called
 from .meter import Traffic
-from .prices import ARITHMETIC, Calibration
+from .op_costs import ARITHMETIC, Calibration
 
 WAITING = "waiting for other processes"
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...strategies import simulated
-from ...strategies.construction import built_in_place
+from ...strategies import built_in_place
+from ...strategies import simulation as simulated
 from .clocks import Clocks
+from .collective_costs import collective_seconds
 from .meter import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, Memory, Meter
-from .network import collective_seconds
+from .op_costs import Prices
 from .plan import WAITING, Conditions, Plan
-from .prices import Prices
 
 
 def simulate(

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...common.messages import announce, nearest
 from ...common.validation import check_path
-from ...strategies import announce, nearest
 
 
 class Profiler:

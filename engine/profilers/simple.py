@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from .clock import Span, device_clock
+from .device_clock import Span, device_clock
 from .profiler import Profiler
 from .verdict import verdict
 

@@ -8,8 +8,8 @@ import pytest
 from callback_runs import Tiny, fit
 from processes import run, script
 from treadle.callbacks import Callback, ModelCheckpoint
-from treadle.engine import disk
-from treadle.engine.checkpoint import verify
+from treadle.engine.checkpoint import filesystem as disk
+from treadle.engine.checkpoint.store import verify
 
 import treadle
 

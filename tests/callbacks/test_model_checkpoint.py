@@ -16,8 +16,9 @@ from processes import RankError, clean_environment, run
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from treadle.callbacks import Callback, LambdaCallback, ModelCheckpoint
-from treadle.callbacks.retention import finish_removing
-from treadle.engine import checkpoint, disk
+from treadle.callbacks._checkpointing.removal import finish_removing
+from treadle.engine.checkpoint import filesystem as disk
+from treadle.engine.checkpoint import store as checkpoint
 
 NAN = float("nan")
 

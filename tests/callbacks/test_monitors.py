@@ -18,7 +18,7 @@ from treadle.callbacks import (
     ThroughputMonitor,
     measure_flops,
 )
-from treadle.callbacks.peak_flops import peak_flops
+from treadle.callbacks._throughput.peak_flops import peak_flops
 
 # -- Throughput ----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from treadle.callbacks import (
     Timer,
 )
 from treadle.loggers import Logger
-from treadle.trainer import loop
+from treadle.trainer.loop import fit_loop as loop
 
 
 class Rows(Logger):

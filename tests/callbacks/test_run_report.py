@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
-from treadle.callbacks.report_page import Chart, Page, styles
-from treadle.callbacks.run_report import user_frames
+from treadle.callbacks.reporting.html import Chart, Page, styles
+from treadle.callbacks.reporting.report import user_frames
 from treadle.loggers import CSVLogger
 
 import treadle

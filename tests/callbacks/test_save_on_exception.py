@@ -10,7 +10,7 @@ from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from treadle.engine import checkpoint
+from treadle.engine.checkpoint import store as checkpoint
 
 import treadle
 

@@ -8,7 +8,8 @@ import pytest
 from callback_runs import Tiny, fit, loader, trainer
 from processes import run
 from treadle.callbacks import ModelCheckpoint
-from treadle.engine import checkpoint, disk
+from treadle.engine.checkpoint import filesystem as disk
+from treadle.engine.checkpoint import store as checkpoint
 
 VALUES = [5.0, 4.0, 1.0, 3.0, 2.0]
 

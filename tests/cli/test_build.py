@@ -14,13 +14,13 @@ import cli_samples
 import pytest
 import torch
 from torch import nn
+from treadle.cli.commands.printed import as_yaml
+from treadle.cli.config.instantiate import build
+from treadle.cli.config.instantiate.recipes import Opaque
+from treadle.cli.config.resolve import load
+from treadle.cli.config.values import ConfigError, value_of
 from treadle.trainer import settings
-from treadle.trainer.building import build
-from treadle.trainer.building.recipes import Opaque
-from treadle.trainer.building.signatures import described, signature
-from treadle.trainer.commands.printed import as_yaml
-from treadle.trainer.config import load
-from treadle.trainer.config_values import ConfigError, value_of
+from treadle.trainer.core.signatures import described, signature
 
 import treadle
 

@@ -12,9 +12,9 @@ import cli_samples
 import pytest
 import torch
 from processes import clean_environment, run, script
-from treadle.engine import checkpoint
-from treadle.trainer.commands import command_line
-from treadle.trainer.config import load
+from treadle.cli.commands import command_line
+from treadle.cli.config.resolve import load
+from treadle.engine.checkpoint import store as checkpoint
 
 import treadle
 from treadle.__main__ import main

@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from treadle.cli.completion import SCRIPTS, candidates
 
 from treadle.__main__ import main
-from treadle.completion import SCRIPTS, candidates
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_bash_gets_what_stands_behind_the_equals_sign():
 
 
 def test_nothing_waits_for_torch():
-    source = "import sys; from treadle.completion import candidates as c; c('treadle fit -c run.yaml trainer.'); "
+    source = "import sys; from treadle.cli.completion import candidates as c; c('treadle fit -c run.yaml trainer.'); "
     done = subprocess.run(
         [sys.executable, "-c", source + "print('torch' in sys.modules)"], capture_output=True, text=True
     )

@@ -7,9 +7,9 @@ import time
 
 import hostile_files
 import pytest
-from treadle.trainer.config import load
-from treadle.trainer.config_files import parse, scalar
-from treadle.trainer.config_values import ConfigError, plain
+from treadle.cli.config.resolve import load
+from treadle.cli.config.values import ConfigError, plain
+from treadle.cli.config.yaml_loader import parse, scalar
 
 
 @pytest.fixture(autouse=True)
@@ -273,7 +273,7 @@ def test_hostile_files_do_no_harm(here):
 
 def test_reading_waits_for_no_torch():
     source = (
-        "import sys, treadle.trainer.commands.command_line as c; print(c.usage('fit', 'x')[:5], 'torch' in sys.modules)"
+        "import sys, treadle.cli.commands.command_line as c; print(c.usage('fit', 'x')[:5], 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == "False"

@@ -17,9 +17,10 @@ from processes import run, script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, RunReport
-from treadle.callbacks.run_record import RunRecord
+from treadle.callbacks.reporting.run_record import RunRecord
 from treadle.loggers import CSVLogger, TensorBoardLogger
-from treadle.trainer.runs import listing, lock
+from treadle.trainer.runs import index as listing
+from treadle.trainer.runs import lock
 from treadle.trainer.runs.folder import RunFolder, check_name
 from treadle.trainer.runs.lock import FILE, Holder, RunLock, holder
 
@@ -878,7 +879,7 @@ def attacked(path):
         ):
             seen.append(f"{event} {str(args[0])[:80]}")
 
-    from treadle.trainer.commands.runs import main
+    from treadle.cli.commands.runs import main
 
     assert main(["show", path]) == 0  # what it needs is imported now
     sys.addaudithook(hook)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from processes import clean_environment
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks.run_record import RunRecord
-from treadle.trainer.commands.runs import main
-from treadle.trainer.commands.terminal_plot import plot
-from treadle.trainer.runs import listing
+from treadle.callbacks.reporting.run_record import RunRecord
+from treadle.cli.commands.runs import main
+from treadle.cli.commands.terminal_plot import plot
+from treadle.trainer.runs import index as listing
 from treadle.trainer.runs.folder import RunFolder
 
 import treadle

@@ -8,10 +8,10 @@ import sys
 import types
 
 import pytest
-from treadle.trainer.building.build import check
-from treadle.trainer.commands.command_line import Options, config_of, options_of
-from treadle.trainer.config import load
-from treadle.trainer.config_values import ConfigError
+from treadle.cli.commands.command_line import Options, config_of, options_of
+from treadle.cli.config.instantiate.build import check
+from treadle.cli.config.resolve import load
+from treadle.cli.config.values import ConfigError
 
 MODEL = "model: {class: cli_samples.Line}\n"
 ODD = "model: {class: cli_samples.Odd}\n"

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
-from treadle.engine import disk
-from treadle.engine.checkpoint import CheckpointStore, read_manifest, read_part
+from treadle.engine.checkpoint import filesystem as disk
+from treadle.engine.checkpoint.store import CheckpointStore, read_manifest, read_part
 from treadle.strategies import FSDP
 
 import treadle
@@ -185,7 +185,7 @@ def test_a_failed_save_model_leaves_the_older_one_whole(tmp_path, monkeypatch):
         written.append(path)
         path.write_bytes(b"new")
 
-    monkeypatch.setattr("treadle.engine.disk.write_tensors", full)
+    monkeypatch.setattr("treadle.engine.checkpoint.filesystem.write_tensors", full)
     with pytest.raises(OSError, match="disk full"):
         accelerator.save_model(model, tmp_path, max_shard_size=100)
     assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
@@ -612,7 +612,7 @@ def test_a_full_disk_is_said_though_the_directory_could_not_be_made(tmp_path, mo
     def full(path):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("treadle.engine.disk.mkdir", full)
+    monkeypatch.setattr("treadle.engine.checkpoint.filesystem.mkdir", full)
     with pytest.raises(OSError, match=r"No space left.*It needs [\d,]+ bytes, [\d,]+ are free"):
         cpu().save_state(tmp_path / "a" / "b" / "c")
 

@@ -10,7 +10,7 @@ from processes import run
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.engine import find_executable_batch_size
-from treadle.engine.batch_size import is_out_of_memory
+from treadle.engine.optim.batch_size import is_out_of_memory
 
 import treadle
 

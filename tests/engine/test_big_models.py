@@ -13,7 +13,6 @@ import torch
 from processes import script
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
-from treadle.engine import checkpoint
 from treadle.engine.big_models import (
     compute_module_sizes,
     cpu_offload,
@@ -31,6 +30,7 @@ from treadle.engine.big_models import (
     load_checkpoint_in_model,
     remove_hook_from_submodules,
 )
+from treadle.engine.checkpoint import store as checkpoint
 
 
 class Block(nn.Module):

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from treadle.engine import checkpoint, disk
-from treadle.engine.checkpoint import CheckpointStore
+from treadle.engine.checkpoint import filesystem as disk
+from treadle.engine.checkpoint import store as checkpoint
+from treadle.engine.checkpoint.store import CheckpointStore
 
 from treadle.testing.faults import Fault, disk_points, forked
 
@@ -109,7 +110,7 @@ def test_parts_without_tensors_and_models_without_weights(tmp_path):
 
 @pytest.mark.guarantee
 def test_what_could_not_be_read_back_is_not_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr("treadle.engine.parts._MAX_JSON_BYTES", 1000)
+    monkeypatch.setattr("treadle.engine.checkpoint.parts._MAX_JSON_BYTES", 1000)
     checkpoint.write_part(tmp_path / "x", "state", {"numbers": torch.arange(1000)})
     with pytest.raises(
         ValueError, match=r"part 'state' has 3,\d+ bytes beside its tensors.* as tensors or numpy arrays"

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from treadle.engine.codec import MAX_DEPTH, decode, encode
-from treadle.engine.disk import CODES
-from treadle.engine.record import Record
+from treadle.engine.checkpoint.filesystem import CODES
+from treadle.engine.checkpoint.json_codec import MAX_DEPTH, Record, decode, encode
 
 
 def round_trip(state):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from treadle.engine import CombinedLoader, JointLoader
-from treadle.engine.codec import decode, encode
-from treadle.engine.loader import Cursor, Loader
-from treadle.engine.random_state import RandomStream, random_state
+from treadle.engine.checkpoint.json_codec import decode, encode
+from treadle.engine.data.loader import Cursor, Loader
+from treadle.engine.rng import RandomStream, random_state
 
 import treadle
 

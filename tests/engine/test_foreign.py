@@ -19,8 +19,8 @@ import torch
 from processes import run
 from safetensors.torch import save_file
 from torch import nn
-from treadle.engine.filed import read_now
-from treadle.engine.foreign.sources import opened
+from treadle.engine.checkpoint.safetensors_file import read_now
+from treadle.engine.weights.sources import opened
 
 import treadle
 

@@ -9,7 +9,7 @@ import torch
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.engine import garbage
+from treadle.engine import garbage_collection as garbage
 
 import treadle
 

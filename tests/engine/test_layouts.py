@@ -12,10 +12,10 @@ from processes import run
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from treadle.engine import checkpoint, disk
-from treadle.engine.checkpoint import read_part
-from treadle.engine.filed import Filed
-from treadle.engine.stored import Stored
+from treadle.engine.checkpoint import filesystem as disk
+from treadle.engine.checkpoint import store as checkpoint
+from treadle.engine.checkpoint.safetensors_file import Filed, Stored
+from treadle.engine.checkpoint.store import read_part
 from treadle.strategies import DDP, FSDP
 
 import treadle
@@ -166,7 +166,7 @@ def forge(path, name, change):
     """Rewrite one shard's notes, and make the manifest agree."""
     from safetensors import safe_open
     from safetensors.torch import save_file
-    from treadle.engine import disk
+    from treadle.engine.checkpoint import filesystem as disk
 
     with safe_open(path / name, framework="pt") as file:
         tensors, notes = {key: file.get_tensor(key).clone() for key in file.keys()}, file.metadata()  # noqa: SIM118

@@ -21,9 +21,9 @@ from torch.utils.data import (
     Sampler,
     Subset,
 )
-from treadle.engine.codec import decode, encode
-from treadle.engine.loader import Cursor, Loader
-from treadle.engine.random_state import RandomStream, random_state
+from treadle.engine.checkpoint.json_codec import decode, encode
+from treadle.engine.data.loader import Cursor, Loader
+from treadle.engine.rng import RandomStream, random_state
 
 
 @dataclass

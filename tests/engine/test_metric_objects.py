@@ -6,8 +6,8 @@ import torchmetrics
 from processes import run
 from torch import nn
 from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric, Running
-from treadle.engine import metric_objects
-from treadle.engine.codec import decode, encode
+from treadle.engine.checkpoint.json_codec import decode, encode
+from treadle.engine.metrics import metric_state as metric_objects
 from treadle.strategies import World
 
 

@@ -7,7 +7,7 @@ import torch
 from processes import run
 from torchmetrics import ConfusionMatrix, MeanMetric
 from treadle.engine import Metrics
-from treadle.engine.codec import decode, encode
+from treadle.engine.checkpoint.json_codec import decode, encode
 from treadle.strategies import World
 
 REDUCTIONS = ("mean", "sum", "min", "max")

@@ -5,7 +5,8 @@ from fractions import Fraction
 
 import pytest
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
-from treadle.engine.order import GroupPlanner, share, sized
+from treadle.engine.data.micro_batches import GroupPlanner, share
+from treadle.engine.data.sharded_sampler import sized
 
 
 def test_shares_are_contiguous_and_even():

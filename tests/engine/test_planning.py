@@ -302,8 +302,8 @@ def test_a_stream_waits_for_another():
 
 
 def test_a_ring_within_a_machine_is_faster_than_between_machines():
+    from treadle.engine.planning.collective_costs import collective_seconds
     from treadle.engine.planning.gpus import gpu_called
-    from treadle.engine.planning.network import collective_seconds
 
     gpu, size = gpu_called("h100"), 400_000_000
     inside = collective_seconds("all_gather", size, tuple(range(8)), gpu)

@@ -10,9 +10,10 @@ import torch
 from treadle.engine.planning.advice import advise, size
 from treadle.engine.planning.decoder import Decoder, Sizes, next_token_loss, tokens
 from treadle.engine.planning.gpus import GPU
-from treadle.engine.planning.screen import Schedule, curve, duration, rounded, screen
+from treadle.engine.planning.report import Schedule, curve, duration, rounded, screen
 from treadle.engine.planning.simulation import simulate
-from treadle.strategies import DDP, FSDP, simulated
+from treadle.strategies import DDP, FSDP
+from treadle.strategies import simulation as simulated
 
 from treadle.__main__ import main
 

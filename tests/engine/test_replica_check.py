@@ -6,7 +6,7 @@ import pytest
 import torch
 from processes import run
 from torch import nn
-from treadle.engine.replica_check import ReplicasDiffer, _digests
+from treadle.engine.optim.replica_check import ReplicasDiffer, _digests
 from treadle.strategies import DDP
 
 import treadle

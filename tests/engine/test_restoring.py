@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.engine import disk
-from treadle.engine.checkpoint import read_manifest
-from treadle.engine.export_command import export, main
+from treadle.cli.commands.export import export, main
+from treadle.engine.checkpoint import filesystem as disk
+from treadle.engine.checkpoint.store import read_manifest
 
 import treadle
 from treadle.testing.faults import Fault, forked

@@ -5,7 +5,7 @@ import torch
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader
-from treadle.engine.same_settings import check_same
+from treadle.engine.rank_consistency import check_same
 
 import treadle
 from treadle.utils import DataLoaderConfiguration

@@ -8,8 +8,9 @@ import pytest
 import torch
 from processes import run, script
 from torch import nn
-from treadle.engine import background, disk
-from treadle.engine.checkpoint import CheckpointStore, verify
+from treadle.engine.checkpoint import async_save as background
+from treadle.engine.checkpoint import filesystem as disk
+from treadle.engine.checkpoint.store import CheckpointStore, verify
 from treadle.strategies import DDP, FSDP
 
 import treadle
@@ -224,7 +225,7 @@ INTERRUPTED = """
 import os, signal, sys, threading, treadle
 from torch import nn
 from treadle.engine import disk
-from treadle.engine.checkpoint import read_part
+from treadle.engine.checkpoint.store import read_part
 write, gate = disk.write_tensors, threading.Event()
 disk.write_tensors = lambda *args: gate.wait(60) and write(*args)
 accelerator = treadle.Accelerator(cpu=True)

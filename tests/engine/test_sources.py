@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split
 from treadle.engine import CombinedLoader
-from treadle.engine.digest import digest
-from treadle.engine.fingerprint import fingerprint
-from treadle.engine.order import steady
+from treadle.engine.data.batch_digest import digest
+from treadle.engine.data.dataset_check import fingerprint
+from treadle.engine.data.micro_batches import steady
 
 import treadle
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from processes import run
 from torch.utils.data import Dataset, IterableDataset, Subset
-from treadle.engine.split import split
+from treadle.engine.collectives import split
 
 import treadle
 

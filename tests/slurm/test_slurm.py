@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from treadle.strategies.environment import host_names
+from treadle.strategies.distributed.launch_environment import host_names
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cluster import Cluster, obstacle

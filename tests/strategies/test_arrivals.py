@@ -9,7 +9,8 @@ from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LambdaCallback
-from treadle.strategies import World, arrivals
+from treadle.strategies import World
+from treadle.strategies.distributed import matching_calls as arrivals
 
 import treadle
 from treadle import Accelerator

@@ -14,8 +14,8 @@ from processes import run, script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.strategies import DistributedOperationException, World
-from treadle.strategies.debug import Call, DebugWorld, verdict_on
-from treadle.strategies.environment import DebugEnvironment
+from treadle.strategies.distributed.collective_debug import Call, DebugWorld, verdict_on
+from treadle.strategies.distributed.launch_environment import DebugEnvironment
 
 import treadle
 

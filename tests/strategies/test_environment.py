@@ -9,7 +9,7 @@ import sys
 import pytest
 from processes import clean_environment
 from treadle.strategies import LaunchEnvironment
-from treadle.strategies.environment import host_names, task_counts
+from treadle.strategies.distributed.launch_environment import host_names, task_counts
 
 # As slurm 22.05 sets them for the third of `srun -N2 -n3`.
 SLURM = {

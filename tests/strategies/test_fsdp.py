@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.strategies import DDP, FSDP, SingleDevice, World
-from treadle.strategies.deferred import Tape
-from treadle.strategies.wrapping import chosen_blocks
+from treadle.strategies.fsdp.deferred_init import Tape
+from treadle.strategies.wrap_policy import chosen_blocks
 
 import treadle
 

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 from processes import clean_environment
-from treadle.strategies.launch import _quoted
+from treadle.strategies.launch.supervisor import _quoted
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="starts processes as the other tests of the launcher do"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from processes import clean_environment, script
-from treadle.strategies import launch
+from treadle.strategies.launch import supervisor as launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc as on Linux")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from processes import clean_environment
-from treadle.strategies import launch_command
-from treadle.strategies.nodes import Job
+from treadle.strategies.launch import command as launch_command
+from treadle.strategies.launch.rendezvous import Job
 
 SHOW = """
 import os, sys

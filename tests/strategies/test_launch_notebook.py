@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from processes import clean_environment, run
-from treadle.strategies.launchers import debug_launcher, notebook_launcher
+from treadle.strategies.launch.notebook import debug_launcher, notebook_launcher
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 
@@ -20,7 +20,7 @@ HEAD = """
 import os, sys, time
 import torch
 from treadle.strategies import World
-from treadle.strategies.launchers import debug_launcher, notebook_launcher
+from treadle.strategies.launch.notebook import debug_launcher, notebook_launcher
 def say(text):
     os.write(1, f"{text}\\n".encode())
 """

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from processes import clean_environment
-from treadle.strategies import nodes
+from treadle.strategies.launch import rendezvous as nodes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals, /proc and interfaces as on Linux")
 

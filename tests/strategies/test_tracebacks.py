@@ -11,8 +11,9 @@ import torch
 from processes import run, script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.strategies import World, tracebacks
-from treadle.strategies.tracebacks import PeerFailed
+from treadle.strategies import World
+from treadle.strategies.distributed import tracebacks
+from treadle.strategies.distributed.tracebacks import PeerFailed
 
 import treadle
 

@@ -12,7 +12,7 @@ from processes import run, script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LearningRateFinder, ModelCheckpoint
-from treadle.trainer.candidates import class_name
+from treadle.trainer.checkpointing.run_identity import class_name
 from treadle.trainer.runs.folder import RunFolder
 
 import treadle

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, ModelCheckpoint
-from treadle.engine import checkpoint
+from treadle.engine.checkpoint import store as checkpoint
 
 import treadle
 

@@ -10,9 +10,9 @@ from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, LearningRateMonitor, RunReport
-from treadle.callbacks.report_page import Chart, Page, alike, duration
+from treadle.callbacks.reporting.html import Chart, Page, alike, duration
 from treadle.loggers import CSVLogger
-from treadle.trainer.history import MOST_POINTS, Curve
+from treadle.trainer.logging.history import MOST_POINTS, Curve
 
 import treadle
 

@@ -176,8 +176,8 @@ def test_a_run_that_fails_is_no_run_that_does_not_fit(here, capsys):
 
 
 def subject_of(*arguments):
-    from treadle.trainer.commands.plan import parser
-    from treadle.trainer.commands.plan_config import of_config
+    from treadle.cli.commands.plan import parser
+    from treadle.cli.commands.plan_config import of_config
 
     return of_config(parser().parse_args(["--config", "run.yaml", *arguments]))
 

@@ -11,7 +11,7 @@ import torch
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from treadle.engine.profilers.clock import DeviceClock
+from treadle.engine.profilers.device_clock import DeviceClock
 from treadle.engine.profilers.simple import Action
 from treadle.engine.profilers.verdict import verdict
 

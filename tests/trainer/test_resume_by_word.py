@@ -12,7 +12,7 @@ from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LambdaCallback, ModelCheckpoint
-from treadle.engine import checkpoint
+from treadle.engine.checkpoint import store as checkpoint
 from treadle.loggers import CSVLogger
 from treadle.trainer.runs.folder import RunFolder
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, ModelCheckpoint
-from treadle.engine.codec import encode
+from treadle.engine.checkpoint.json_codec import encode
 
 import treadle
 

@@ -1,1 +1,14 @@
 """The folder of one run: `runs/<name>/<n>/`, its lock, and what can be read from it afterwards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from . import index
+    from .folder import CHECKPOINTS, CONFIG, RECORD, RunFolder
+    from .index import Run, locate, read
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

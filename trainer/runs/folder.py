@@ -18,8 +18,7 @@ from .lock import FILE, RunLock
 
 if TYPE_CHECKING:
     from ...callbacks import Callback, ModelCheckpoint, RunReport
-    from ...callbacks.report_page import Points
-    from ...callbacks.run_record import RunRecord
+    from ...callbacks.reporting import Points, RunRecord
     from ...strategies import World
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
@@ -104,7 +103,7 @@ class RunFolder:
         found = _absolute(path)
         with world.together():
             if world.is_main:
-                from .listing import read
+                from .index import read
 
                 read(found)  # before anything is written into a folder that may be someone else's
                 lock = _lock(found)
@@ -130,8 +129,8 @@ class RunFolder:
         try:
             with world.together():
                 if lock is not None:
-                    from ...engine.machine import environment
-                    from ...strategies import announce
+                    from ...common.messages import announce
+                    from ...engine import environment
 
                     folder._write(ENVIRONMENT, json.dumps(environment(), indent=2, ensure_ascii=False))
                     folder.record({"state": "running", "host": lock.own.host, "pid": lock.own.pid})
@@ -156,7 +155,7 @@ class RunFolder:
         Raises:
             ValueError: ``default_root_dir`` names another place, or a callback writes into another run's folder.
         """
-        from ...callbacks.run_record import RunRecord
+        from ...callbacks.reporting import RunRecord
 
         self._watch = RunRecord(self.record)
         flags = dict(settings or {})
@@ -177,7 +176,7 @@ class RunFolder:
 
     def _callbacks(self, flags: Mapping[str, Any], plain: bool) -> list[Callback]:
         from ...callbacks import ModelCheckpoint, OnExceptionCheckpoint, RunReport
-        from ..defaults import as_callbacks
+        from ..default_callbacks import as_callbacks
 
         callbacks = as_callbacks("callbacks", flags.get("callbacks"))
         saves = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
@@ -295,7 +294,7 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Note what ended the block, if that is not known, and let go of the folder. An error goes its way."""
-        from ...callbacks.run_record import ended_by
+        from ...callbacks.reporting import ended_by
 
         if self._earlier is not None and self._watch is not None and not self._watch.began:
             self._put_back(self._earlier)
@@ -307,7 +306,7 @@ class RunFolder:
         try:
             self.finish(**end)
         except OSError as refused:
-            from ...strategies import warn
+            from ...common.messages import warn
 
             warn(f"how the run ended could not be written into {self.path}: {refused}")
 
@@ -318,7 +317,7 @@ class RunFolder:
 
     def _write(self, name: str, content: str | bytes, durable: bool = True) -> None:
         """Write a file in one move: whoever reads it sees the old or the new one."""
-        from ...engine import disk
+        from ...engine.checkpoint import filesystem as disk
 
         part = self.path / f".{name}.tmp"
         try:
@@ -383,7 +382,7 @@ def _absolute(path: str | Path) -> Path:
 
 
 def _curve(steps: Any, values: Any) -> dict[str, Any]:
-    from ...callbacks.report_page import thinned
+    from ...callbacks.reporting import thinned
 
     kept = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
     drawn_steps, drawn = thinned(kept, _MOST_POINTS)

@@ -9,7 +9,7 @@ A point is where in a run, ``:before`` if nothing else is said:
     backward[:before|after]          `Accelerator.backward`, each micro-batch
     step[:before|after]              a prepared optimizer's real step; after: weights are new, nothing is counted yet
     callback:HOOK[:before|after]     before or after all that is called for this hook, such as on_train_batch_end
-    disk:OPERATION[:before|after]    the functions of `treadle.engine.disk` through which checkpoints are written
+    disk:OPERATION[:before|after]    a function of `treadle.engine.checkpoint.filesystem`, which writes checkpoints
     disk:write_...:half              half of the file is written
 
 and may hold ``*``: ``disk:*`` is before every disk operation. An action is what happens there:
@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..strategies.current import current_place
+from ..strategies.distributed import current_place
 from .fault import Action, Fault, FaultInjected, Firing
 from .places import OPERATIONS, POINTS, Places
 

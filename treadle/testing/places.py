@@ -17,11 +17,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..callbacks import HOOKS
-from ..engine import Accelerator, disk
-from ..trainer.hooks import Hooks
+from ..engine import Accelerator
+from ..engine.checkpoint import filesystem as disk
+from ..trainer.loop import Hooks
 
 OPERATIONS = ("mkdir", "write_bytes", "write_tensors", "fsync", "rename", "replace", "unlink", "rmdir")
-"""The functions of `treadle.engine.disk` that change something on a disk."""
+"""The functions of `treadle.engine.checkpoint.filesystem` that change something on a disk."""
 
 _WRITES = ("write_bytes", "write_tensors")
 

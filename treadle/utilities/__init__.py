@@ -3,8 +3,7 @@
 from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
 
 from ..callbacks import get_available_flops, measure_flops
-from ..engine import CombinedLoader, move_data_to_device
-from ..engine.inspection import (
+from ..compat.inspection import (
     find_shared_parameters,
     grad_norm,
     is_picklable,
@@ -12,7 +11,8 @@ from ..engine.inspection import (
     set_shared_parameters,
     suggested_max_num_workers,
 )
-from ..trainer.stored_hparams import AttributeDict
+from ..engine import CombinedLoader, move_data_to_device
+from ..trainer.core import AttributeDict
 
 __all__ = [
     "AttributeDict",

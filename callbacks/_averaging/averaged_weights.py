@@ -1,0 +1,273 @@
+"""Averaged weights: each process averages what it holds, and can put the averages into the model and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...engine import own_name
+from ...engine.checkpoint import OpenCheckpoint, Stored, model_part
+from ...strategies.distributed import cut_like, is_sharded, local
+from .._checkpointing import open_added
+from .._pruning import masks_of
+
+if TYPE_CHECKING:
+    from ...trainer import Trainer
+
+KEYS = ("weight_averaging", "stochastic_weight_averaging")
+"""Where the callbacks' states are among what a checkpoint's hooks have added."""
+
+Average = Callable[[list[Tensor], list[Tensor], int], None]
+"""Changes averages in place, given the current values and how many went into the averages before."""
+
+
+def lerp(share: float) -> Average:
+    """The average moves by this share of the way to the current value."""
+    return lambda averages, current, count: torch._foreach_lerp_(averages, current, share)
+
+
+def equal(averages: list[Tensor], current: list[Tensor], count: int) -> None:
+    """All that was averaged counts the same."""
+    torch._foreach_lerp_(averages, current, 1 / (count + 1))
+
+
+def one_by_one(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Average:
+    """torch's ``avg_fn(averaged, current, num_averaged)``."""
+
+    def average(averages: list[Tensor], current: list[Tensor], count: int) -> None:
+        for averaged, value in zip(averages, current, strict=True):
+            averaged.copy_(function(averaged, value, torch.tensor(count)))
+
+    return average
+
+
+class Averages:
+    """Averages of a model's parameters, and of those of its buffers that are saved.
+
+    Averages of half-precision values are float32: in bfloat16 a step of a thousandth of the way is lost in rounding.
+    What is not a floating-point number is not averaged: the newest counts. Where the model is pruned, so are the
+    averages that it is given and those that are saved.
+
+    Args:
+        module: the model, as the strategy has laid it out.
+        buffers: whether buffers are averaged; else the model keeps its own.
+        device: where averages lie; None for where the values are.
+
+    Attributes:
+        count: how many times the model was averaged.
+        values: the averages by name, tied parameters by each of theirs; of a sharded parameter this process's part.
+    """
+
+    def __init__(self, module: nn.Module, buffers: bool, device: torch.device | None = None) -> None:
+        self.count = 0
+        self.values: dict[str, Tensor] = {}
+        self._module = module
+        self._parameters = list(module.parameters())
+        self._buffers: list[tuple[dict[str, Any], str]] = []  # a module may put another tensor in a buffer's place
+        self._before: list[Tensor] | None = None
+        self._names: list[list[str]] = []  # of each tensor, all that are tied in it
+        self._held: list[Tensor] = []
+        masks = masks_of(module)
+        names: dict[int, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            name, stem = own_name(name), own_name(name).removesuffix("_orig")
+            names.setdefault(id(parameter), []).append(stem if stem in masks else name)
+        for parameter in self._parameters:
+            self._hold(names[id(parameter)], parameter, device)
+        if buffers:
+            self._hold_buffers({f"{name}_mask" for name in masks}, device)
+        continuous = [value.is_floating_point() or value.is_complex() for value in self._held]
+        self._floats = [n for n, is_float in enumerate(continuous) if is_float]
+        self._others = [n for n, is_float in enumerate(continuous) if not is_float]
+
+    def _hold_buffers(self, without: set[str], device: torch.device | None) -> None:
+        names: dict[tuple[int, str], list[str]] = {}
+        for path, part in self._module.named_modules(remove_duplicate=False):
+            for name, buffer in part._buffers.items():
+                full = own_name(f"{path}.{name}" if path else name)
+                if buffer is None or full in without or name in part._non_persistent_buffers_set:
+                    continue
+                if (id(part), name) not in names:
+                    self._buffers.append((part._buffers, name))
+                names.setdefault((id(part), name), []).append(full)
+        for own, buffer in zip(names.values(), self.buffers, strict=True):
+            self._hold(own, buffer, device)
+
+    def _hold(self, names: list[str], tensor: Tensor, device: torch.device | None) -> None:
+        half = tensor.dtype in (torch.float16, torch.bfloat16)
+        value = tensor.detach().clone().to(device=device, dtype=torch.float32 if half else None)
+        self.values |= dict.fromkeys(names, value)
+        self._names.append(names)
+        self._held.append(local(value))
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self._parameters, *self.buffers]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The model's buffers that are averaged."""
+        return [table[name] for table, name in self._buffers]
+
+    @torch.no_grad()
+    def update(self, average: Average) -> None:
+        """Take the model's values in; the first time they are the averages."""
+        now = [local(tensor.detach()) for tensor in self._tensors()]
+        held = self._held
+        if not self.count:
+            torch._foreach_copy_(held, now)
+        else:
+            mine = [held[n] for n in self._floats]
+            average(mine, [now[n].to(held[n].device, held[n].dtype) for n in self._floats], self.count)
+            if self._others:
+                torch._foreach_copy_([held[n] for n in self._others], [now[n] for n in self._others])
+        self.count += 1
+
+    # -- in the model --------------------------------------------------------------------------------------------
+
+    @property
+    def inside(self) -> bool:
+        """Whether the model has the averages."""
+        return self._before is not None
+
+    def put_in(self) -> None:
+        """Give the model the averages. What it had before is kept for `take_out`, whatever happens in between."""
+        if self._before is None:
+            with torch.inference_mode(False), torch.no_grad():
+                tensors = self._tensors()
+                before = [
+                    tensor.data if _alike(tensor, held) else local(tensor.detach()).clone()
+                    for tensor, held in zip(tensors, self._held, strict=True)
+                ]
+                self._before = before  # from here on it can be taken back
+                self._put(tensors, self._pruned())
+
+    def take_out(self) -> None:
+        """Give the model back what it had. May be called at any time."""
+        if self._before is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._put(self._tensors(), self._before)
+            self._before = None
+
+    def leave_in(self) -> None:
+        """The model keeps the averages."""
+        self._before = None
+
+    def _pruned(self) -> list[Tensor]:
+        """The averages, zero where all that computes with them is pruned."""
+        masks = masks_of(self._module)
+        return [
+            _under(held, [masks.get(name) for name in names])
+            for held, names in zip(self._held, self._names, strict=True)
+        ]
+
+    def _put(self, tensors: list[Tensor], values: list[Tensor]) -> None:
+        for tensor, held, value in zip(tensors, self._held, values, strict=True):
+            if _alike(tensor, held):
+                tensor.data = value  # nothing is copied
+            else:  # also where it is sharded: what gathers it knows this memory
+                local(tensor.detach()).copy_(value)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count and the averages, as they lie on the processes."""
+        masks = masks_of(self._module)
+        weights = {name: _under(value, [masks.get(name)]) for name, value in self.values.items()}
+        return {"count": self.count, "weights": weights if self.count else {}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned, of any layout; tensors may be unread.
+
+        Raises:
+            ValueError: if it is another model's.
+        """
+        saved = state_dict["weights"]
+        if saved and saved.keys() != self.values.keys():
+            other = sorted(saved.keys() ^ self.values.keys())
+            raise ValueError(
+                f"the checkpoint's averaged weights are another model's, or others were averaged (use_buffers): only "
+                f"one of both has {', '.join(other[:5])}."
+            )
+        for name, value in saved.items():
+            mine = self.values[name]
+            part = value if is_sharded(value) else cut_like(value, mine)
+            local(mine).copy_(local(part))
+        self.count = state_dict["count"]
+
+
+def _under(value: Tensor, masks: list[Tensor | None]) -> Tensor:
+    """A value with zeros where each of the masks has them; None has none."""
+    mask: Tensor | None = None
+    for other in masks:
+        if other is None:
+            return value
+        mask = other if mask is None else torch.maximum(mask, other)
+    return value if mask is None else value * mask.to(value.device, value.dtype)
+
+
+def _alike(tensor: Tensor, held: Tensor) -> bool:
+    return not is_sharded(tensor) and (tensor.dtype, tensor.device) == (held.dtype, held.device)
+
+
+def place_for(trainer: Trainer, device: Any, name: str, strict: bool) -> torch.device | None:
+    """Where averages are to lie.
+
+    Args:
+        trainer: whose run it is.
+        device: what the user gave.
+        name: the callback's.
+        strict: whether a device that can't be had is an error; else averages lie where the values are.
+
+    Raises:
+        ValueError: if the run can't be averaged so.
+    """
+    strategy = trainer.accelerator.strategy
+    if getattr(strategy, "local_steps", None) is not None:
+        raise ValueError(
+            f"{name} can't run with DDP(local_sgd_steps): between two exchanges each process trains a model of its "
+            "own. Leave out one of them."
+        )
+    place = None if device is None else torch.device(device)
+    if place is None or not strategy.sharded or place.type == trainer.accelerator.device.type:
+        return place
+    if strict:
+        raise ValueError(
+            f"{name}(device={str(device)!r}) with strategy={strategy.name!r}: the averages of a sharded model lie "
+            "where its parts do. Leave out device."
+        )
+    return None
+
+
+def saved_averages(opened: OpenCheckpoint) -> Mapping[str, Any] | None:
+    """Return what an averaging callback has put into a checkpoint, its tensors unread; None where there is nothing."""
+    added = open_added(opened)
+    return next((added[key] for key in KEYS if key in added), None)
+
+
+def averaged_weights(path: Path | str) -> dict[str, Tensor]:
+    """The averaged weights in a checkpoint, for ``load_state_dict``; what was not averaged is as it was trained.
+
+    Args:
+        path: the checkpoint, saved in a run with an averaging callback.
+
+    Raises:
+        ValueError: if it is damaged, or holds no averaged weights.
+    """
+    opened = OpenCheckpoint(path)
+    opened.verify()
+    found = saved_averages(opened)
+    if found is None or not found["weights"]:
+        raise ValueError(f"{path} holds no averaged weights: it was saved before any, or without such a callback.")
+    weights: dict[str, Tensor] = opened.read_part(model_part(0))
+    return weights | dict(_cast(found["weights"], weights))
+
+
+def _cast(averages: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, value in averages.items():
+        tensor = value.read() if isinstance(value, Stored) else value
+        yield name, tensor.to(weights[name].dtype) if name in weights else tensor

@@ -1,0 +1,96 @@
+"""BatchNorm's running statistics, measured anew for weights that nobody has trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ...common.messages import announce, warn
+from ...engine import isolated_random_state
+
+if TYPE_CHECKING:
+    from ...trainer import TaskModule, Trainer
+
+
+def measured_layers(module: nn.Module) -> list[nn.Module]:
+    """The BatchNorm layers that follow the data; those in evaluation mode don't."""
+    return [
+        part
+        for part in module.modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training and part.running_mean is not None
+    ]
+
+
+def measure(trainer: Trainer, task: TaskModule) -> None:
+    """Run ``training_step`` over the training data once, without gradients, for BatchNorm's sake. All must call it.
+
+    The statistics are the mean over the batches of all processes, each weighed by its samples. What a further run draws
+    is left as it was, and so are the logged values.
+
+    Args:
+        trainer: whose training is over.
+        task: its task.
+    """
+    layers = measured_layers(task)
+    if not layers or trainer.sources is None or trainer.steps is None:
+        return
+    accelerator, loader = trainer.accelerator, trainer.sources.train
+    announce(f"running through the training data once more, for the statistics of {len(layers)} BatchNorm layers")
+    before = [[buffer.clone() for buffer in layer.buffers()] for layer in layers]
+    momenta = [layer.momentum for layer in layers]
+    order = None if accelerator.stream is None else dict(accelerator.stream.state)
+    epoch = loader.epoch
+    logged = trainer.new_metrics(training=True)
+    try:
+        with torch.no_grad(), isolated_random_state(), trainer.logging_to(logged):
+            samples = _run_through(trainer, task, layers)
+    finally:
+        logged.reset()  # the task's metric objects count on otherwise
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum  # type: ignore[assignment]
+        loader.end_epoch()
+        loader.epoch = epoch
+        if accelerator.stream is not None and order is not None:
+            accelerator.stream.state = order
+    if not _share(trainer, layers, samples):
+        for layer, buffers in zip(layers, before, strict=True):
+            for buffer, value in zip(layer.buffers(), buffers, strict=True):
+                buffer.copy_(value)
+        warn("the training loader yields nothing a second time: BatchNorm keeps the statistics of the last epochs.")
+
+
+def _run_through(trainer: Trainer, task: TaskModule, layers: list[nn.Module]) -> float:
+    """Returns how many samples this process has seen."""
+    steps, accelerator = trainer.steps, trainer.accelerator
+    assert steps is not None
+    step = accelerator.local_method(task, "training_step")
+    for layer in layers:
+        layer.reset_running_stats()  # type: ignore[operator]
+    seen = 0.0
+    for index, batch in enumerate(trainer.sources.train):  # type: ignore[union-attr]
+        samples = accelerator.cursor.micro.samples  # type: ignore[union-attr]
+        seen += samples
+        for layer in layers:  # a batch that is there only for the others to go on counts nothing
+            layer.momentum = samples / seen if samples else 0.0  # type: ignore[assignment]
+        if steps.takes_index:
+            step(batch, index)
+        else:
+            step(batch)
+    return seen
+
+
+def _share(trainer: Trainer, layers: list[nn.Module], samples: float) -> bool:
+    """Let all processes have the mean of their statistics; False if there are none."""
+    world = trainer.accelerator.data_world
+    statistics: list[Tensor] = [t for layer in layers for t in (layer.running_mean, layer.running_var)]  # type: ignore
+    flat = torch.cat([t.double().flatten() for t in statistics] if world.device.type != "mps" else statistics)
+    total = world.all_reduce(torch.cat([flat * samples, flat.new_tensor([samples])]))
+    if not total[-1]:
+        return False
+    if world.size > 1:
+        mean = total[:-1] / total[-1]
+        for tensor, part in zip(statistics, mean.split([t.numel() for t in statistics]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+    return True

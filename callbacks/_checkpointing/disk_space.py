@@ -1,0 +1,73 @@
+"""How many bytes a checkpoint will at least take, known before the first step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from ...trainer import Trainer
+
+# Tensors as large as the parameter that torch's own optimizers make for it in their first step, and the options that
+# add one. Of an optimizer from elsewhere nothing is known, and what is not needed must not end a run.
+_STATES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "Adadelta": (2, ()),
+    "Adagrad": (1, ()),
+    "Adam": (2, ("amsgrad",)),
+    "AdamW": (2, ("amsgrad",)),
+    "Adamax": (2, ()),
+    "ASGD": (1, ()),
+    "NAdam": (2, ()),
+    "RAdam": (2, ()),
+    "RMSprop": (1, ("momentum", "centered")),
+    "Rprop": (2, ()),
+    "SGD": (0, ("momentum",)),
+}
+
+
+def bytes_needed(trainer: Trainer, weights_only: bool) -> int:
+    """What one checkpoint takes, of all processes together: exact for weights, at least as much for an optimizer.
+
+    That is so if every parameter to be trained gets a gradient.
+
+    Args:
+        trainer: whose task and optimizers are saved.
+        weights_only: whether only the weights are.
+    """
+    assert trainer.task is not None
+    found = {_place(t): _size(t) for t in trainer.task.state_dict().values() if isinstance(t, Tensor)}
+    needed = sum(found.values())
+    return needed if weights_only else needed + sum(map(_optimizer_bytes, trainer.optimizers))
+
+
+def _optimizer_bytes(optimizer: Optimizer) -> int:
+    has = sum(_size(value) for state in optimizer.state.values() for value in _values(state))
+    if has:
+        return has
+    kind = next((c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")), "")
+    always, options = _STATES.get(kind, (0, ()))
+    return sum(
+        (always + sum(bool(group.get(option)) for option in options)) * _size(parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    )
+
+
+def _values(state: Any) -> list[Tensor]:
+    values = state.values() if isinstance(state, dict) else ()
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # of a sharded one the whole
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """What tied tensors have in common."""
+    try:
+        return tensor.device, tensor.data_ptr() or id(tensor), tensor.shape
+    except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
+        return (id(tensor),)

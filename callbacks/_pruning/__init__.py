@@ -1,0 +1,12 @@
+"""The state of a pruned parameter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .pruned_parameter import Pruned, masks_of, unpruned
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,0 +1,152 @@
+"""One parameter that is pruned: its mask, its first value, and how it goes into a state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from ...engine import own_name
+
+
+class Pruned:
+    """A parameter that is to be pruned, or is.
+
+    torch keeps what is trained as ``weight_orig``, the mask as a buffer ``weight_mask``, and sets ``weight`` before
+    each forward. While it does, the module's state has ``weight`` alone, pruned, also when a fit is over. Where an
+    earlier fit has left a mask, this one takes it over.
+
+    Args:
+        module: whose parameter it is.
+        name: of the parameter.
+        path: of the module in the model.
+        keep_first: whether to keep the value that it has now.
+
+    Attributes:
+        first: the value that it had at first, if it is kept.
+    """
+
+    def __init__(self, module: nn.Module, name: str, path: str, keep_first: bool) -> None:
+        self.module = module
+        self.name = name
+        self.full_name = f"{path}.{name}" if path else name
+        self.first: Tensor | None = self.parameter.detach().clone() if keep_first else None
+        self._hooks: list[Any] = []
+        if (before := _follower(module, name)) is not None:
+            before._leave()
+        self.follow()
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether it has a mask."""
+        return f"{self.name}_mask" in self.module._buffers
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What is trained."""
+        table = self.module._parameters
+        return table[f"{self.name}_orig"] if f"{self.name}_orig" in table else table[self.name]  # type: ignore
+
+    @property
+    def mask(self) -> Tensor:
+        """1 where it is left, 0 where it is pruned."""
+        return self.module._buffers[f"{self.name}_mask"]  # type: ignore[return-value]
+
+    def zeros(self) -> int:
+        """How much is pruned. Waits for the device."""
+        return int((self.mask == 0).sum()) if self.is_pruned else 0
+
+    def refresh(self) -> None:
+        """Bring ``weight``, which torch compares, up to date: it is as the last forward saw it."""
+        if self.is_pruned:
+            setattr(self.module, self.name, (self.parameter * self.mask.to(self.parameter.dtype)).detach())
+
+    def follow(self) -> None:
+        """It was pruned: from now on the module's state has the pruned value under its own name."""
+        if self.is_pruned and not self._hooks:
+            self._hooks = [  # torch sets an attribute of the first one, which a method does not take
+                self.module.register_state_dict_post_hook(partial(self._hide)),
+                self.module.register_load_state_dict_pre_hook(self._seek),
+            ]
+
+    def settle(self) -> None:
+        """Let the pruned value be the parameter itself."""
+        if self.is_pruned:
+            prune.remove(self.module, self.name)
+        self._leave()
+
+    def _leave(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        if not self.is_pruned:
+            return {"first": self.first}
+        return {"first": self.first, "mask": self.mask, "value": self.parameter.detach()}
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Any] | None) -> None:
+        """Take back what `state` returned, its tensors unread.
+
+        Raises:
+            ValueError: if there is nothing.
+        """
+        if saved is None:
+            raise ValueError(f"the checkpoint was saved by a run that did not prune {self.full_name}.")
+        if self.first is not None and saved["first"] is not None:
+            self.first.copy_(saved["first"][...])
+        if "mask" not in saved:
+            self.settle()
+            return
+        mask = saved["mask"][...].to(self.parameter.device, copy=True)
+        if self.is_pruned:
+            self.mask.copy_(mask)  # torch would take it together with the one that is there
+        else:
+            prune.custom_from_mask(self.module, self.name, mask)
+        self.parameter.copy_(saved["value"][...])
+        self.follow()
+
+    def _hide(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        value, mask = state.pop(f"{prefix}{self.name}_orig"), state.pop(f"{prefix}{self.name}_mask")
+        state[f"{prefix}{self.name}"] = (value * mask.to(value.dtype)).detach()
+
+    def _seek(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """A value under its own name, all of which is to count: what it does not have as zero is pruned no more."""
+        if (value := state.pop(f"{prefix}{self.name}", None)) is not None:
+            mask = self.mask
+            if value.shape == mask.shape:  # else torch says what is wrong
+                mask = torch.where(value.to(mask.device) == 0, mask, torch.ones_like(mask))
+            state[f"{prefix}{self.name}_orig"] = value
+            state[f"{prefix}{self.name}_mask"] = mask
+
+
+def _follower(module: nn.Module, name: str) -> Pruned | None:
+    """Whose hooks a parameter has; the module alone knows, as it may be a copy, or of another callback's fit."""
+    owners = (getattr(getattr(hook, "func", None), "__self__", None) for hook in module._state_dict_hooks.values())
+    return next((one for one in owners if isinstance(one, Pruned) and one.name == name), None)
+
+
+def masks_of(model: nn.Module) -> dict[str, Tensor]:
+    """The masks of what is pruned in a model, by the names that the parameters have without them."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name.endswith("_orig")]
+    stems = [name.removesuffix("_orig") for name in names]
+    return {own_name(stem): buffers[f"{stem}_mask"] for stem in stems if f"{stem}_mask" in buffers}
+
+
+def unpruned(model: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, str]]:
+    """All parameters of these names in a model, but those of its containers and of the model itself."""
+    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    parts = [part for part in model.modules() if part is not model and not isinstance(part, containers)]
+    return [
+        (part, name)
+        for name in names
+        for part in parts
+        if part._parameters.get(name) is not None or part._parameters.get(f"{name}_orig") is not None
+    ]

@@ -1,0 +1,281 @@
+"""The table of a model's parts: parameters, modes, and with an example input, sizes and operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ...common.messages import warn
+from ...common.validation import check_int
+from ...engine import evaluation_mode, isolated_random_state, move_data_to_device
+from ...strategies.distributed import is_sharded, local, own_class
+
+_UNKNOWN = "?"
+
+
+@dataclass
+class Part:
+    """One row.
+
+    Attributes:
+        name: where it is in the model; ``(own)`` for parameters that the model holds itself.
+        type: its class.
+        parameters: how many, of all processes together.
+        lazy: whether there are some more that have no shape yet.
+        local: how many of them this process holds.
+        training: whether it is in train mode.
+        frozen: whether none of them is trained.
+        flops: floating-point operations in the run with the example; None where there was none.
+        in_size: the shapes that it was given first, or ``"?"``.
+        out_size: the shapes that it returned then.
+    """
+
+    name: str
+    type: str
+    parameters: int
+    lazy: bool
+    local: int
+    training: bool
+    frozen: bool
+    flops: int | None = None
+    in_size: Any = _UNKNOWN
+    out_size: Any = _UNKNOWN
+
+
+class Summary:
+    """What `summarize` found out; its text is the table.
+
+    Attributes:
+        layers: the rows.
+        total_parameters, trainable_parameters: how many, of all processes together; a shared one counts once.
+        model_size: of all parameters, in MB.
+        total_training_modes: how many parts are in ``"train"`` and in ``"eval"`` mode, the model itself left out.
+        total_flops: floating-point operations in the run with the example; 0 where there was none.
+    """
+
+    NUMBERS = ("parameters", "per device", "FLOPs")
+
+    def __init__(self, module: nn.Module, layers: list[Part], total_flops: int, measured: bool) -> None:
+        self.layers = layers
+        self.total_flops = total_flops
+        self.measured = measured
+        every = list(module.parameters())
+        self._every, self._trainable = _number(every), _number(p for p in every if p.requires_grad)
+        self._frozen = _number(p for p in every if not p.requires_grad)
+        self.total_parameters, self.trainable_parameters = self._every[0], self._trainable[0]
+        self.model_size = sum(p.numel() * p.element_size() for p in every if not is_lazy(p)) / 1e6
+        self._sharded = any(map(is_sharded, every))
+        modes = [part.training for part in module.modules()][1:]
+        self.total_training_modes = {"train": modes.count(True), "eval": modes.count(False)}
+
+    @property
+    def layer_names(self) -> list[str]:
+        """The parts' names."""
+        return [part.name for part in self.layers]
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The parts' classes."""
+        return [part.type for part in self.layers]
+
+    @property
+    def param_nums(self) -> list[int]:
+        """The parts' parameters."""
+        return [part.parameters for part in self.layers]
+
+    @property
+    def training_modes(self) -> list[bool]:
+        """Whether the parts are in train mode."""
+        return [part.training for part in self.layers]
+
+    @property
+    def in_sizes(self) -> list[Any]:
+        """The shapes that the parts were given."""
+        return [part.in_size for part in self.layers]
+
+    @property
+    def out_sizes(self) -> list[Any]:
+        """The shapes that the parts returned."""
+        return [part.out_size for part in self.layers]
+
+    @property
+    def flop_counts(self) -> dict[str, int]:
+        """The parts' floating-point operations, by name."""
+        return {part.name: part.flops or 0 for part in self.layers}
+
+    def columns(self) -> list[tuple[str, list[str]]]:
+        """The table, column by column: its head and its cells."""
+        rows = self.layers
+        columns = [
+            ("name", [row.name for row in rows]),
+            ("type", [row.type for row in rows]),
+            ("parameters", [_count(row.parameters, row.lazy) for row in rows]),
+            ("mode", [("train" if row.training else "eval") + (", frozen" if row.frozen else "") for row in rows]),
+        ]
+        if self._sharded:
+            columns.insert(3, ("per device", [f"{row.local:,}" for row in rows]))
+        if self.measured:
+            columns.append(("FLOPs", [_UNKNOWN if row.flops is None else f"{row.flops:,}" for row in rows]))
+            columns.append(("in", [str(row.in_size) for row in rows]))
+            columns.append(("out", [str(row.out_size) for row in rows]))
+        return columns
+
+    def totals(self) -> str:
+        """The line below the table."""
+        modes = self.total_training_modes
+        text = (
+            f"{_count(*self._every)} parameters: {_count(*self._trainable)} trainable, {_count(*self._frozen)} frozen; "
+            f"{self.model_size * 1e6 / 2**20:,.1f} MiB; "
+            f"{modes['train']} modules in train mode, {modes['eval']} in eval mode"
+        )
+        return f"{text}; {self.total_flops:,} FLOPs for the example input" if self.measured else text
+
+    def __str__(self) -> str:
+        columns = self.columns()
+        widths = [max(map(len, (head, *cells))) for head, cells in columns]
+        right = [head in self.NUMBERS for head, _ in columns]
+        rows = [[head for head, _ in columns], *map(list, zip(*(cells for _, cells in columns), strict=True))]
+        lines = [
+            "  ".join(
+                f"{cell:>{width}}" if to_right else f"{cell:<{width}}"
+                for cell, width, to_right in zip(row, widths, right, strict=True)
+            ).rstrip()
+            for row in rows
+        ]
+        rule = "-" * max(map(len, lines))
+        return "\n".join([lines[0], rule, *lines[1:], rule, self.totals()])
+
+
+def summarize(
+    module: nn.Module,
+    max_depth: int = 1,
+    *,
+    forward: Callable[..., Any] | None = None,
+    prepare: Callable[[Any], Any] | None = None,
+) -> Summary:
+    """Look at a model's parts.
+
+    Where the model has an ``example_input_array`` (a tensor; a list or tuple of arguments; a dict of them by name), it
+    is run on it once, in evaluation mode and without gradients, to see sizes and count operations. That leaves no
+    trace: not in random numbers, nor in modes, and a model with parameters that have no shape yet is not run.
+
+    Args:
+        module: the model.
+        max_depth: how many levels of parts to show; -1 for all.
+        forward: how to run it. Default: call it.
+        prepare: what to do with the example first. Default: move it to where the parameters are.
+
+    Returns:
+        What was found; ``str`` of it is a table.
+
+    Raises:
+        ValueError: for a depth that is none.
+    """
+    check_int("max_depth", max_depth, -1, "shows all")
+    parts = {
+        name: part for name, part in module.named_modules() if name and (max_depth == -1 or name.count(".") < max_depth)
+    }
+    rows = {name: _describe(name, part, list(part.parameters())) for name, part in parts.items()}
+    total = 0
+    example = getattr(module, "example_input_array", None)
+    measured = example is not None and not any(map(is_lazy, (*module.parameters(), *module.buffers())))
+    if measured:
+        try:
+            total = _run(module, parts, rows, forward or module, (prepare or _mover(module))(example))
+        except Exception as error:
+            measured = False
+            warn(f"example_input_array did not run, so sizes are not known: {type(error).__name__}: {error}")
+    layers = list(rows.values())
+    if own := list(module.parameters(recurse=False)):
+        layers.append(_describe("(own)", module, own))
+    return Summary(module, layers, total, measured)
+
+
+def _describe(name: str, part: nn.Module, parameters: list[nn.Parameter]) -> Part:
+    count, lazy = _number(parameters)
+    here = sum(local(p).numel() for p in parameters if not is_lazy(p))
+    frozen = bool(parameters) and not any(p.requires_grad for p in parameters)
+    return Part(name, own_class(part).__name__, count, lazy, here, part.training, frozen)
+
+
+def _run(
+    module: nn.Module, parts: dict[str, nn.Module], rows: dict[str, Part], forward: Callable[..., Any], example: Any
+) -> int:
+    """Run the model once; fills in sizes and operations of the rows, and returns the operations of all."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter = FlopCounterMode(display=False)
+    with ExitStack() as stack:
+        for name, part in parts.items():
+            if not isinstance(part, torch.jit.ScriptModule):  # which takes no hooks
+                _watch(part, rows[name], counter.get_total_flops, stack)
+        stack.enter_context(isolated_random_state())
+        stack.enter_context(evaluation_mode(module))
+        stack.enter_context(_uncompiled(module))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(counter)
+        if isinstance(example, Mapping):
+            forward(**example)
+        elif isinstance(example, list | tuple):
+            forward(*example)
+        else:
+            forward(example)
+    return int(counter.get_total_flops())
+
+
+def _watch(part: nn.Module, row: Part, flops: Callable[[], int], stack: ExitStack) -> None:
+    began: list[int] = []
+
+    def before(_: nn.Module, args: Any) -> None:
+        began.append(flops())
+
+    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        row.flops = (row.flops or 0) + flops() - began.pop()
+        if row.in_size == _UNKNOWN:
+            inputs = (*args, *kwargs.values())
+            row.in_size, row.out_size = _shapes(inputs[0] if len(inputs) == 1 else inputs), _shapes(output)
+
+    row.flops = 0
+    stack.callback(part.register_forward_pre_hook(before).remove)
+    stack.callback(part.register_forward_hook(after, with_kwargs=True).remove)
+
+
+def _shapes(value: Any) -> Any:
+    if hasattr(value, "shape"):
+        return list(value.shape)
+    if isinstance(value, Mapping):
+        return {name: _shapes(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shapes(item) for item in value]
+    return _UNKNOWN
+
+
+def _uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
+    """Compiled parts run as they were written: to compile them for an example would take minutes."""
+    compiled = any(getattr(part, "_compiled_call_impl", None) is not None for part in module.modules())
+    if compiled or any(type(part).__name__ == "OptimizedModule" for part in module.modules()):
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
+
+
+def _mover(module: nn.Module) -> Callable[[Any], Any]:
+    first = next(iter((*module.parameters(), *module.buffers())), None)
+    return lambda example: example if first is None else move_data_to_device(example, first.device)
+
+
+def _number(parameters: Iterable[nn.Parameter]) -> tuple[int, bool]:
+    """How many elements they have, and whether there are lazy ones, which have none before the first batch."""
+    known = list(parameters)
+    return sum(p.numel() for p in known if not is_lazy(p)), any(map(is_lazy, known))
+
+
+def _count(count: int, lazy: bool) -> str:
+    if lazy:
+        return f"{count:,} + lazy" if count else "lazy"
+    return f"{count:,}"

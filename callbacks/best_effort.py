@@ -1,0 +1,42 @@
+"""Callbacks that only show or measure: what fails in them never ends a run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..common.messages import warn
+from .callback import Callback
+
+if TYPE_CHECKING:
+    from ..trainer import TaskModule, Trainer
+
+
+class Service(Callback):
+    """A callback that training does not need: once something fails in it, it says so and is off for the stage."""
+
+    _calls_itself = ""  # in the warning; the class's name where it is empty
+    _broken = False
+
+    def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Another stage, another try."""
+        self._broken = False
+
+    def _safely(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Do ``work``; where it raises, say so, and do nothing from then on."""
+        if self._broken:
+            return None
+        try:
+            return work(*args)
+        except Exception as error:
+            self._broken = True
+            with contextlib.suppress(Exception):
+                self._switch_off()
+            with contextlib.suppress(Exception):  # standard error may be what is closed, or warnings be errors
+                name = self._calls_itself or type(self).__name__
+                warn(f"{name} failed and is off from now on: {type(error).__name__}: {error}")
+            return None
+
+    def _switch_off(self) -> None:
+        """Give back what it holds."""

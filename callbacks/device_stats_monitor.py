@@ -1,0 +1,120 @@
+"""Log how much memory the device uses, and how busy the machine is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..common.optional import require
+from ..common.validation import check_bool
+from .best_effort import Service
+
+if TYPE_CHECKING:
+    from ..trainer import TaskModule, Trainer
+
+
+class DeviceStatsMonitor(Service):
+    """Send the device's statistics to the loggers, every ``log_every_n_steps``: as the step begins and as it ends.
+
+    On a GPU these are ``torch.cuda.memory_stats``, what the allocator knows without waiting for the device; on a CPU
+    ``cpu_percent``, ``cpu_vm_percent`` and ``cpu_swap_percent``. A name is ``DeviceStatsMonitor.on_train_batch_end/``
+    and the statistic. In evaluations it is every so many batches. Rank zero's device is the one that is asked.
+
+    Args:
+        cpu_stats: the CPU's too, where the device is another. None: only where the device is the CPU; False: never.
+
+    Raises:
+        TypeError: for a value that is none of these.
+        ModuleNotFoundError: where the CPU's are wanted and the package ``psutil`` is not there.
+        ValueError: in ``fit``, where nothing is logged.
+    """
+
+    def __init__(self, cpu_stats: bool | None = None) -> None:
+        self.cpu_stats = None if cpu_stats is None else check_bool("cpu_stats", cpu_stats)
+        if cpu_stats:
+            require("DeviceStatsMonitor(cpu_stats=True)", "psutil", extra="psutil")
+        self._every = 0
+        self._begun = self._ended = -1  # the steps that were logged last
+        self._with_cpu = False
+
+    def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """See what is to be asked for."""
+        super().setup(trainer, pl_module, stage)
+        on_cpu = trainer.accelerator.device.type == "cpu"
+        self._with_cpu = on_cpu if self.cpu_stats is None else self.cpu_stats
+        if self._with_cpu:
+            require("DeviceStatsMonitor on a CPU", "psutil", extra="psutil")
+        if stage == "fit" and not (trainer.loggers and trainer.log_every_n_steps):
+            raise ValueError(
+                "DeviceStatsMonitor has nothing to write to: give the Trainer a logger and log_every_n_steps, or leave "
+                "it out."
+            )
+        self._begun = self._ended = trainer.progress.step
+        wanted = trainer.is_global_zero and trainer.loggers and (self._with_cpu or not on_cpu)
+        self._every = trainer.log_every_n_steps if wanted else 0
+        if self._with_cpu and wanted:
+            self._safely(_cpu)  # its percentages are of the time since they were asked for last
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
+        """As a step to be logged begins, with its first micro-batch."""
+        step = trainer.progress.step + 1
+        if self._every and step % self._every == 0 and step != self._begun:
+            self._begun = step
+            self._safely(self._write, trainer, "on_train_batch_start", step)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """As it ends, when the optimizer has stepped."""
+        step = trainer.progress.step
+        if self._every and step % self._every == 0 and step != self._ended:
+            self._ended = step
+            self._safely(self._write, trainer, "on_train_batch_end", step)
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Every so many batches."""
+        self._evaluation(trainer, "on_validation_batch_start")
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Every so many batches."""
+        self._evaluation(trainer, "on_validation_batch_end")
+
+    def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Every so many batches."""
+        self._evaluation(trainer, "on_test_batch_start")
+
+    def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Every so many batches."""
+        self._evaluation(trainer, "on_test_batch_end")
+
+    def _evaluation(self, trainer: Trainer, moment: str) -> None:
+        if self._every and not trainer.sanity_checking and (trainer.evaluation_batch + 1) % self._every == 0:
+            self._safely(self._write, trainer, moment, trainer.progress.step)
+
+    def _write(self, trainer: Trainer, moment: str, step: int) -> None:
+        found = _device(trainer.accelerator.device) | (_cpu() if self._with_cpu else {})
+        row = {f"{type(self).__qualname__}.{moment}/{name}": value for name, value in found.items()}
+        trainer.logbook.call("log_metrics", {"epoch": trainer.progress.epoch, **row}, step=step)
+
+
+def _device(device: torch.device) -> dict[str, float]:
+    """What its allocator knows; nothing waits for the device."""
+    if device.type == "cuda":
+        return dict(torch.cuda.memory_stats(device))
+    if device.type == "mps":
+        return {
+            "current_allocated_memory": torch.mps.current_allocated_memory(),
+            "driver_allocated_memory": torch.mps.driver_allocated_memory(),
+        }
+    return {}
+
+
+def _cpu() -> dict[str, float]:
+    import psutil
+
+    return {
+        "cpu_percent": psutil.cpu_percent(),
+        "cpu_vm_percent": psutil.virtual_memory().percent,
+        "cpu_swap_percent": psutil.swap_memory().percent,
+    }

@@ -1,0 +1,316 @@
+"""When a bar is drawn, and what stands in its place where there is no terminal; how it looks is for others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ...common.messages import announce, logger
+from ...common.validation import check_bool, check_int, check_number
+from .progress_bar import ProgressBar
+
+if TYPE_CHECKING:
+    from ...trainer import TaskModule, Trainer
+
+_REDRAW_EVERY = 0.1  # seconds; faster than that nobody reads
+
+
+class DrawnBar(ProgressBar):
+    """A bar for the epoch and one for the evaluation that runs, on rank zero; plain lines where there is no terminal.
+
+    What fails in drawing never ends a run: a closed terminal, or an error in an override, turns the bar off with a
+    warning. The device is read only when something is drawn.
+
+    Args:
+        refresh_rate: 0 draws nothing; else what a subclass makes of it.
+        leave: leave each epoch's bar on the screen, not only the last one.
+        line_every: seconds between the plain lines.
+    """
+
+    _calls_itself = "the progress bar"
+
+    def __init__(self, refresh_rate: int, leave: bool, line_every: float) -> None:
+        super().__init__()
+        self._refresh_rate = check_int("refresh_rate", refresh_rate, 0, "draws nothing")
+        self._leave = check_bool("leave", leave)
+        self.line_every = check_number("line_every", line_every, 0.0)
+        self._enabled = True
+        self._terminal = False
+        self._due = math.inf  # when to draw next; never, where there is nothing to draw
+        self._every = _REDRAW_EVERY
+        self._batches = 1  # between redraws
+        self._shown = 0  # batches that the bar of the epoch, or of the evaluation, stands at
+        self._text = ""
+        self._pace = _Pace()
+
+    @property
+    def refresh_rate(self) -> int:
+        """As given."""
+        return self._refresh_rate
+
+    @property
+    def leave(self) -> bool:
+        """As given."""
+        return self._leave
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether anything is drawn."""
+        return self._enabled and self._refresh_rate > 0
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether nothing is drawn."""
+        return not self.is_enabled
+
+    def enable(self) -> None:
+        """Draw again, from the next stage on."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Draw nothing any more."""
+        self._enabled = False
+        self._switch_off()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` above the bar."""
+        if self._terminal:
+            self._safely(self._clear)
+        print(*args, **kwargs)
+        if self._terminal:
+            self._safely(self._come_back)
+
+    # -- how it looks --------------------------------------------------------------------------------------------
+
+    def _can_draw(self) -> bool:
+        """Whether there is a terminal, or a notebook."""
+        return is_terminal(sys.stderr) or "ipykernel" in sys.modules
+
+    def _open_epoch(self, text: str, done: int, total: int | None) -> None:
+        raise NotImplementedError
+
+    def _show_epoch(self, done: int, values: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _close_epoch(self) -> None:
+        """Leave the epoch's bar on the screen; the next epoch has another."""
+        raise NotImplementedError
+
+    def _open_evaluation(self, kind: str, text: str, total: int | None) -> None:
+        raise NotImplementedError
+
+    def _show_evaluation(self, done: int) -> None:
+        raise NotImplementedError
+
+    def _close_evaluation(self, done: int) -> None:
+        raise NotImplementedError
+
+    def _clear(self) -> None:
+        """Wipe the bars off; they come back with the next redraw."""
+        raise NotImplementedError
+
+    def _come_back(self) -> None:
+        """Draw what `_clear` has wiped off."""
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """The last bars stay as they are, and nothing is held any more."""
+        raise NotImplementedError
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Find out where to draw: on rank zero only."""
+        super().setup(trainer, pl_module, stage)
+        active = self.is_enabled and trainer.is_global_zero
+        self._terminal = active and bool(self._safely(self._can_draw))
+        self._due = math.inf if not active else time.monotonic() + (0.0 if self._terminal else self.line_every)
+        if self._terminal:
+            logger.addFilter(self._make_room)
+
+    def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Close what is open."""
+        self._switch_off()
+
+    def _switch_off(self) -> None:
+        self._due, self._terminal = math.inf, False
+        logger.removeFilter(self._make_room)
+        with contextlib.suppress(Exception):
+            self._close()
+
+    def _make_room(self, record: logging.LogRecord) -> bool:
+        """Before a message of ours is written."""
+        self._safely(self._clear)
+        return True
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Begin the epoch's bar; where an epoch is resumed, at the batch where it goes on."""
+        done = self._shown = trainer.progress.batch
+        self._pace.restart(done)
+        if self._terminal:
+            self._safely(self._begin_epoch, trainer, done)
+
+    def _begin_epoch(self, trainer: Trainer, done: int) -> None:
+        text = f"{self.train_description} {trainer.progress.epoch}"
+        self._open_epoch(text, done, _finite(self.total_train_batches))
+        self._due = 0.0
+
+    def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Redraw if it is time to."""
+        if time.monotonic() >= self._due:
+            self._safely(self._draw_training, trainer, pl_module)
+
+    def _draw_training(self, trainer: Trainer, task: TaskModule, always: bool = False) -> None:
+        done = trainer.progress.batch
+        if not self._terminal:
+            self._line(self._where(trainer, done), done, self.total_train_batches, self.get_metrics(trainer, task))
+            return
+        self._due = time.monotonic() + self._every
+        if always or done - self._shown >= self._batches:
+            self._shown = done
+            self._show_epoch(done, self._words(self.get_metrics(trainer, task)))
+
+    def _words(self, values: dict[str, Any]) -> dict[str, str]:
+        return {name: self._format(value) for name, value in values.items()}
+
+    def _format(self, value: Any) -> str:
+        """A value beside the bar."""
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    def _where(self, trainer: Trainer, done: int) -> str:
+        progress, steps = trainer.progress, trainer.estimated_stepping_batches
+        batch, step = _share(done, self.total_train_batches), _share(progress.step, steps)
+        return f"{self.train_description} {progress.epoch}, batch {batch}, step {step}"
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The bar's last state, with the epoch's values."""
+        if self._terminal:
+            self._safely(self._end_epoch, trainer, pl_module)
+
+    def _end_epoch(self, trainer: Trainer, task: TaskModule) -> None:
+        self._draw_training(trainer, task, always=True)
+        if self._leave:
+            self._close_epoch()
+
+    def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Leave the last bar on the screen."""
+        if self._terminal:
+            self._safely(self._close)
+
+    def _line(self, where: str, done: int, total: int | float | None, values: dict[str, Any]) -> None:
+        self._due = time.monotonic() + self.line_every
+        shown = [f"{name} = {text}" for name, text in self._words(values).items()]
+        announce(", ".join([where, *self._pace.words(done, _finite(total)), *shown]))
+
+    # -- evaluation ----------------------------------------------------------------------------------------------
+
+    def _begin(self, trainer: Trainer, kind: str, text: str) -> None:
+        self._text = text
+        if self._terminal:
+            self._shown = 0
+            self._safely(self._open_evaluation, kind, text, trainer.evaluation_total)
+        elif self._due < math.inf:
+            self._pace.restart(0)
+
+    def _tick(self, trainer: Trainer) -> None:
+        if time.monotonic() >= self._due:
+            self._safely(self._draw_evaluation, trainer)
+
+    def _draw_evaluation(self, trainer: Trainer) -> None:
+        done, total = trainer.evaluation_batch + 1, trainer.evaluation_total
+        if not self._terminal:
+            self._line(f"{self._text}, batch {_share(done, total)}", done, total, {})
+            return
+        self._due = time.monotonic() + self._every
+        if done - self._shown >= self._batches:
+            self._shown = done
+            self._show_evaluation(done)
+
+    def _end(self, trainer: Trainer) -> None:
+        if self._terminal:
+            self._safely(self._close_evaluation, trainer.evaluation_batch + 1)
+        if trainer.stage == "fit":
+            self._shown = trainer.progress.batch
+            self._pace.restart(self._shown)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """A bar below the epoch's."""
+        if trainer.sanity_checking:
+            self._begin(trainer, "sanity", self.sanity_check_description)
+        else:
+            self._begin(trainer, "validation", self.validation_description)
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Redraw if it is time to."""
+        self._tick(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Close the bar."""
+        self._end(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """A bar."""
+        self._begin(trainer, "test", self.test_description)
+
+    def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Redraw if it is time to."""
+        self._tick(trainer)
+
+    def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Close the bar."""
+        self._end(trainer)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """A bar."""
+        self._begin(trainer, "predict", self.predict_description)
+
+    def on_predict_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Redraw if it is time to."""
+        self._tick(trainer)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Close the bar."""
+        self._end(trainer)
+
+
+class _Pace:
+    """How fast it goes, since the line before."""
+
+    def __init__(self) -> None:
+        self.restart(0)
+
+    def restart(self, done: int) -> None:
+        self.since, self.done = time.monotonic(), done
+
+    def words(self, done: int, total: int | None) -> list[str]:
+        now = time.monotonic()
+        speed = (done - self.done) / max(now - self.since, 1e-9)
+        self.since, self.done = now, done
+        if speed <= 0:
+            return []
+        words = [f"{speed:.1f} batches/s" if speed >= 1 else f"{1 / speed:.1f} s/batch"]
+        return words if total is None else [*words, f"{timedelta(seconds=round((total - done) / speed))} left"]
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a person sees what is written there."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError, OSError):  # there is none, or it is closed
+        return False
+
+
+def _finite(total: int | float | None) -> int | None:
+    return None if total is None or math.isinf(total) else int(total)
+
+
+def _share(done: int, total: int | float | None) -> str:
+    known = _finite(total)
+    return str(done) if known is None or known < 0 else f"{done}/{known}"

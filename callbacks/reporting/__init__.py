@@ -1,0 +1,13 @@
+"""A run for people to look at: a page with its curves, and a record of how it stands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .html import LARGEST, Chart, Points, alike, duration, number_text, thinned, ticks
+    from .run_record import RunRecord, ended_by
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,0 +1,14 @@
+"""What `treadle fit`, `plan` and `runs` do; each module is imported when its command is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from . import stages
+    from .command_line import refused
+    from .stages import Session
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

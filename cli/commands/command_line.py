@@ -1,0 +1,190 @@
+"""The command lines of `treadle fit` and its kin, read without waiting for torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...common.messages import nearest
+from ...trainer.runs import CONFIG
+from ..config import COMMAND_LINE, SECTIONS, Config, ConfigError, load, printable, read_text
+
+GRACE = 3.0  # seconds; launchers look after their processes several times a second
+
+WORDS = {
+    "fit": "train a task",
+    "validate": "measure a task with its validation steps",
+    "test": "measure a task with its test steps",
+    "predict": "run a task's predict steps",
+}
+OPTIONS = {
+    "-c, --config FILE": "a YAML file; give several, and a later one wins",
+    "KEY=VALUE": "set one value: trainer.max_epochs=3, model.lr=3e-4, trainer.callbacks.0.monitor=val_loss",
+    "KEY+=VALUE": "add to a list: trainer.callbacks+=LearningRateMonitor",
+    "~KEY": "take a key out",
+    "--from-run RUN": "begin with an earlier run's configuration: its number, NAME/NUMBER, folder, or a checkpoint",
+    "--print-config": "print the whole configuration, with defaults and where each value came from, and run nothing",
+    "-h, --help [NAME]": "this, or what a section or class takes: --help model, --help EarlyStopping, --help my.Task",
+}
+
+
+def usage(stage: str, program: str) -> str:
+    """The help of a command."""
+    lines = [
+        f"usage: {program} [--config FILE ...] [KEY=VALUE ...]",
+        "",
+        f"{WORDS[stage].capitalize()}.",
+        "",
+        "options:",
+    ]
+    lines += [f"  {option:<20}  {words}" for option, words in OPTIONS.items()]
+    lines += ["", "sections of the configuration:"]
+    lines += [f"  {name:<20}  {words}" for name, words in SECTIONS.items()]
+    lines += [
+        "",
+        f"`{program} --help trainer` lists the Trainer's flags, `--help EarlyStopping` what that callback takes.",
+    ]
+    return "\n".join(lines)
+
+
+@dataclass
+class Options:
+    """What a command line asks for.
+
+    Attributes:
+        files: configuration files, in order.
+        overrides: what is set on the line.
+        from_run: a run's folder or checkpoint, whose configuration comes first.
+        show: print the configuration, run nothing.
+        help: None, or what help is wanted about; empty for the command itself.
+    """
+
+    files: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    from_run: str | None = None
+    show: bool = False
+    help: str | None = None
+
+
+def options_of(arguments: Sequence[str]) -> Options:
+    """Read a command line. ``--key.path=value`` and ``--key.path value``, as of LightningCLI, are overrides too.
+
+    Raises:
+        ConfigError: an option is unknown, with the nearest name, or lacks its value.
+    """
+    found, rest = Options(), list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if word in ("-h", "--help"):
+            found.help = rest.pop(0) if rest and rest[0][0:1].isalpha() and "=" not in rest[0] else ""
+        elif name in ("--print-config", "--print_config") and not equals:
+            found.show = True
+        elif name in ("-c", "--config"):
+            found.files.append(_value(name, equals, value, rest, "a file"))
+        elif name in ("--from-run", "--from_run"):
+            found.from_run = _value(name, equals, value, rest, "a run")
+        elif word.startswith("--") and name[2:].rstrip("+").partition(".")[0] in SECTIONS:
+            found.overrides.append(f"{name[2:]}={_value(name, equals, value, rest, 'a value')}")
+        elif word.startswith("-"):
+            known = ["--config", "--print-config", "--from-run", "--help", *(f"--{one}" for one in SECTIONS)]
+            raise ConfigError(f"{COMMAND_LINE}: there is no option {name}.{nearest(name, known)}")
+        elif equals or word.startswith("~"):
+            found.overrides.append(word)
+        elif word.endswith((".yaml", ".yml")):
+            raise ConfigError(f"{COMMAND_LINE}: {word}: a file stands behind --config.")
+        else:
+            raise ConfigError(f"{COMMAND_LINE}: {word}: write it as key.path=value, or a file behind --config.")
+    if found.from_run is not None:
+        found.from_run = _located(found.from_run, found.overrides)
+    return found
+
+
+def _located(run: str, overrides: Sequence[str]) -> str:
+    """The path of a run that is named as `treadle runs show` names them."""
+    from ...trainer.runs import locate
+
+    directory = next((one.partition("=")[2] for one in reversed(overrides) if one.startswith("run.dir=")), "runs")
+    try:
+        return str(locate(run, Path(directory)))
+    except ValueError as error:
+        raise ConfigError(f"--from-run {run}: {error}") from error
+
+
+def _value(name: str, equals: str, value: str, rest: list[str], what: str) -> str:
+    if equals:
+        return value
+    if not rest:
+        raise ConfigError(f"{COMMAND_LINE}: {name} needs {what} behind it.")
+    return rest.pop(0)
+
+
+def config_of(options: Options, defaults: Mapping[str, Any] | None = None) -> Config:
+    """The configuration that a command line asks for.
+
+    Raises:
+        ConfigError: it can't be read, merged or resolved.
+    """
+    before = None if options.from_run is None else earlier(options.from_run)
+    return load(options.files, options.overrides, defaults=defaults, earlier=before)
+
+
+def earlier(place: str | Path) -> tuple[str, str]:
+    """Name and text of the configuration that a run has left, in its folder or in one of its checkpoints.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = Path(place)
+    if (folder / "manifest.json").is_file():
+        return str(folder), _of_checkpoint(folder)
+    file = folder / CONFIG if folder.is_dir() else folder
+    if not file.is_file():
+        what = f"has no {CONFIG} and is no checkpoint" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(f"--from-run {place}: {what}.")
+    return str(file), read_text(file)
+
+
+def _of_checkpoint(folder: Path) -> str:
+    from ...engine.checkpoint import CONFIG, OpenCheckpoint
+
+    try:
+        opened = OpenCheckpoint(folder)
+        if opened.has(CONFIG):
+            text = opened.read_part(CONFIG).get("yaml")
+            if isinstance(text, str):
+                return text
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--from-run {error}") from error
+    raise ConfigError(f"--from-run {folder}: this checkpoint holds no configuration: its run was not started from one.")
+
+
+def say(text: str) -> None:
+    """Print a text, of all processes of a job on rank zero alone."""
+    if not any(_not_first()):
+        print(text)
+
+
+def refused(program: str, error: ConfigError) -> int:
+    """Say what is wrong, once for all processes of a job; returns the exit status.
+
+    The others give rank zero time to say it, and the launcher to end them. Who is still there, on another machine or
+    because rank zero sees nothing wrong, says it too.
+    """
+    time.sleep(GRACE * sum(_not_first()))
+    problems = ["\n".join(map(printable, problem.splitlines())) for problem in error.problems]
+    if len(problems) > 1:
+        print("\n  ".join([f"{program}: {len(problems)} problems", *problems]), file=sys.stderr)
+    else:
+        print(f"{program}: {problems[0]}", file=sys.stderr)
+    return 2
+
+
+def _not_first() -> list[bool]:
+    """Whether a launcher started this process as another than the first of the job, and than its machine's first."""
+    return [os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK")]

@@ -1,0 +1,144 @@
+"""`treadle export`: turn a checkpoint's model into files that other programs load."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import torch
+
+DESCRIPTION = """\
+Write the model of a checkpoint, whole and without its optimizer, as safetensors. Shards are put together one tensor
+after the other, so a model that fits into no memory can be exported too.
+
+    treadle export runs/last.ckpt model.safetensors                     one file
+    treadle export runs/last.ckpt weights/                              a folder, as Hugging Face's loaders want it
+    treadle export runs/last.ckpt weights/ --max-shard-size 2GB --dtype bfloat16
+
+The files load with safetensors.torch.load_file, from_pretrained, or treadle.load_weights."""
+
+_OTHER_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def parser(program: str = "treadle export") -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = _Parser(
+        program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    made.add_argument("checkpoint", help="the checkpoint's folder")
+    made.add_argument("output", help="a file whose name ends in .safetensors, or a folder")
+    made.add_argument("--dtype", help="convert floating-point weights: float32, bfloat16, float16, float64")
+    made.add_argument("--max-shard-size", default="5GB", help="the most bytes of a file in a folder (default: 5GB)")
+    made.add_argument("--model", type=int, default=0, help="which model, where the run prepared several (default: 0)")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit status."""
+    try:
+        given = parser().parse_args(arguments)
+        said = export(given.checkpoint, given.output, given.dtype, given.max_shard_size, given.model)
+    except (ValueError, OSError) as error:
+        print(f"treadle export: {error}", file=sys.stderr)
+        return 2
+    print(said)
+    return 0
+
+
+def export(
+    checkpoint: str | Path,
+    output: str | Path,
+    dtype: str | torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    model: int = 0,
+) -> str:
+    """Write a checkpoint's model as safetensors, one tensor in memory at a time.
+
+    Args:
+        checkpoint: A committed checkpoint, of any strategy and number of processes.
+        output: A file whose name ends in ``.safetensors``, or a folder: one that is there, or a name with a slash at
+            its end, or without the ending of a file of weights. What stands there is replaced once the new files are
+            complete.
+        dtype: What to convert floating-point weights to; others are left as they are.
+        max_shard_size: The most bytes of a file in a folder, a number or ``"500MB"``, ``"2GiB"``.
+        model: Which model, where the run prepared several.
+
+    Returns:
+        What was written and what was left out, in words.
+
+    Raises:
+        ValueError: It is no checkpoint, is damaged, or an argument is none of those above; or the output is in the
+            folder of a checkpoint, which it would destroy.
+        OSError: The disk refused.
+    """
+    from ...engine.checkpoint import OpenCheckpoint, extra_part, model_part
+    from ...engine.checkpoint import filesystem as disk  # torch, for which --help need not wait
+    from ...engine.weights import byte_size, in_one_move, nbytes, refuse_checkpoint, write_file, write_weights
+
+    path, target = Path(checkpoint), Path(output)
+    to_folder = _is_folder(output)
+    refuse_checkpoint((target if to_folder else target.parent).absolute())
+    saved = OpenCheckpoint(path)
+    saved.verify()
+    stored = saved.open_part(model_part(model))
+    chosen = _dtype(dtype)
+    first: dict[int, str] = {}
+    aliases = {name: first[id(one)] for name, one in stored.items() if first.setdefault(id(one), name) != name}
+    tensors = {n: _Converted(one, chosen) for n, one in stored.items() if n not in aliases}
+    left = saved.open_part(extra_part(model)) if saved.has(extra_part(model)) else ()
+    if to_folder:
+        write_weights(tensors, aliases, target, byte_size(max_shard_size))
+    else:
+        disk.make_directory(target.absolute().parent)
+        in_one_move(target, lambda beside: write_file(Path(beside), tensors, aliases))
+    size = sum(nbytes(tensor) for tensor in tensors.values())
+    without = f", without what is no tensor: {', '.join(left)}" if left else ""
+    return f"{target}: {len(stored)} tensors, {size:,} bytes{without}"
+
+
+def _is_folder(output: str | Path) -> bool:
+    """Whether the name is that of a folder: those of models have dots in them too (Qwen2.5-7B)."""
+    target = Path(output)
+    if target.is_dir() or str(output).endswith(("/", os.sep)):
+        return True
+    if target.suffix in _OTHER_ENDINGS:
+        raise ValueError(
+            f"{target}: weights are written as safetensors, so a file's name must end in .safetensors; a folder that "
+            "is not there yet and is to have this name needs a slash at its end."
+        )
+    return target.suffix != ".safetensors"
+
+
+def _dtype(given: str | torch.dtype | None) -> torch.dtype | None:
+    import torch
+
+    from ...common.validation import choose
+
+    if given is None or isinstance(given, torch.dtype):
+        return given
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+    names |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+    return names[choose("dtype", given, names)]
+
+
+class _Converted:
+    """A stored tensor in another format."""
+
+    def __init__(self, stored: Any, dtype: torch.dtype | None) -> None:
+        self._stored = stored
+        self.shape = stored.shape
+        self.dtype = stored.dtype if dtype is None or not stored.dtype.is_floating_point else dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        values: torch.Tensor = self._stored[index]
+        return values.to(self.dtype)

@@ -1,0 +1,276 @@
+"""`treadle fit`, `validate`, `test` and `predict`: a configuration, checked, then run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...trainer.checkpointing import WORDS_FOR_CHECKPOINTS
+from ...trainer.runs import CONFIG
+from ..config import COMMAND_LINE, ConfigError, dotted, hidden, value_of, walk
+from .command_line import Options, config_of, options_of, refused, say, usage
+
+if TYPE_CHECKING:
+    from ...callbacks import Callback
+    from ...trainer import Trainer
+    from ...trainer.core import DataModule, TaskModule
+    from ...trainer.runs import RunFolder
+    from ..config import Config
+    from ..config.instantiate import Checked
+
+
+@dataclass
+class Session:
+    """What a command line has run.
+
+    Attributes:
+        trainer, model, data: what was built.
+        result: what the stage returned.
+    """
+
+    trainer: Trainer
+    model: TaskModule
+    data: DataModule | None
+    result: Any
+
+
+def run(
+    stage: str,
+    arguments: Sequence[str],
+    program: str,
+    model: type[TaskModule] | None = None,
+    data: type[DataModule] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    keep: bool = True,
+) -> Session | None:
+    """Do what a command line asks for.
+
+    Args:
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        arguments: what stands behind that.
+        program: the name of the command, for help.
+        model, data: classes that the configuration need not name.
+        defaults: a configuration that files and overrides win over.
+        keep: whether anybody wants the predictions of ``predict``.
+
+    Returns:
+        What was run; None where only something was printed.
+
+    Raises:
+        ConfigError: something is wrong with the command line or the configuration.
+    """
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)  # as for python -m: modules beside the configuration can be named in it
+    options = options_of(arguments)
+    if options.help == "":
+        say(usage(stage, program))
+        return None
+    config = config_of(options, defaults)
+    # From here on torch is needed; what is wrong with the files themselves was said without waiting for it.
+    if options.help is not None:
+        from .config_help import about, target_of
+
+        say(about(target_of(options.help, config.plain(), {"model": model, "data": data}), options.help))
+        return None
+    from ..config.instantiate import check
+    from .printed import as_yaml
+
+    checked = check(config, model, data)
+    text = as_yaml(checked.resolved(), config.secrets, f"{program}, with everything filled in")
+    if options.show:
+        say(text.rstrip("\n"))
+        return None
+    try:
+        return _execute(stage, program, checked, text, options, keep)
+    except ConfigError as error:
+        raise ConfigError(*(hidden(problem, config.secrets) for problem in error.problems)) from error
+
+
+def _execute(stage: str, program: str, checked: Checked, text: str, options: Options, keep: bool) -> Session:
+    """The Trainer comes first: where it starts other processes, this one only waits for them."""
+    from ...engine import seed_everything
+    from ...trainer import Trainer
+    from ..config.instantiate import located
+
+    if checked.seed is not None:
+        seed_everything(checked.seed)
+    flags = checked.settings().flags()
+    folder: RunFolder | None = None
+    with ExitStack() as stack:
+        about = "run"
+        try:
+            if stage == "fit" and not flags["fast_dev_run"]:
+                folder = stack.enter_context(_run_folder(checked, flags, options))
+                flags = folder.flags(flags)
+                folder.write_config(text)
+            elif stage != "fit":
+                flags["callbacks"] = _looking_in(options.from_run, flags)
+                flags["logger"] = flags["logger"] or False  # what is measured is printed
+            about = "trainer"
+            trainer = Trainer(**flags)
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, OSError) as error:
+            raise located(checked.config, error, about) from error
+        trainer.config = text
+        if folder is not None:
+            trainer.resume_command = f"{program} --from-run {os.path.relpath(folder.path)} ckpt_path=auto"
+        model, data = checked.task(), checked.datamodule()
+        _refuse_kept_secrets(checked.config, {"model": model, "data": data})
+        ckpt_path = checked.ckpt_path if stage == "fit" else _weights(checked, options, trainer)
+        more: dict[str, Any] = {}
+        if stage == "fit":
+            more["schedule"] = checked.schedule
+        elif checked.config.where("schedule") == COMMAND_LINE:
+            raise ConfigError(f"{COMMAND_LINE}: schedule is for fit, which resumes; {stage} has none. Leave it out.")
+        if stage == "predict" and not keep:
+            more["return_predictions"] = False
+            _say_where_predictions_go(trainer)
+        try:
+            result = getattr(trainer, stage)(model, datamodule=data, ckpt_path=ckpt_path, **more)
+        except ValueError as error:
+            if str(error).startswith(("ckpt_path=", "schedule=")):
+                raise located(checked.config, error) from error
+            raise
+    return Session(trainer, model, data, result)
+
+
+def _refuse_kept_secrets(config: Config, owners: Mapping[str, TaskModule | DataModule | None]) -> None:
+    """Raise a ConfigError if hyperparameters, which are saved and logged, hold what is to be written nowhere."""
+    for section, owner in owners.items():
+        kept = value_of(owner.plain_hparams() if owner is not None else {}, "")
+        for path, value in walk(kept, (section,)):
+            if isinstance(value.data, int | float | str) and hidden(str(value.data), config.secrets) != str(value.data):
+                raise ConfigError(
+                    f"{config.where(dotted(path))}: {dotted(path)} holds a secret, and save_hyperparameters() would "
+                    f"put it into checkpoints and logs: leave it out there, with ignore={[path[1]]!r}."
+                )
+
+
+def _say_where_predictions_go(trainer: Trainer) -> None:
+    from ...common.messages import warn
+
+    if not any(map(_takes_predictions, trainer.callbacks)):
+        warn(
+            "no callback takes the predictions: unless predict_step writes them itself they are lost. Add an extension "
+            "of BasePredictionWriter to trainer.callbacks."
+        )
+
+
+def _takes_predictions(callback: Callback) -> bool:
+    """Whether it may: of ours the writers do, and LambdaCallback; bars and monitors only count."""
+    from ...callbacks import BasePredictionWriter, Callback
+
+    hooks = ("on_predict_batch_end", "on_predict_epoch_end", "on_predict_end")
+    if any(hook in vars(callback) for hook in hooks):
+        return True
+    counts = type(callback).__module__.startswith(f"{__name__.partition('.')[0]}.")
+    if counts and not isinstance(callback, BasePredictionWriter):
+        return False
+    return any(getattr(type(callback), hook) is not getattr(Callback, hook) for hook in hooks)
+
+
+def _weights(checked: Checked, options: Options, trainer: Trainer) -> str | None:
+    """The checkpoint to evaluate: that of the earlier run, unless another is named."""
+    from ...common.messages import warn
+    from ...engine.checkpoint import MANIFEST
+
+    if checked.ckpt_path is not None or checked.config.where("ckpt_path") == COMMAND_LINE:
+        return checked.ckpt_path
+    earlier = options.from_run
+    if earlier is not None and (Path(earlier) / MANIFEST).is_file():
+        return earlier
+    if earlier is not None and (Path(earlier) / CONFIG).is_file():
+        return "best" if any(one.monitor is not None for one in trainer.checkpoint_callbacks) else "last"
+    warn("no ckpt_path: the weights are those that the task is built with.")
+    return None
+
+
+def _looking_in(earlier: str | None, flags: Mapping[str, Any]) -> list[Callback]:
+    """The callbacks, for which ``last`` and ``best`` are checkpoints of the earlier run."""
+    from ...callbacks import ModelCheckpoint
+    from ...trainer import as_callbacks
+    from ...trainer.runs import CHECKPOINTS
+
+    callbacks = as_callbacks("callbacks", flags["callbacks"])
+    if earlier is not None and (Path(earlier) / CHECKPOINTS).is_dir() and not flags["barebones"]:
+        saves = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
+        for one in saves:
+            one.dirpath = one.dirpath or str(Path(earlier) / CHECKPOINTS)
+        if not saves and flags["enable_checkpointing"] is not False:
+            callbacks.append(ModelCheckpoint(Path(earlier) / CHECKPOINTS))
+    return callbacks
+
+
+def _run_folder(
+    checked: Checked, flags: Mapping[str, Any], options: Options
+) -> AbstractContextManager[RunFolder, bool | None]:
+    """The folder of the run: a new one, or the earlier run's own where that is gone on with."""
+    from ...trainer.runs import RunFolder
+
+    earlier, word = options.from_run, checked.ckpt_path
+    if earlier is None or word not in WORDS_FOR_CHECKPOINTS:
+        return _new_folder(checked, flags)
+    file = Path(earlier) / CONFIG
+    if not file.is_file():
+        raise ConfigError(
+            f"--from-run {earlier} is not a run's folder, in which ckpt_path={word} could look. Name the folder, to go "
+            "on in it; or give ckpt_path=CHECKPOINT, to begin a new run."
+        )
+    for key in ("run.name", "run.dir"):
+        source = checked.config.where(key)
+        if source != "defaults" and f"{file}:" not in source:
+            raise ConfigError(
+                f"{source}: {key} is for a new run, but with ckpt_path={word} the one in {earlier} goes on where it "
+                f"is. Leave {key} out; or give ckpt_path=CHECKPOINT, to begin a new run."
+            )
+    return RunFolder.open(earlier, flags)
+
+
+@contextmanager
+def _new_folder(checked: Checked, flags: Mapping[str, Any]) -> Iterator[RunFolder]:
+    """A new run's folder, which goes again where the run is refused before it begins."""
+    from ...trainer.runs import RunFolder
+
+    with RunFolder.create(checked.run_dir, checked.run_name, flags) as folder:
+        try:
+            yield folder
+        except ConfigError:
+            folder.discard()
+            raise
+
+
+def _main(stage: str, arguments: Sequence[str]) -> int:
+    try:
+        run(stage, arguments, f"treadle {stage}", keep=False)
+    except ConfigError as error:
+        return refused(f"treadle {stage}", error)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+def fit(arguments: Sequence[str]) -> int:
+    """`treadle fit`; returns the exit status."""
+    return _main("fit", arguments)
+
+
+def validate(arguments: Sequence[str]) -> int:
+    """`treadle validate`; returns the exit status."""
+    return _main("validate", arguments)
+
+
+def test(arguments: Sequence[str]) -> int:
+    """`treadle test`; returns the exit status."""
+    return _main("test", arguments)
+
+
+def predict(arguments: Sequence[str]) -> int:
+    """`treadle predict`; returns the exit status."""
+    return _main("predict", arguments)

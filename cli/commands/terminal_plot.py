@@ -1,0 +1,143 @@
+"""Curves drawn with letters, for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...callbacks.reporting import Chart, Points, number_text, ticks
+
+_MARKS = "*+ox#%@&"  # of one line each, where there is only ASCII
+_COLOURS = (34, 33, 32, 31, 35, 36)  # ANSI's: blue, yellow, green, red, magenta, cyan
+_BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # a dot's bit, by row and column of its letter
+
+
+def plot(
+    title: str,
+    lines: Mapping[str, Points],
+    width: int = 80,
+    height: int = 10,
+    *,
+    ascii: bool = False,
+    colour: bool = False,
+) -> str:
+    """Draw lines over the optimizer steps.
+
+    Values of two orders of magnitude or more are drawn on a logarithmic axis. With several lines a letter beside the
+    chart stands where each ends.
+
+    Args:
+        title: what they show.
+        lines: by name, the steps and values of each.
+        width: letters in a row, 24 at least.
+        height: rows of the chart itself.
+        ascii: use plain letters instead of braille's, which have eight dots each.
+        colour: give each line a colour, as terminals know them.
+    """
+    chart = Chart(title, lines)
+    drawn = {name: points for name, points in chart.lines.items() if points[0]}
+    heading = f"{title} (logarithmic)" if chart.logarithmic else title
+    if not drawn:
+        return f"{heading}: no finite value among {chart.missing:,}" if chart.missing else f"{heading}: nothing"
+    labels = _labels(chart, height)
+    left = max(map(len, labels.values())) + 2
+    several = len(drawn) > 1
+    canvas = Canvas(max(8, width - left - (1 + min(len(drawn), 4) if several else 0)), height, ascii)
+    ends: dict[int, str] = {}
+    for place, points in enumerate(drawn.values()):
+        row = _draw(canvas, chart, points, place)
+        ends[row] = ends.get(row, "") + _letter(place)
+    rows = [heading]
+    corner, side, tick = ("+", "|", "+") if ascii else ("└", "│", "┤")
+    for row, text in enumerate(canvas.rows(colour)):
+        label = labels.get(row, "")
+        end = f" {ends[row][:4]}" if several and row in ends else ""
+        rows.append(f"{label:>{left - 1}}{tick if label else side}{text}{end}".rstrip())
+    rows.append(" " * (left - 1) + corner + ("-" if ascii else "─") * canvas.columns)
+    rows.append(" " * left + _steps(chart, canvas.columns))
+    for place, (name, (_, values)) in enumerate(drawn.items()):
+        mark = f"{_letter(place)} " + (f"{_MARKS[place % len(_MARKS)]} " if ascii else "") if several else ""
+        line = f"{mark}{name}  {number_text(values[-1])}"
+        rows.append(" " * left + (_coloured(line, place) if colour and several else line))
+    if chart.missing:
+        rows.append(" " * left + f"not drawn, as not finite: {chart.missing:,}")
+    return "\n".join(rows)
+
+
+class Canvas:
+    """Dots: two by four of them in a letter, or one, where there is only ASCII.
+
+    Args:
+        columns: letters in a row.
+        height: rows.
+        ascii: whether a letter is one dot.
+    """
+
+    def __init__(self, columns: int, height: int, ascii: bool) -> None:
+        self.columns, self.height, self.ascii = columns, height, ascii
+        self.wide, self.high = (1, 1) if ascii else (2, 4)
+        self._cells: dict[tuple[int, int], tuple[int, int]] = {}  # of a letter: its bits, and the line drawn last
+
+    def dot(self, x: int, y: int, line: int) -> None:
+        """Set one; ``y`` counts from above."""
+        cell = (y // self.high, x // self.wide)
+        bits = 0 if self.ascii else self._cells.get(cell, (0, 0))[0] | _BRAILLE[y % 4][x % 2]
+        self._cells[cell] = (bits, line)
+
+    def rows(self, colour: bool) -> list[str]:
+        """The letters."""
+        return [
+            "".join(self._letter(row, column, colour) for column in range(self.columns)) for row in range(self.height)
+        ]
+
+    def _letter(self, row: int, column: int, colour: bool) -> str:
+        found = self._cells.get((row, column))
+        if found is None:
+            return " "
+        bits, line = found
+        letter = _MARKS[line % len(_MARKS)] if self.ascii else chr(0x2800 + bits)
+        return _coloured(letter, line) if colour else letter
+
+
+def _draw(canvas: Canvas, chart: Chart, points: tuple[Sequence[float], Sequence[float]], line: int) -> int:
+    """Draw one line; returns the row in which it ends."""
+    right, bottom = canvas.columns * canvas.wide - 1, canvas.height * canvas.high - 1
+    x = y = 0
+    before: tuple[int, int] | None = None
+    for step, value in zip(*points, strict=True):
+        x = min(right, max(0, round(chart.across(step) * right)))
+        y = min(bottom, max(0, round((1 - chart.up(value)) * bottom)))
+        x0, y0 = before or (x, y)
+        most = max(abs(x - x0), abs(y - y0), 1)
+        for part in range(most + 1):
+            canvas.dot(x0 + round((x - x0) * part / most), y0 + round((y - y0) * part / most), line)
+        before = (x, y)
+    return y // canvas.high
+
+
+def _labels(chart: Chart, height: int) -> dict[int, str]:
+    """Round values by the row they lie in."""
+    found: dict[int, str] = {}
+    for value in ticks(chart.bottom, chart.top, chart.logarithmic):
+        row = round((1 - chart.up(value)) * (height - 1))
+        if 0 <= row < height:
+            found.setdefault(row, number_text(value))
+    if not found:
+        found = {0: number_text(chart.top), height - 1: number_text(chart.bottom)}
+    return found
+
+
+def _steps(chart: Chart, columns: int) -> str:
+    """The first and the last step below the ends of the axis; a single one in its middle."""
+    steps = [step for steps, _ in chart.lines.values() for step in steps]
+    first, last = f"{min(steps):,}", f"{max(steps):,} steps"
+    if min(steps) == max(steps):
+        return f"{'step ' + first:^{columns}}".rstrip()
+    return f"{first}{last:>{max(len(last) + 1, columns - len(first))}}"
+
+
+def _letter(place: int) -> str:
+    return "abcdefghijklmnopqrstuvwxyz"[place % 26]
+
+
+def _coloured(text: str, place: int) -> str:
+    return f"\x1b[{_COLOURS[place % len(_COLOURS)]}m{text}\x1b[0m"

@@ -1,0 +1,156 @@
+"""`treadle completion bash|zsh|fish`: completes the commands and a configuration's keys. Nothing waits for torch."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+SCRIPTS = {
+    "bash": """\
+# eval "$(treadle completion bash)", in ~/.bashrc
+_treadle() {
+    local IFS=$'\\n'
+    COMPREPLY=($(treadle completion words bash "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
+    [[ ${COMPREPLY[0]} == *[=./] ]] && compopt -o nospace
+}
+complete -o default -F _treadle treadle
+""",
+    "zsh": """\
+# eval "$(treadle completion zsh)", in ~/.zshrc after compinit
+_treadle() {
+    local -a found
+    found=(${(f)"$(treadle completion words zsh "${LBUFFER}" 2>/dev/null)"})
+    if (( $#found )); then compadd -Q -S '' -- $found; else _files; fi
+}
+compdef _treadle treadle
+""",
+    "fish": """\
+# treadle completion fish | source, in ~/.config/fish/config.fish
+complete -c treadle -a '(treadle completion words fish (commandline -cp | string collect))'
+""",
+}
+USAGE = """\
+usage: treadle completion bash|zsh|fish
+
+Print a script that lets a shell complete treadle's commands and options, the Trainer's flags, and the keys of the
+configuration files that a command line names.
+
+    eval "$(treadle completion bash)"           in ~/.bashrc
+    eval "$(treadle completion zsh)"            in ~/.zshrc, after compinit
+    treadle completion fish | source            in ~/.config/fish/config.fish"""
+
+_OPTIONS = ("--config", "--from-run", "--print-config", "--help")
+_STAGES = ("fit", "validate", "test", "predict")
+_SWITCH = ("true", "false")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit status."""
+    if len(arguments) == 3 and arguments[0] == "words":
+        print("\n".join(candidates(arguments[2], in_parts=arguments[1] == "bash")))
+        return 0
+    if len(arguments) == 1 and arguments[0] in SCRIPTS:
+        print(SCRIPTS[arguments[0]], end="")
+        return 0
+    asked = not arguments or arguments[0] in ("-h", "--help")
+    wrong = "" if asked else f"treadle completion: {arguments[0]!r} is none of {', '.join(SCRIPTS)}.\n\n"
+    print(wrong + USAGE, file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
+
+
+def candidates(line: str, in_parts: bool = False) -> list[str]:
+    """What the last word of a command line may become.
+
+    Args:
+        line: up to the cursor.
+        in_parts: whether the shell breaks words at ``=``, as bash does, and wants the part behind it.
+    """
+    try:
+        words = shlex.split(line)[1:]
+    except ValueError:  # within quotes
+        return []
+    last = "" if line[-1:].isspace() or not words else words.pop()
+    found = sorted(word for word in _possible(words, last) if word.startswith(last))
+    cut = last.rfind("=") + 1 if in_parts else 0
+    return [word[cut:] for word in found]
+
+
+def _possible(before: list[str], last: str) -> Iterable[str]:
+    from .main import COMMANDS
+
+    if not before:
+        return COMMANDS
+    if before[0] == "completion":
+        return SCRIPTS
+    if before[0] not in _STAGES or before[-1] in ("-c", "--config", "--from-run"):
+        return ()  # files, which the shell completes
+    if last.startswith("-"):
+        return _OPTIONS
+    key, equals, _ = last.partition("=")
+    if equals:
+        return [f"{key}={value}" for value in _values(key.rstrip("+"))]
+    return _keys(before, last)
+
+
+def _values(key: str) -> Iterable[str]:
+    known = {
+        "trainer.accelerator": ("auto", "cpu", "cuda", "gpu", "mps"),
+        "trainer.precision": ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"),
+        "trainer.strategy": ("auto", *_written("treadle.strategies", "registry.py", "_FACTORIES")),
+        "trainer.callbacks": _written("treadle.callbacks", "__init__.py", "_HOMES"),
+        "trainer.logger": (*_SWITCH, *_written("treadle.loggers", "__init__.py", "_HOMES")),
+        "trainer.profiler": ("simple", "advanced", "pytorch"),
+    }
+    if key in known:
+        return known[key]
+    return _SWITCH if "bool" in _flags().get(key.removeprefix("trainer."), "") else ()
+
+
+def _keys(before: list[str], last: str) -> Iterable[str]:
+    """Sections, flags, and the keys of the files named so far; one level at a time."""
+    from .config import SECTIONS, ConfigError, dotted, flattened, walk
+
+    known = {f"trainer.{name}=" for name in _flags()} | {"seed=", "ckpt_path=", "run.name=", "run.dir="}
+    known |= {f"{name}." for name in SECTIONS if name not in ("seed", "ckpt_path")} | {"optimizer=", "lr_scheduler="}
+    files = [after for option, after in pairwise(before) if option in ("-c", "--config")]
+    files += [word.partition("=")[2] for word in before if word.startswith("--config=")]
+    for file in files:
+        from .config import read
+
+        try:
+            values = flattened(read(file))
+        except ConfigError:
+            continue  # the command itself says what is wrong
+        for path, value in walk(values):
+            if path:
+                known.add(dotted(path) + ("." if isinstance(value.data, dict | list) else "="))
+    depth = last.count(".")
+    return [key for key in known if key != last and key.rstrip(".").count(".") <= depth]
+
+
+def _flags() -> dict[str, str]:
+    from ..trainer import TrainerSettings
+
+    return {field.name: str(field.type) for field in dataclasses.fields(TrainerSettings)}
+
+
+def _written(room: str, file: str, name: str) -> list[str]:
+    """The keys of a dict that is written in a file, which is read and not imported."""
+    spec = importlib.util.find_spec(room)
+    if spec is None or spec.origin is None:
+        return []
+    for node in ast.parse(Path(spec.origin).with_name(file).read_text(encoding="utf-8")).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if (
+            isinstance(target, ast.Name)
+            and target.id == name
+            and isinstance(value := getattr(node, "value", 0), ast.Dict)
+        ):
+            return [str(key.value) for key in value.keys if isinstance(key, ast.Constant)]
+    return []

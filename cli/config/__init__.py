@@ -1,0 +1,26 @@
+"""Configurations: YAML files and overrides, merged, checked, and built into objects."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .resolve import COMMAND_LINE, SECTIONS, Config, load
+    from .values import (
+        DEFAULT,
+        ConfigError,
+        Value,
+        apart,
+        dotted,
+        flattened,
+        hidden,
+        plain,
+        printable,
+        value_of,
+        walk,
+    )
+    from .yaml_loader import read, read_text, scalar
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,0 +1,120 @@
+"""Annotations and values in words, for people."""
+
+from __future__ import annotations
+
+import collections.abc
+import enum
+import inspect
+import os
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Any, Literal, Union
+
+import torch
+
+from ....common.messages import nearest
+from ....trainer.core import Argument
+from ..values import Value, hidden, plain
+from . import catalog
+
+LISTS = {
+    list: list,
+    set: set,
+    frozenset: frozenset,
+    collections.abc.Sequence: list,
+    collections.abc.MutableSequence: list,
+    collections.abc.Collection: list,
+    collections.abc.Iterable: list,
+    collections.abc.Set: set,
+}
+DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+PLAIN = (type(None), bool, int, float, str)
+PATHS = (FilePath, os.PathLike)
+WRITTEN = (*PATHS, torch.dtype, torch.device)
+"""What is made of one word of text."""
+
+
+def unknown(name: str, key: Any, known: list[str]) -> str:
+    hint = nearest(key, known)
+    has = f" It has {', '.join(known)}." if 0 < len(known) <= 12 else "" if known else " It has none."
+    return f": {name} has no argument {key!r}.{hint}{has}"
+
+
+def typed(argument: Argument) -> str:
+    return "" if argument.type is Any else f" ({words_for(argument.type)})"
+
+
+def simplified(annotation: Any) -> Any:
+    """The annotation behind ``Annotated``, ``NewType``, ``Final`` and type variables."""
+    while True:
+        if typing.get_origin(annotation) is typing.Annotated:
+            annotation = typing.get_args(annotation)[0]
+        elif isinstance(annotation, typing.NewType):
+            annotation = annotation.__supertype__
+        elif isinstance(annotation, typing.TypeVar):
+            either = Union[annotation.__constraints__] if annotation.__constraints__ else Any  # noqa: UP007
+            annotation = annotation.__bound__ or either
+        else:
+            return annotation
+
+
+def has_shape(value: Value, member: Any) -> bool:
+    kind = typing.get_origin(member) or member
+    if isinstance(value.data, list):
+        return kind in LISTS or kind is tuple
+    if isinstance(value.data, dict):
+        others = (*PLAIN, *LISTS, *WRITTEN, tuple, type, collections.abc.Callable)
+        return isinstance(kind, type) and kind not in others and not issubclass(kind, enum.Enum)
+    if isinstance(value.data, str):
+        return kind is Literal or (isinstance(kind, type) and catalog.is_shelved(kind))
+    return False
+
+
+def words_for(annotation: Any) -> str:
+    """An annotation in words: ``int or null``, ``list of float``, ``'min' or 'max'``."""
+    annotation = simplified(annotation)
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in (None, type(None)):
+        return "null"
+    if annotation in (Any, object, inspect.Parameter.empty):
+        return "anything"
+    if origin in (Union, types.UnionType):
+        return joined([words_for(one) for one in sorted(inner, key=lambda one: one is type(None))])
+    if origin is Literal:
+        return joined([repr(one) for one in inner])
+    kind = origin or annotation
+    if kind in LISTS or (kind is tuple and (not inner or inner[-1] is Ellipsis)):
+        return f"a list of {words_for(inner[0])}" if inner and inner[0] is not Any else "a list"
+    if kind is tuple:
+        return f"a list of {len(inner)}: {', '.join(words_for(one) for one in inner)}"
+    if kind in DICTS:
+        return f"a mapping of {words_for(inner[0])} to {words_for(inner[1])}" if len(inner) == 2 else "a mapping"
+    if kind is type:
+        return (
+            f"the name of a class that extends {inner[0].__name__}"
+            if inner and isinstance(inner[0], type)
+            else "a class"
+        )
+    if kind is collections.abc.Callable:
+        return "the import path of a function"
+    if kind in PATHS:
+        return "a path"
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return joined([repr(one.name) for one in kind])
+    if isinstance(kind, type):
+        return {"str": "text", "bool": "true or false"}.get(kind.__name__, kind.__name__)
+    return str(annotation).replace("typing.", "")
+
+
+def joined(words: list[str]) -> str:
+    words = list(dict.fromkeys(words))
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def shown_value(value: Value, secrets: Mapping[str, str]) -> str:
+    data = plain(value)
+    if data is None or isinstance(data, bool):
+        return {None: "null", True: "true", False: "false"}[data]
+    return f"{hidden(repr(data), secrets):.100}"

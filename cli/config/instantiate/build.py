@@ -1,0 +1,302 @@
+"""A configuration's sections: checked all together, then built one by one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ....common.messages import closest_name, nearest
+from ....engine.optim import SCHEDULES
+from ....strategies import strategy_names
+from ....strategies.distributed import ACCELERATORS
+from ....trainer import Trainer, TrainerSettings
+from ....trainer import arguments as flags
+from ....trainer.core import DataModule, SchedulerConfig, Signature, TaskModule, signature
+from ..resolve import SECTIONS, Config
+from ..values import DEFAULT, ConfigError, Value
+from .annotations import Checker
+from .recipes import Object, Plain, Recipe, default_value
+
+_ELSEWHERE = {"seed_everything": "seed", "optimizers": "optimizer", "scheduler": "lr_scheduler", "datamodule": "data"}
+_HOW = tuple(field.name for field in fields(SchedulerConfig) if field.name not in ("scheduler", "reduce_on_plateau"))
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """Stands for a task's ``configure_optimizers``.
+
+    Attributes:
+        optimizer: what to build for the task's trainable parameters.
+        scheduler: what to build for the optimizer, if anything.
+        how: when the scheduler steps, see `SchedulerConfig`.
+    """
+
+    optimizer: Object
+    scheduler: Object | None
+    how: Mapping[str, Any]
+
+    def __call__(self, task: TaskModule) -> Any:
+        """What ``configure_optimizers`` returns."""
+        parameters = [parameter for parameter in task.parameters() if parameter.requires_grad]
+        optimizer = self.optimizer.make({"params": parameters})
+        if self.scheduler is None:
+            return optimizer
+        scheduler = self.scheduler.make({"optimizer": optimizer})
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.how}}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A configuration whose every part is known to fit; nothing is built yet.
+
+    Attributes:
+        config: the configuration.
+        trainer: the Trainer's flags.
+        model: the task.
+        data: the data module, if there is one.
+        optimizers: what takes the place of ``configure_optimizers``, if anything.
+        seed: for all random numbers; None leaves them alone.
+        ckpt_path: a checkpoint to go on from.
+        schedule: whose learning rates and schedule hold then.
+        run_name, run_dir: where the run's folder is.
+    """
+
+    config: Config
+    trainer: dict[str, Recipe]
+    model: Object
+    data: Object | None
+    optimizers: Optimizers | None
+    seed: int | None
+    ckpt_path: str | None
+    schedule: str | None
+    run_name: str
+    run_dir: str
+
+    def settings(self) -> TrainerSettings:
+        """The Trainer's flags, with callbacks and loggers built."""
+        return TrainerSettings(**{name: recipe.make() for name, recipe in self.trainer.items()})
+
+    def task(self) -> TaskModule:
+        """The task, built."""
+        task: TaskModule = self.model.make()
+        if self.optimizers is not None:
+            task.__dict__["configure_optimizers"] = partial(self.optimizers, task)
+        return task
+
+    def datamodule(self) -> DataModule | None:
+        """The data module, built; None if the task brings its own loaders."""
+        return None if self.data is None else self.data.make()
+
+    def resolved(self) -> Value:
+        """The whole configuration with every default, each value with its source."""
+        trainer = {
+            name: self.trainer[name].resolved() if name in self.trainer else default_value(argument.default)
+            for name, argument in _flags().arguments.items()
+        }
+        found = {"trainer": Value(trainer, DEFAULT), "model": self.model.resolved()}
+        if self.data is not None:
+            found["data"] = self.data.resolved()
+        if self.optimizers is not None:
+            found["optimizer"] = self.optimizers.optimizer.resolved()
+            if (scheduler := self.optimizers.scheduler) is not None:
+                given = self.config.root.data["lr_scheduler"].data
+                how = {name: given[name] for name in self.optimizers.how}
+                found["lr_scheduler"] = replace(made := scheduler.resolved(), data={**made.data, **how})
+        simple = {"seed": self.seed, "ckpt_path": self.ckpt_path}
+        for name, value in simple.items():
+            found[name] = self.config.root.data.get(name, Value(value, DEFAULT))
+        if self.schedule is not None:
+            found["schedule"] = self.config.root.data["schedule"]
+        run = {"name": self.run_name, "dir": self.run_dir}
+        own = self.config.section("run")
+        given = {} if own is None else own.data
+        found["run"] = Value({key: given.get(key, Value(value, DEFAULT)) for key, value in run.items()}, DEFAULT)
+        return Value(found, "")
+
+
+@dataclass(frozen=True)
+class Built:
+    """A configuration's parts, built.
+
+    Attributes:
+        trainer_settings: the Trainer's flags.
+        model: the task.
+        data: the data module, or None.
+        seed, ckpt_path: as `Checked` has them.
+    """
+
+    trainer_settings: TrainerSettings
+    model: TaskModule
+    data: DataModule | None
+    seed: int | None
+    ckpt_path: str | None
+
+
+def build(config: Config, model: type[TaskModule] | None = None, data: type[DataModule] | None = None) -> Built:
+    """Check a configuration and build all its parts but the Trainer itself.
+
+    Args:
+        config, model, data: see `check`.
+
+    Raises:
+        ConfigError: something is wrong with it.
+    """
+    checked = check(config, model, data)
+    return Built(checked.settings(), checked.task(), checked.datamodule(), checked.seed, checked.ckpt_path)
+
+
+def check(config: Config, model: type[TaskModule] | None = None, data: type[DataModule] | None = None) -> Checked:
+    """Compare all of a configuration with what its classes take. Imports their modules, builds nothing.
+
+    Args:
+        config: the configuration.
+        model: the task's class, where the configuration need not name one.
+        data: the data module's class, likewise.
+
+    Raises:
+        ConfigError: names every problem with file, line and key.
+    """
+    checker = Checker(config.secrets)
+    root = config.root
+    for key, item in root.data.items():
+        if key not in SECTIONS:
+            close = _ELSEWHERE.get(str(key)) or closest_name(str(key), SECTIONS)
+            hint = f" Did you mean {close!r}?" if close else ""
+            checker.report(item, (key,), f": there is no section {key!r}.{hint} There are {', '.join(SECTIONS)}.")
+    trainer = _check_trainer(checker, config)
+    task = _check_object(checker, config, "model", TaskModule, model)
+    module = _check_object(checker, config, "data", DataModule, data)
+    optimizers = _check_optimizers(checker, config)
+    seed = _simple(checker, root.data.get("seed"), "seed", int | None, 0)
+    ckpt_path = _simple(checker, config.section("ckpt_path"), "ckpt_path", str | None, None)
+    schedule = _simple(checker, config.section("schedule"), "schedule", str | None, None)
+    if isinstance(schedule, str) and schedule not in SCHEDULES:
+        checker.report(root.data["schedule"], ("schedule",), f"={schedule} must be one of {', '.join(SCHEDULES)}.")
+    if isinstance(seed, int) and not 0 <= seed < 2**32:
+        checker.report(root.data["seed"], ("seed",), f"={seed} must be from 0 to 2**32 - 1.")
+    run = _check_run(checker, config)
+    if task is None and not checker.problems:
+        checker.problems.append("there is no model: add a section 'model: {class: my_module.MyTask}', or model=...")
+    if checker.problems or task is None:
+        raise ConfigError(*checker.problems)
+    return Checked(config, trainer, task, module, optimizers, seed, ckpt_path, schedule, run["name"], run["dir"])
+
+
+def _flags() -> Signature:
+    """The Trainer's arguments; its ``**unknown`` is there to be refused."""
+    return replace(signature(Trainer), open=False)
+
+
+def _mapping(checker: Checker, config: Config, name: str) -> dict[str, Value]:
+    section = config.section(name)
+    if section is None:
+        return {}
+    if not isinstance(section.data, dict):
+        checker.report(section, (name,), f"={section.data!r} must be a mapping: {SECTIONS[name]}.")
+        return {}
+    return section.data
+
+
+def _check_trainer(checker: Checker, config: Config) -> dict[str, Recipe]:
+    takes, known = _flags(), {}
+    for key, item in _mapping(checker, config, "trainer").items():
+        if key in takes.arguments:
+            known[key] = item
+            continue
+        try:
+            flags.refuse_unknown({key: item}, takes.arguments)
+        except TypeError as error:
+            checker.report(item, ("trainer", key), f": {error}")
+    for flag, names in (("strategy", strategy_names()), ("accelerator", ACCELERATORS)):
+        value = known.get(flag)
+        if value is not None and isinstance(value.data, str) and value.data not in names:
+            hint = nearest(value.data, names)
+            checker.report(value, ("trainer", flag), f"={value.data!r} is not one of {', '.join(names)}.{hint}")
+            del known[flag]
+    section = config.section("trainer") or config.root
+    found = checker.arguments(section, known, takes, "Trainer", ("trainer",))
+    return found or {}
+
+
+def _check_object(checker: Checker, config: Config, name: str, base: type, known: type | None) -> Object | None:
+    section = config.section(name)
+    if section is None and known is not None:
+        section = Value({}, config.root.source)
+    return None if section is None else checker.object(section, known or base, (name,), target=known)
+
+
+def _check_optimizers(checker: Checker, config: Config) -> Optimizers | None:
+    section, after = config.section("optimizer"), config.section("lr_scheduler")
+    if section is None:
+        if after is not None:
+            words = (
+                " takes the place of what configure_optimizers returns, with an optimizer: add a section 'optimizer'."
+            )
+            checker.report(after, ("lr_scheduler",), words)
+        return None
+    optimizer = checker.object(section, Optimizer, ("optimizer",), ("params",))
+    scheduler: Object | None = None
+    how: dict[str, Any] = {}
+    if after is not None:
+        scheduler, how = _check_scheduler(checker, after)
+    if optimizer is None:
+        return None
+    return Optimizers(optimizer, scheduler, how)
+
+
+def _check_scheduler(checker: Checker, section: Value) -> tuple[Object | None, dict[str, Any]]:
+    path = ("lr_scheduler",)
+    how: dict[str, Any] = {}
+    if isinstance(section.data, dict):
+        annotations = signature(SchedulerConfig).arguments
+        rest = dict(section.data)
+        for name in [name for name in _HOW if name in rest]:
+            recipe = checker.check(rest[name], annotations[name].type, (*path, name))
+            how[name] = None if recipe is None else recipe.make()
+            del rest[name]
+        if how.get("interval", "step") not in ("step", "epoch"):
+            where = section.data["interval"]
+            checker.report(where, (*path, "interval"), f"={how['interval']!r} must be 'epoch' or 'step'.")
+        section = replace(section, data=rest)
+    scheduler = checker.object(section, LRScheduler, path, ("optimizer",))
+    if scheduler is not None and scheduler.target is ReduceLROnPlateau and how.get("monitor") is None:
+        checker.report(section, path, ": ReduceLROnPlateau needs to know what to watch: add 'monitor: val_loss', say.")
+    return scheduler, how
+
+
+def _check_run(checker: Checker, config: Config) -> dict[str, str]:
+    found = {"name": "default", "dir": "runs"}
+    for key, item in _mapping(checker, config, "run").items():
+        if key not in found:
+            hint = nearest(str(key), found)
+            checker.report(item, ("run", key), f": a run has no {key!r}.{hint} It has name, dir.")
+        elif isinstance(made := checker.check(item, str, ("run", key)), Plain):
+            found[key] = made.made
+    return found
+
+
+def _simple(checker: Checker, value: Value | None, name: str, annotation: Any, default: Any) -> Any:
+    if value is None:
+        return default
+    recipe = checker.check(value, annotation, (name,))
+    return None if recipe is None else recipe.make()
+
+
+def located(config: Config, error: Exception, section: str = "trainer") -> ConfigError:
+    """What the Trainer said of its flags, or the run's folder of itself, with the place in the configuration.
+
+    Args:
+        config: the configuration.
+        error: what was said; it begins with the name of a flag or section, as ``devices=0``, if it is about one.
+        section: what it is about otherwise.
+    """
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    name = (re.match(r"\w*", text) or [""])[0]
+    key = f"trainer.{name}" if name in _flags().arguments else name if name in SECTIONS else section
+    return ConfigError(f"{config.where(key)}: {key}: {text}")

@@ -1,0 +1,218 @@
+"""YAML files as values with their lines. Only data comes out of them, however they are written."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...common.messages import closest_name
+from .values import ConfigError, Value
+
+MOST_BYTES = 2**18
+MOST_VALUES = 100_000  # written out: an alias counts as all that it stands for
+
+_NULL = re.compile(r"~|null|Null|NULL|")
+_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_SPECIAL = {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
+_CORE = "tag:yaml.org,2002:"
+_MERGE = "tag:yaml.org,2002:merge"
+_PLAIN = "plain"
+_KINDS: dict[str, Any] = {"null": type(None), "bool": bool, "int": int, "float": int | float}
+
+
+class _Loader(yaml.SafeLoader):
+    """Leaves plain words as they are; what they stand for is decided by `scalar`."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
+        if kind is yaml.ScalarNode and implicit[0]:
+            return _MERGE if value == "<<" else _PLAIN
+        return str(super().resolve(kind, value, implicit))
+
+
+def scalar(text: str) -> Any:
+    """What a plain word stands for, as of YAML 1.2: ``3e-4`` is a number; ``no``, ``12:30`` and a date are text."""
+    if _NULL.fullmatch(text):
+        return None
+    if _BOOL.fullmatch(text):
+        return text.lower() == "true"
+    if _INT.fullmatch(text):
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text.replace("_", ""))
+    if _FLOAT.fullmatch(text):
+        return float(text.replace("_", ""))
+    return _SPECIAL.get(text.lower(), text)
+
+
+def read(file: str | Path) -> Value:
+    """The values of a file.
+
+    Raises:
+        ConfigError: it is no such file, or is damaged or harmful; with the line.
+    """
+    found = parse(read_text(file), str(file))
+    if found is None or found.data is None:
+        raise ConfigError(f"{file}: the file is empty; it needs sections, as `trainer:`.")
+    return found
+
+
+def read_text(file: str | Path) -> str:
+    """What stands in a file.
+
+    Raises:
+        ConfigError: it is no such file, or too long, or not in UTF-8.
+    """
+    path = Path(file)
+    try:
+        if not path.is_file():
+            raise ConfigError(f"{file or repr(file)}: there is no such file.{_neighbours(path)}")
+        with path.open("rb") as opened:
+            content = opened.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ConfigError(f"{file}: longer than {MOST_BYTES:,} bytes, which is no configuration.")
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: no text in UTF-8 (byte {error.start}).") from error
+    except OSError as error:
+        raise ConfigError(f"{file!s:.200}: can't be read: {error.strerror}.") from error
+
+
+def parse(text: str, name: str, lines: bool = True) -> Value | None:
+    """The values of a text; None where there are none.
+
+    Args:
+        text: YAML; sections, unless it has no lines.
+        name: its file's, for sources and errors.
+        lines: whether sources have a line number.
+
+    Raises:
+        ConfigError: it is damaged or harmful; with the line.
+    """
+    try:
+        node = yaml.compose(text, _Loader)  # the tree of what is written: no tag is followed
+        found = None if node is None else _Reading(name, lines).value(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(f"{_place(name, mark, lines)}: {_words(error, text)}") from error
+    except yaml.reader.ReaderError as error:
+        place = f"{name}:{text.count(chr(10), 0, error.position) + 1}" if lines else name
+        raise ConfigError(f"{place}: the character #x{error.character:04x} may not stand in YAML.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: {' '.join(str(error).split())}.") from error
+    except RecursionError as error:
+        raise ConfigError(f"{name}: nested too deeply, or an alias stands within its own anchor.") from error
+    if lines and found is not None and not isinstance(found.data, dict | None):
+        kind = "list" if isinstance(found.data, list) else "single value"
+        raise ConfigError(f"{name}:1: holds a {kind}, but needs sections with keys, as `trainer:`.")
+    return found
+
+
+class _Reading:
+    """Reads the nodes of one text."""
+
+    def __init__(self, name: str, lines: bool) -> None:
+        self.name, self.lines, self.count = name, lines, 0
+
+    def value(self, node: yaml.Node, line: yaml.Mark | None = None) -> Value:
+        source = _place(self.name, line or node.start_mark, self.lines)
+        self.count += 1
+        if self.count > MOST_VALUES:
+            raise ConfigError(f"{source}: more than {MOST_VALUES:,} values once its aliases are written out.")
+        if isinstance(node, yaml.MappingNode):
+            self._check_tag(node, ("map",), source)
+            return Value(self._pairs(node), source)
+        if isinstance(node, yaml.SequenceNode):
+            self._check_tag(node, ("seq",), source)
+            return Value([self.value(item) for item in node.value], source)
+        return self._scalar(node, source)
+
+    def _pairs(self, node: yaml.MappingNode) -> dict[Any, Value]:
+        own: dict[Any, Value] = {}
+        merged: dict[Any, Value] = {}
+        for key_node, item in node.value:
+            place = _place(self.name, key_node.start_mark, self.lines)
+            if key_node.tag == _MERGE:
+                merged = self._merged(item, place) | merged
+                continue
+            key = self.value(key_node).data
+            if isinstance(key, bool) or not isinstance(key, str | int):
+                shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
+                raise ConfigError(f"{place}: a key must be a word or a whole number, not {shown}.")
+            absent = isinstance(item, yaml.ScalarNode) and item.tag == _PLAIN and not item.value
+            if node.flow_style and absent and ":" in str(key):
+                raise ConfigError(f"{place}: {key!r} is a key without a value: put a space behind its ':'.")
+            if key in own:
+                raise ConfigError(f"{place}: the key {key!r} is there twice, first in {own[key].source}; keep one.")
+            own[key] = self.value(item, key_node.start_mark)
+        return merged | own
+
+    def _merged(self, node: yaml.Node, place: str) -> dict[Any, Value]:
+        several = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        found: dict[Any, Value] = {}
+        for one in several:
+            if not isinstance(one, yaml.MappingNode):
+                raise ConfigError(f"{place}: '<<' takes an alias of a mapping, or a list of them.")
+            found = self._pairs(one) | found
+        return found
+
+    def _scalar(self, node: yaml.ScalarNode, source: str) -> Value:
+        text, kind = node.value, node.tag.removeprefix(_CORE)
+        if kind == "str":  # in quotes, a block, or said to be
+            return Value(text, source)
+        try:
+            found = scalar(text)
+        except ValueError as error:
+            raise ConfigError(f"{source}: {text[:40]!r} can't be read as a number: {error}.") from error
+        if kind != _PLAIN:
+            self._check_tag(node, tuple(_KINDS), source)
+            if not isinstance(found, _KINDS[kind]):
+                raise ConfigError(f"{source}: {text[:40]!r} is not what its tag '!!{kind}' says.")
+        return Value(found, source, text if not isinstance(found, str) else None)
+
+    def _check_tag(self, node: yaml.Node, allowed: tuple[str, ...], source: str) -> None:
+        if node.tag not in [_CORE + name for name in allowed]:
+            short = node.tag.replace(_CORE, "!!")
+            raise ConfigError(f"{source}: the tag {short!r} is refused: a configuration is plain data. Take it out.")
+
+
+def _place(name: str, mark: yaml.Mark | None, lines: bool) -> str:
+    return name if mark is None or not lines else f"{name}:{mark.line + 1}"
+
+
+def _words(error: yaml.MarkedYAMLError, text: str) -> str:
+    problem, mark = str(error.problem), error.problem_mark
+    if mark is not None and "but got '{'" in problem and text[mark.index - 1 : mark.index] == "$":
+        return 'within [ ] and { } a reference must stand in quotes: "${section.key}".'
+    if "'\\t'" in problem:
+        return "a tab stands here; YAML is indented with spaces."
+    if "but found '<scalar>'" in problem:
+        return "text stands behind the end of a value: put all of it into quotes; or the indentation is wrong."
+    if "scanning an alias" in str(error.context):
+        return "text that begins with '*' must stand in quotes."
+    if "cannot start any token" in problem:
+        return f"{problem}: put the text into quotes."
+    if "expected <block end>" in problem:
+        return "the indentation does not fit the lines above."
+    if "single document" in str(error.context):
+        return "a second document begins ('---'); one file is one configuration."
+    if "undefined alias" in problem:
+        return f"{problem}: an anchor '&name' must come before its alias '*name'."
+    if "mapping values are not allowed" in problem:
+        return "a ':' too many, or wrong indentation: put text that holds ': ' into quotes."
+    context = f"{error.context}: " if error.context else ""
+    return f"{context}{problem}."
+
+
+def _neighbours(path: Path) -> str:
+    if path.is_dir():
+        return " It is a folder: name the file in it."
+    try:
+        names = sorted(one.name for one in path.parent.iterdir() if one.suffix in (".yaml", ".yml"))
+    except OSError:
+        return f" There is no folder {str(path.parent)!r} either."
+    close = closest_name(path.name, names)
+    return "" if close is None else f" Did you mean {str(path.parent / close)!r}?"

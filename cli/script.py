@@ -1,0 +1,59 @@
+"""`run` turns a script into a command line: ``python train.py fit --config run.yaml model.lr=3e-4``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..trainer import DataModule, TaskModule
+    from .commands import Session
+
+__all__ = ["run"]
+
+_STAGES = ("fit", "validate", "test", "predict")
+
+
+def run(
+    Model: type[TaskModule] | None = None,
+    Data: type[DataModule] | None = None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    arguments: Sequence[str] | None = None,
+) -> Session:
+    """Run what the command line asks for: ``STAGE [--config FILE ...] [KEY=VALUE ...]``, as `treadle fit --help` tells.
+
+    Args:
+        Model: the task's class; without it the configuration names one.
+        Data: the data module's class, likewise.
+        defaults: a configuration, sections and all, that files and the command line win over.
+        arguments: instead of the command line.
+
+    Returns:
+        What was run: its ``trainer``, ``model``, ``data``, and the ``result`` of the stage.
+
+    Raises:
+        SystemExit: with status 2 where something is wrong with the configuration, which is said; with 0 after --help.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    program = sys.argv[0].rpartition("/")[2]
+    if not given or given[0] not in _STAGES:
+        usage = f"usage: python {program} {'|'.join(_STAGES)} [--config FILE ...] [KEY=VALUE ...]"
+        if given and given[0] in ("-h", "--help"):
+            print(f"{usage}\n\n`python {program} fit --help` tells more.")
+            sys.exit(0)
+        wrong = f"{given[0]!r} is none of {', '.join(_STAGES)}." if given else "say what to do."
+        print(f"{program}: {wrong}\n{usage}", file=sys.stderr)
+        sys.exit(2)
+    from .commands import refused, stages
+    from .config import ConfigError
+
+    stage = given.pop(0)
+    try:
+        done = stages.run(stage, given, f"python {program} {stage}", Model, Data, defaults)
+    except ConfigError as error:
+        sys.exit(refused(f"{program} {stage}", error))
+    if done is None:
+        sys.exit(0)
+    return done

@@ -1,0 +1,18 @@
+"""Lightning's own names, for scripts in which only the import is to change: ``import treadle.compat as pl``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .. import callbacks, loggers, plugins, profilers, strategies, tuner, utilities
+    from ..callbacks import Callback
+    from ..common.version import __version__
+    from ..engine import seed_everything
+    from ..trainer import DataModule, TaskModule, Trainer
+    from ..trainer import DataModule as LightningDataModule
+    from ..trainer import TaskModule as LightningModule
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,0 +1,109 @@
+"""What is installed, and what this machine can do, in Accelerate's words."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from packaging.version import Version, parse
+
+from ..common.optional import is_installed
+from ..common.validation import choose
+
+_COMPARE: dict[str, Callable[[Version, Version], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+
+
+def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+    """Whether an installed library's version (or a version) is ``operation`` (``">="``, ...) a required one."""
+    compare = _COMPARE[choose("operation", operation, _COMPARE)]
+    known = library_or_version
+    if isinstance(known, str):
+        known = parse(importlib.metadata.version(known))
+    return compare(known, parse(requirement_version))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Whether torch's version is ``operation`` (``">="``, ...) ``version``."""
+    return compare_versions(parse(parse(torch.__version__).base_version), operation, version)
+
+
+def is_cuda_available() -> bool:
+    """Whether torch sees a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Whether torch sees an Apple GPU."""
+    return torch.backends.mps.is_available()
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Whether bfloat16 can be computed in here."""
+    return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
+
+
+def is_fp16_available() -> bool:
+    """Whether float16 can be computed in here."""
+    return True
+
+
+def _never(kind: str) -> Callable[..., bool]:
+    def available(*args: Any, **kwargs: Any) -> bool:
+        return False
+
+    available.__doc__ = f"False: Treadle does not run on {kind}."
+    return available
+
+
+is_tpu_available = is_torch_xla_available = _never("TPUs")
+is_npu_available = _never("Ascend NPUs")
+is_mlu_available = _never("Cambricon MLUs")
+is_musa_available = _never("Moore Threads GPUs")
+is_sdaa_available = _never("Tecorigin accelerators")
+is_hpu_available = _never("Habana accelerators")
+is_xpu_available = _never("Intel GPUs")
+is_neuron_available = _never("AWS Neuron")
+is_deepspeed_available = _never("DeepSpeed")
+is_megatron_lm_available = _never("Megatron-LM")
+is_fp8_available = is_transformer_engine_available = _never("fp8")
+
+
+def _installed(module: str) -> Callable[[], bool]:
+    def available() -> bool:
+        return is_installed(module)
+
+    available.__doc__ = f"Whether ``{module}`` is installed."
+    return available
+
+
+is_aim_available = _installed("aim")
+is_bnb_available = _installed("bitsandbytes")
+is_clearml_available = _installed("clearml")
+is_comet_ml_available = _installed("comet_ml")
+is_datasets_available = _installed("datasets")
+is_dvclive_available = _installed("dvclive")
+is_matplotlib_available = _installed("matplotlib")
+is_mlflow_available = _installed("mlflow")
+is_pandas_available = _installed("pandas")
+is_peft_available = _installed("peft")
+is_rich_available = _installed("rich")
+is_schedulefree_available = _installed("schedulefree")
+is_swanlab_available = _installed("swanlab")
+is_tensorboard_available = _installed("tensorboard")
+is_timm_available = _installed("timm")
+is_torchdata_available = _installed("torchdata")
+is_torchvision_available = _installed("torchvision")
+is_trackio_available = _installed("trackio")
+is_transformers_available = _installed("transformers")
+is_triton_available = _installed("triton")
+is_wandb_available = _installed("wandb")

@@ -1,0 +1,105 @@
+"""A logger whose words appear once, not once per process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import MutableMapping
+from typing import Any, TextIO
+
+from ..strategies.distributed import current_place, current_world
+
+
+class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
+    """A standard logger that by default speaks on rank zero only. It needs no Accelerator.
+
+    Each method takes two more arguments: ``main_process_only`` (default True), and ``in_order``: all processes speak,
+    one after the other, so that all have to call.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logger, {})
+        self._said: set[str] = set()
+
+    def log(  # type: ignore[override]
+        self,
+        level: int,
+        msg: object,
+        *args: Any,
+        main_process_only: bool = True,
+        in_order: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Log ``msg`` at ``level``, on the processes that are asked for."""
+        rank, size, _ = current_place()
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        turns = range(size) if in_order else [rank]
+        world = current_world() if in_order and size > 1 else None
+        for turn in turns:
+            # Also where this process's level hides it: the others wait for it.
+            if turn == rank and (in_order or not main_process_only or rank == 0) and self.isEnabledFor(level):
+                text, options = self.process(msg, kwargs)
+                self.logger.log(level, text, *args, **options)
+            if world is not None:
+                world.barrier()
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Say which process speaks, where there are several."""
+        rank, size, _ = current_place()
+        return (f"[RANK {rank}] {msg}" if size > 1 else msg), kwargs
+
+    def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """A warning that this logger gives only once."""
+        text = str(msg) % args if args else str(msg)
+        if text not in self._said:
+            self._said.add(text)
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+            self.warning(msg, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "logger":
+            raise AttributeError(name)
+        return getattr(self.logger, name)  # addHandler, handlers, propagate, ...
+
+
+class _IfNobodyElse(logging.StreamHandler[TextIO]):
+    """Shows what would be shown nowhere: `logging` has no handler yet, and its last resort hides all below WARNING."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(logging.Formatter("%(levelname)s:%(name)s:%(message)s"))
+        self._logger = logger
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+    def emit(self, record: logging.LogRecord) -> None:
+        own = logging.getLogger(record.name)
+        if own is not self._logger and any(isinstance(handler, _IfNobodyElse) for handler in own.handlers):
+            return  # it has said so itself
+        logger: logging.Logger | None = self._logger
+        while logger is not None:
+            if any(not isinstance(handler, _IfNobodyElse) for handler in logger.handlers):
+                return
+            logger = logger.parent if logger.propagate else None
+        super().emit(record)
+
+
+def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
+    """Return the logger ``name``, which speaks once and not once per process.
+
+    Args:
+        name: such as ``__name__``.
+        log_level: from which level on it speaks, shown on standard error where no handler is set up. Default: what
+            ``ACCELERATE_LOG_LEVEL`` says, else what `logging` is set to: its own default hides all below WARNING.
+    """
+    logger = logging.getLogger(name)
+    if log_level is None:
+        log_level = os.environ.get("ACCELERATE_LOG_LEVEL")
+    if log_level is not None:
+        logger.setLevel(log_level.upper() if isinstance(log_level, str) else log_level)
+        if not any(isinstance(handler, _IfNobodyElse) for handler in logger.handlers):
+            logger.addHandler(_IfNobodyElse(logger))
+    return RankLogger(logger)

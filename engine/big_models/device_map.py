@@ -1,0 +1,239 @@
+"""Which part of a model goes to which device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from ...common.messages import announce, nearest
+from ..checkpoint import some
+from .device_map_report import device_map_plan
+from .memory import Device, format_bytes, get_max_memory, is_accelerator, resolve
+from .module_sizes import Dtypes, Part, model_parts
+from .module_tensors import READ_FROM_OUTSIDE, named_tensors, tied_names
+
+DeviceMap = dict[str, Device]
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[Device, int | str] | None = None,
+    no_split_module_classes: list[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Dtypes | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> DeviceMap:
+    """Fill the devices one after the other with the model's modules, in the model's order.
+
+    Modules that share a tensor go to one device, with the first of them. Where something is left for the CPU or the
+    disk, room is kept on the device that runs it: for the largest such module, and for their buffers if those stay.
+
+    Args:
+        model: The model; it may be on device ``meta``.
+        max_memory: As in `get_max_memory`. The disk takes what is left, all of it unless a size is given.
+        no_split_module_classes: Classes whose modules must not be cut, such as those with a residual connection.
+            torch's attention and encoder layer never are.
+        dtype: What floating point weights will be loaded as. Default: what they are.
+        special_dtypes: Dtypes of single tensors by name.
+        verbose: Print the plan.
+        clean_result: Name a module instead of all its parts, where these lie together.
+        offload_buffers: Buffers of offloaded modules are offloaded too.
+        fallback_allocation: Where the next module doesn't fit on a device that is still empty, take the largest later
+            one that does, out of order.
+
+    Returns:
+        A device for every module or tensor by name; for all tensors there is one.
+
+    Raises:
+        ValueError: A device that isn't there, a size that is none, or a disk too small.
+    """
+    room: dict[Device, int | None] = {**get_max_memory(max_memory)}
+    room.setdefault("disk", None)
+    parts = model_parts(model, no_split_module_classes, dtype, special_dtypes)
+    placed = _fill(parts, room, None, offload_buffers, fallback_allocation)
+    mains = [*(device for device in room if is_accelerator(device) and room[device]), "cpu"]
+    if any(device == "disk" or (not is_accelerator(device) and len(mains) > 1) for device in placed.values()):
+        placed = _fill_and_run(parts, room, mains, offload_buffers, fallback_allocation)
+    placed = {name: placed[name] for name in _in_order(model, placed)}
+    device_map = clean_device_map(placed) if clean_result else placed
+    if verbose:
+        announce(device_map_plan(model, device_map, max_memory, dtype, special_dtypes))
+    return device_map
+
+
+def _fill_and_run(
+    parts: list[Part], room: Mapping[Device, int | None], mains: list[Device], offload_buffers: bool, fallback: bool
+) -> DeviceMap:
+    """Fill the devices so that the first one used can run what is offloaded; one too small for that is left out."""
+    placed: DeviceMap = {}
+    for number, main in enumerate(mains):
+        usable = {device: size for device, size in room.items() if device not in mains[:number]}
+        placed = _fill(parts, usable, main, offload_buffers, fallback)
+        if main in placed.values():
+            break
+    return placed
+
+
+def _in_order(model: nn.Module, names: Iterable[str]) -> Iterable[str]:
+    """The names of modules and tensors as the model lists them: a module's own tensors first."""
+    wanted = set(names)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name in [path, *(f"{path}.{name}" if path else name for name, _ in _direct(module))]:
+            if name in wanted:
+                yield name
+
+
+def _direct(module: nn.Module) -> list[tuple[str, object]]:
+    return [*module._parameters.items(), *module._buffers.items()]
+
+
+def _fill(
+    parts: list[Part], room: Mapping[Device, int | None], main: Device | None, offload_buffers: bool, fallback: bool
+) -> DeviceMap:
+    """Greedy; with ``main``, keeping room there for running what comes after."""
+    kept = [0]  # for what comes after each part
+    largest = buffers = 0
+    for part in reversed(parts[1:]):
+        largest, buffers = max(largest, part.largest), buffers + part.buffers
+        kept.append(largest + (0 if offload_buffers else buffers))
+    waiting = [(part, keep) for part, keep in zip(parts, reversed(kept), strict=False)]
+    placed: DeviceMap = {}
+    for device, most in room.items():
+        used, empty = 0, True
+
+        def fits(part: Part, keep: int, device: Device = device, most: int | None = most) -> bool:
+            return most is None or used + part.size + (keep if device == main else 0) <= most  # noqa: B023 - at once
+
+        while waiting:
+            number = 0
+            if not fits(*waiting[0]):
+                later = [n for n, entry in enumerate(waiting) if entry[0].size and fits(*entry)]
+                if not (fallback and empty and later) or device == "disk":
+                    break
+                number = max(later, key=lambda n: waiting[n][0].size)
+            part, _ = waiting.pop(number)
+            placed |= dict.fromkeys(part.names, device)
+            used, empty = used + part.size, False
+    if waiting:
+        left = sum(part.size for part, _ in waiting)
+        raise ValueError(
+            f"the model does not fit: {format_bytes(left)} are left over from {waiting[0][0].names[0]!r} on. "
+            "Give a device more in max_memory, or leave 'disk' out of it, which is then without a limit."
+        )
+    return placed
+
+
+def clean_device_map(device_map: Mapping[str, Device], module_name: str = "") -> DeviceMap:
+    """The same map with one entry for every module whose parts lie on one device."""
+    inside = [name for name in device_map if not module_name or f"{name}.".startswith(f"{module_name}.")]
+    if len({device_map[name] for name in inside}) == 1:
+        return {module_name: device_map[inside[0]]}
+    depth = module_name.count(".") + 1 if module_name else 0
+    heads = dict.fromkeys(".".join(name.split(".")[: depth + 1]) for name in inside)
+    return {name: device for head in heads for name, device in clean_device_map(device_map, head).items()}
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Mapping[Device, int | str] | None = None,
+    no_split_module_classes: list[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Dtypes | None = None,
+    low_zero: bool = False,
+) -> dict[Device, int]:
+    """Limits with which `infer_auto_device_map` spreads the model evenly over the accelerators.
+
+    The lowest limit is looked for with which it still fits on them, by planning with it. The last one keeps all it has.
+
+    Args:
+        model: The model.
+        max_memory: As in `get_max_memory`.
+        no_split_module_classes: As in `infer_auto_device_map`.
+        dtype: As in `infer_auto_device_map`.
+        special_dtypes: As in `infer_auto_device_map`.
+        low_zero: Leave the first accelerator as free as the others allow.
+
+    Returns:
+        The limits; ``max_memory`` itself where there are fewer than two accelerators or the model is larger than all.
+    """
+    full = get_max_memory(max_memory)
+    used = [device for device in full if is_accelerator(device) and full[device] > 0]
+    parts = model_parts(model, no_split_module_classes, dtype, special_dtypes)
+    total = sum(part.size for part in parts)
+    if low_zero and len(used) > 1:
+        first, *used = used
+        full[first] = max(0, min(full[first], total - sum(full[device] for device in used)))
+    if len(used) < 2:
+        return full
+
+    def limited(limit: int) -> dict[Device, int]:
+        return full | {device: min(full[device], limit) for device in used}
+
+    def fits(limit: int) -> bool:
+        try:
+            _fill(
+                parts,
+                {device: size for device, size in limited(limit).items() if is_accelerator(device)},
+                None,
+                True,
+                False,
+            )
+        except ValueError:
+            return False
+        return True
+
+    low, high = total // len(used), max(full[device] for device in used)
+    if not fits(high):
+        return full
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return limited(high) | {used[-1]: full[used[-1]]}
+
+
+def device_of(device_map: Mapping[str, Device], name: str) -> Device | None:
+    """The device that a map gives to a module or tensor: that of its nearest name upwards."""
+    while name not in device_map:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return device_map[name]
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
+    """Refuse a map that can't be followed.
+
+    Raises:
+        ValueError: It names what the model doesn't have, or a device that this machine doesn't have; it misses
+            tensors; or it cuts what must lie together.
+    """
+    tensors = named_tensors(model)
+    known = {path for path, _ in model.named_modules(remove_duplicate=False)} | tensors.keys()
+    for name, device in device_map.items():
+        if name not in known:
+            raise ValueError(f"device_map: the model has no module or tensor {name!r}.{nearest(name, known)}")
+        if device != "disk":
+            resolve(device)
+    missed = [name for name in tensors if device_of(device_map, name) is None]
+    if missed:
+        raise ValueError(f"device_map: gives no device to {some(missed)}. Add them, or '' for all that is not named.")
+    for names in tied_names(tensors):
+        _together(device_map, names, "are one tensor")
+    for path, module in model.named_modules():
+        if isinstance(module, READ_FROM_OUTSIDE):
+            names = [f"{path}.{name}" if path else name for name in named_tensors(module)]
+            _together(device_map, names, f"are read together by {type(module).__name__}")
+
+
+def _together(device_map: Mapping[str, Device], names: list[str], why: str) -> None:
+    first = device_of(device_map, names[0])
+    for name in names:
+        if (device := device_of(device_map, name)) != first:
+            raise ValueError(
+                f"device_map: {names[0]!r} and {name!r} {why}, but lie on {first} and {device}. Give both one device."
+            )

@@ -1,0 +1,82 @@
+"""A device map in words: what lies where, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ..parameter_names import view_key
+from .memory import Device, format_bytes, get_max_memory
+from .module_sizes import Dtypes, tensor_bytes
+from .module_tensors import named_tensors, tied_names
+
+
+def device_map_plan(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    max_memory: Mapping[Device, int | str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Dtypes | None = None,
+) -> str:
+    """What lies where, as text: a row for each entry of the map, the devices' totals, and which tensors are tied.
+
+    Neighbours with one device and numbers for names, such as the layers of a stack, share a row. A tied tensor counts
+    where it is first.
+
+    Args:
+        model: The model; it may be on device ``meta``.
+        device_map: Devices by the names of modules or tensors.
+        max_memory: What the devices can take, as in `get_max_memory`. Default: what is free now.
+        dtype: What floating point weights will be loaded as. Default: what they are.
+        special_dtypes: Dtypes of single tensors by name.
+    """
+    tensors, bytes_of = named_tensors(model), tensor_bytes(model, dtype, special_dtypes)
+    sizes: dict[str, int] = dict.fromkeys(device_map, 0)
+    seen = set()
+    for name, tensor in tensors.items():
+        entry = name
+        while entry and entry not in sizes:
+            entry = entry.rpartition(".")[0]
+        if entry in sizes and (key := view_key(tensor)) not in seen:
+            seen.add(key)
+            sizes[entry] += bytes_of[key]
+    rows = [("module", "device", "size")]
+    rows += [
+        (_span(names), str(device_map[names[0]]), format_bytes(sum(sizes[n] for n in names)))
+        for names in _runs(device_map)
+    ]
+    room = get_max_memory(max_memory)
+    totals = [("device", "used", "of")]
+    for device in dict.fromkeys(device_map.values()):
+        used = sum(size for name, size in sizes.items() if device_map[name] == device)
+        totals.append((str(device), format_bytes(used), format_bytes(room[device]) if device in room else "no limit"))
+    lines = [*_table(rows), "", *_table(totals)]
+    lines += [f"tied: {' = '.join(names)}" for names in tied_names(tensors) if len(names) > 1]
+    return "\n".join(lines)
+
+
+def _runs(device_map: Mapping[str, Device]) -> list[list[str]]:
+    """The names of the map; numbered neighbours on one device together."""
+    runs: list[list[str]] = []
+    for name, device in device_map.items():
+        parent, _, number = name.rpartition(".")
+        if runs and number.isdigit():
+            before, _, last = runs[-1][-1].rpartition(".")
+            if before == parent and last.isdigit() and device_map[runs[-1][-1]] == device:
+                runs[-1].append(name)
+                continue
+        runs.append([name])
+    return runs
+
+
+def _span(names: list[str]) -> str:
+    if len(names) > 1:
+        return f"{names[0]} ... {names[-1].rpartition('.')[2]}"
+    return names[0] or "(the model)"
+
+
+def _table(rows: list[tuple[str, str, str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}" for row in rows]

@@ -1,0 +1,222 @@
+"""Loading a checkpoint into a model tensor by tensor: there is never a second copy of the weights in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...common.messages import announce, warn
+from ...common.validation import choose
+from ..checkpoint import Weights, some
+from ..weights import open_weights
+from .device_map import check_device_map, device_of, get_balanced_memory, infer_auto_device_map
+from .device_map_report import device_map_plan
+from .dispatch import Skip, dispatch, main_of, refuse_twice
+from .memory import Device, resolve
+from .module_tensors import (
+    as_dtype,
+    is_buffer,
+    like,
+    named_tensors,
+    put_by_name,
+    stored_dtype,
+    tied_names,
+    unsaved_names,
+)
+from .offload_file import check_shapes
+
+Checkpoint = str | os.PathLike[str]
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    device_map: str | Mapping[str, Device] | None = None,
+    max_memory: Mapping[Device, int | str] | None = None,
+    no_split_module_classes: list[str] | None = None,
+    offload_folder: Checkpoint | None = None,
+    offload_buffers: bool = False,
+    dtype: torch.dtype | str | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: Skip = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Load a checkpoint into a model, usually one made under `init_empty_weights`, and spread it over devices.
+
+    Weights that lie on the disk stay in the checkpoint's own files, and are read from there whenever their module runs.
+
+    Args:
+        model: The model.
+        checkpoint: a safetensors file, an index of several or a folder with them, a checkpoint
+            of Treadle, or a file of ``torch.save``.
+        device_map: ``"auto"`` and ``"balanced"`` share out evenly over the accelerators, ``"balanced_low_0"`` leaves
+            the first as free as it can, ``"sequential"`` fills one after the other; what doesn't fit goes to the CPU,
+            then the disk, and the plan is printed. Or a map of names to devices. Default: load it only.
+        max_memory: As in `get_max_memory`.
+        no_split_module_classes: As in `infer_auto_device_map`.
+        offload_folder: Not needed, nothing is copied on the disk.
+        offload_buffers: Buffers of offloaded modules are offloaded too.
+        dtype: What floating point weights become. Default: what they are in the model.
+        offload_state_dict: Not needed, weights never stand in memory twice.
+        skip_keys: As in `dispatch_model`.
+        preload_module_classes: As in `dispatch_model`.
+        force_hooks: As in `dispatch_model`.
+        strict: Tensors that only the model or only the checkpoint has are an error; else a warning, unless the model
+            would have no values for them at all.
+        full_state_dict: The checkpoint must be a whole one; False is an error.
+        broadcast_from_rank0: True is an error: each process reads for itself.
+
+    Returns:
+        The model, with the map as its ``hf_device_map``.
+
+    Raises:
+        ValueError: The checkpoint is damaged or is not of this model, or the map can't be followed.
+    """
+    _refuse_sharded(full_state_dict, broadcast_from_rank0)
+    refuse_twice(model)
+    weights = open_weights(checkpoint)
+    if isinstance(device_map, str):
+        device_map = _planned(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    load_weights(model, weights, device_map, as_dtype(dtype), offload_buffers, strict)
+    if device_map is None:
+        return model
+    on_disk = {name: piece for name, piece in weights.items() if device_of(device_map, name) == "disk"}
+    main = main_of(device_map)
+    return dispatch(model, device_map, main, on_disk, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+
+
+def _planned(
+    model: nn.Module,
+    how: str,
+    max_memory: Mapping[Device, int | str] | None,
+    no_split: list[str] | None,
+    dtype: torch.dtype | str | None,
+    offload_buffers: bool,
+) -> dict[str, Device]:
+    choose("device_map", how, ("auto", "balanced", "balanced_low_0", "sequential"))
+    limits = max_memory
+    if how != "sequential":
+        limits = get_balanced_memory(model, max_memory, no_split, dtype, low_zero=how == "balanced_low_0")
+    device_map = infer_auto_device_map(model, limits, no_split, dtype, offload_buffers=offload_buffers)
+    announce(device_map_plan(model, device_map, max_memory, dtype))
+    return device_map
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    device_map: Mapping[str, Device] | None = None,
+    offload_folder: Checkpoint | None = None,
+    dtype: torch.dtype | str | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: list[str] | None = None,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load a checkpoint into a model and add nothing that would run it.
+
+    What the map gives to the disk is left on device ``meta``: `dispatch_model` takes the checkpoint as its
+    ``offload_dir``.
+
+    Args:
+        model: The model.
+        checkpoint: As in `load_checkpoint_and_dispatch`.
+        device_map: Devices by the names of modules or tensors. Default: the CPU for what is on device ``meta``, and
+            what has memory keeps it.
+        offload_folder: Not needed.
+        dtype: What floating point weights become. Default: what they are in the model.
+        offload_state_dict: Not needed.
+        offload_buffers: Buffers that the map gives to the disk are left there too.
+        keep_in_fp32_modules: Parts of names, such as ``"norm"``, whose weights become float32 whatever ``dtype`` says.
+        strict: As in `load_checkpoint_and_dispatch`.
+        full_state_dict: As in `load_checkpoint_and_dispatch`.
+        broadcast_from_rank0: As in `load_checkpoint_and_dispatch`.
+
+    Raises:
+        ValueError: As in `load_checkpoint_and_dispatch`.
+    """
+    _refuse_sharded(full_state_dict, broadcast_from_rank0)
+    weights = open_weights(checkpoint)
+    kept = set(keep_in_fp32_modules or ())
+    load_weights(model, weights, device_map, as_dtype(dtype), offload_buffers, strict, kept)
+
+
+def load_weights(
+    model: nn.Module,
+    weights: Weights,
+    device_map: Mapping[str, Device] | None,
+    dtype: torch.dtype | None,
+    offload_buffers: bool,
+    strict: bool,
+    in_fp32: set[str] = frozenset(),  # type: ignore[assignment]
+) -> None:
+    """What both doors do with an opened checkpoint. Nothing is changed before all of it is checked."""
+    if device_map is not None:
+        check_device_map(model, device_map)
+    tensors = named_tensors(model)
+    _check_names(model, tensors, weights, strict)
+    check_shapes(tensors, weights)
+    for names in tied_names(tensors):
+        old = tensors[names[0]]
+        place = None if device_map is None else device_of(device_map, names[0])
+        device = old.device if place is None else torch.device("cpu") if place == "disk" else resolve(place)
+        if device.type == "meta" and place is None:
+            device = torch.device("cpu")
+        if place == "disk" and (offload_buffers or not is_buffer(old)):
+            device = torch.device("meta")
+        kind = torch.float32 if in_fp32 & set(names[0].split(".")) and dtype else dtype
+        _load_one(model, names, old, weights, device, stored_dtype(old, kind))
+
+
+def _load_one(
+    model: nn.Module, names: list[str], old: Tensor, weights: Weights, device: torch.device, dtype: torch.dtype
+) -> None:
+    piece = next((weights[name] for name in names if name in weights), None)
+    if device.type == "meta" and piece is None and not old.is_meta:
+        return  # in no checkpoint, so its values stay in memory
+    with torch.no_grad():
+        if old.device == device and old.dtype == dtype:
+            if piece is not None and device.type != "meta":
+                piece.fill(old.detach())
+            return
+        values = torch.empty(old.shape, device=device, dtype=dtype)  # empty_like of meta imports 500 modules, 35 MB
+        if piece is not None and device.type != "meta":
+            piece.fill(values)
+        elif piece is None:
+            values.copy_(old)
+    put_by_name(model, names, like(old, values))
+
+
+def _check_names(model: nn.Module, tensors: Mapping[str, Tensor], weights: Weights, strict: bool) -> None:
+    unsaved = unsaved_names(model)
+    unknown = [name for name in weights if name not in tensors and not name.endswith("_extra_state")]
+    groups = [names for names in tied_names(tensors) if not any(name in weights for name in names)]
+    missing = [names[0] for names in groups if not unsaved.issuperset(names)]
+    empty = [names[0] for names in groups if tensors[names[0]].is_meta]
+    said = [f"it has tensors that the model hasn't: {some(unknown)}"] if unknown else []
+    said += [f"it lacks tensors of the model: {some(missing)}"] if missing else []
+    if strict and said:
+        raise ValueError(f"checkpoint: {'; '.join(said)}.")
+    if empty:
+        more = f" It has some that the model hasn't: {some(unknown)}." if unknown else ""
+        raise ValueError(f"checkpoint: lacks {some(empty)}, for which the model has no values either.{more}")
+    if said:
+        warn(f"checkpoint: {'; '.join(said)}. Those of the model stay as they are; strict=True makes this an error.")
+
+
+def _refuse_sharded(full_state_dict: Any, broadcast_from_rank0: Any) -> None:
+    if not full_state_dict or broadcast_from_rank0:
+        name = "broadcast_from_rank0=True" if broadcast_from_rank0 else "full_state_dict=False"
+        raise ValueError(
+            f"{name} is for models sharded over processes. Leave it out: each process reads whole tensors."
+        )

@@ -1,0 +1,162 @@
+"""How many bytes the parts of a model take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...common.messages import nearest, warn
+from ..parameter_names import view_key
+from .module_tensors import (
+    READ_FROM_OUTSIDE,
+    as_dtype,
+    class_names,
+    is_buffer,
+    named_tensors,
+    own_tensors,
+    stored_dtype,
+)
+
+Dtypes = Mapping[str, torch.dtype | str]
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Dtypes | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """The bytes of every module and tensor by name, ``""`` being the whole model. A tied tensor counts once in each.
+
+    Args:
+        model: The model; it may be on device ``meta``.
+        dtype: What floating point tensors will be loaded as. Default: what they are.
+        special_dtypes: Dtypes of single tensors by name, which go before ``dtype``.
+        buffers_only: Count no parameters.
+    """
+    tensors = named_tensors(model)
+    bytes_of = tensor_bytes(model, dtype, special_dtypes)
+    inside: dict[str, set[Any]] = {path: set() for path, _ in model.named_modules(remove_duplicate=False)}
+    sizes = dict.fromkeys(inside, 0)
+    for name, tensor in tensors.items():
+        if buffers_only and not is_buffer(tensor):
+            continue
+        key = view_key(tensor)
+        sizes[name] = bytes_of[key]
+        path = name
+        while path:
+            path = path.rpartition(".")[0]
+            if key not in inside[path]:
+                inside[path].add(key)
+                sizes[path] += bytes_of[key]
+    return sizes
+
+
+def tensor_bytes(
+    model: nn.Module, dtype: torch.dtype | str | None = None, special_dtypes: Dtypes | None = None
+) -> dict[Any, int]:
+    """The bytes of each distinct tensor, by `view_key`.
+
+    Raises:
+        ValueError: A dtype that doesn't exist, or a special one for a tensor that doesn't.
+    """
+    tensors, general = named_tensors(model), as_dtype(dtype)
+    special = {name: as_dtype(kind) for name, kind in (special_dtypes or {}).items()}
+    for name in special:
+        if name not in tensors:
+            raise ValueError(f"special_dtypes: the model has no tensor {name!r}.{nearest(name, tensors)}")
+    found: dict[Any, int] = {}
+    for name, tensor in tensors.items():
+        kind = special.get(name) or stored_dtype(tensor, general)
+        size = tensor.numel() * kind.itemsize
+        key = view_key(tensor)
+        found[key] = max(found.get(key, 0), size) if name in special else found.get(key, size)
+    return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """What goes to one device as a whole: modules and tensors that are kept together or share a tensor.
+
+    Attributes:
+        names: Its modules and tensors.
+        size: Its bytes.
+        buffers: How many of them are buffers.
+        largest: The parameters' bytes of the largest of its modules: what running it takes where it is offloaded.
+    """
+
+    names: list[str]
+    size: int
+    buffers: int
+    largest: int
+
+
+def model_parts(
+    model: nn.Module,
+    no_split: list[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Dtypes | None = None,
+) -> list[Part]:
+    """The model cut as small as it may be, in its own order.
+
+    Args:
+        model: The model.
+        no_split: Names of classes whose modules stay whole.
+        dtype: As in `compute_module_sizes`.
+        special_dtypes: As in `compute_module_sizes`.
+    """
+    kept = check_class_names(model, "no_split_module_classes", no_split)
+    atoms: dict[str, dict[Any, bool]] = {}  # the distinct tensors of each, and whether they are buffers
+
+    def visit(path: str, module: nn.Module) -> None:
+        children = list(module.named_children())
+        if not children or isinstance(module, READ_FROM_OUTSIDE) or class_names(module) & kept:
+            atoms[path] = {view_key(tensor): is_buffer(tensor) for tensor in named_tensors(module).values()}
+            return
+        dot = f"{path}." if path else ""
+        for name, tensor in own_tensors(module):
+            atoms[dot + name] = {view_key(tensor): is_buffer(tensor)}
+        for name, child in children:
+            visit(dot + name, child)
+
+    visit("", model)
+    bytes_of = tensor_bytes(model, dtype, special_dtypes)
+    return [_part(names, atoms, bytes_of) for names in _joined(atoms)]
+
+
+def _joined(atoms: dict[str, dict[Any, bool]]) -> list[list[str]]:
+    """The names in groups that share no tensor, in the order of their first names."""
+    groups: dict[str, list[str]] = {}
+    owner: dict[Any, str] = {}  # the first name of the group that a tensor is in
+    for name, keys in atoms.items():
+        firsts = list(dict.fromkeys(owner[key] for key in keys if key in owner))
+        home = min(firsts, key=list(groups).index) if firsts else name
+        members = groups.setdefault(home, [])
+        for other in firsts:
+            if other != home:
+                members += groups.pop(other)
+        members.append(name)
+        for member in members if len(firsts) > 1 else [name]:
+            owner |= dict.fromkeys(atoms[member], home)
+    return list(groups.values())
+
+
+def _part(names: list[str], atoms: dict[str, dict[Any, bool]], bytes_of: dict[Any, int]) -> Part:
+    together = {key: buffer for name in names for key, buffer in atoms[name].items()}
+    parameters = [sum(bytes_of[key] for key, buffer in atoms[name].items() if not buffer) for name in names]
+    buffers = sum(bytes_of[key] for key, buffer in together.items() if buffer)
+    return Part(names, sum(bytes_of[key] for key in together), buffers, max(parameters))
+
+
+def check_class_names(model: nn.Module, what: str, names: list[str] | str | None) -> set[str]:
+    """The names as a set; a warning if the model has no module of any of these classes."""
+    wanted = {names} if isinstance(names, str) else set(names or ())
+    there = set().union(*(class_names(module) for module in model.modules()))
+    if wanted and not wanted & there:
+        name = min(wanted)
+        warn(f"{what}={sorted(wanted)}: the model has no module of such a class.{nearest(name, there)}")
+    return wanted

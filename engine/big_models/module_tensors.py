@@ -1,0 +1,112 @@
+"""A model's parameters and buffers by name: which are one and the same, and how one is put in another's place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...common.messages import nearest
+from ..parameter_names import view_key
+
+READ_FROM_OUTSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""torch's modules that read the weights of the modules inside them without calling those: they stay in one piece."""
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer under each of its names, module by module as the model lists them."""
+    return {
+        f"{path}.{name}" if path else name: tensor
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, tensor in own_tensors(module)
+    }
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers that a module holds itself."""
+    for registry in (module._parameters, module._buffers):
+        for name, tensor in registry.items():
+            if tensor is not None:
+                yield name, tensor
+
+
+def is_buffer(tensor: Tensor) -> bool:
+    """Whether a model's tensor is a buffer: it may be written to, a parameter is only read."""
+    return not isinstance(tensor, nn.Parameter)
+
+
+def tied_names(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names in groups, each the names of one tensor, in the order of their first names."""
+    groups: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(view_key(tensor), []).append(name)
+    return list(groups.values())
+
+
+def unsaved_names(model: nn.Module) -> set[str]:
+    """The buffers that are part of no checkpoint: those registered with ``persistent=False``."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+
+
+def like(old: Tensor, data: Tensor, plain: bool = False) -> Tensor:
+    """``data`` as the kind of tensor that ``old`` is, parameter or buffer, with the attributes it was given.
+
+    With ``plain``, a parameter of no special class and without attributes.
+    """
+    if is_buffer(old):
+        return data
+    new = nn.Parameter(data, requires_grad=old.requires_grad)
+    if plain:
+        return new
+    if type(old) is not nn.Parameter:
+        new.__class__ = type(old)  # type: ignore[assignment]
+    if old.__dict__:
+        new.__dict__.update(old.__dict__)
+    return new
+
+
+def put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Let a module hold ``tensor`` where it held another of that name."""
+    if isinstance(module, nn.RNNBase):
+        setattr(module, name, tensor)  # it keeps a second list of its weights, which only this renews
+    else:
+        registry: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        registry[name] = tensor
+
+
+def put_by_name(model: nn.Module, names: list[str], tensor: Tensor) -> None:
+    """`put` one tensor under all its names."""
+    for name in names:
+        path, _, last = name.rpartition(".")
+        put(model.get_submodule(path), last, tensor)
+
+
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype from itself or its name, such as ``"bfloat16"`` or ``"torch.bfloat16"``.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        names = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
+        raise ValueError(f"dtype={dtype!r} is no dtype of torch.{nearest(str(dtype).removeprefix('torch.'), names)}")
+    return found
+
+
+def stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What a tensor's dtype is once the model is loaded as ``dtype``: only floating point numbers follow."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def class_names(module: nn.Module) -> set[str]:
+    """The names by which a module's class can be listed: its own and its bases'."""
+    return {kind.__name__ for kind in type(module).__mro__}

@@ -1,0 +1,37 @@
+"""A run on disk: saved, committed, verified, opened and restored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from . import filesystem, save, store
+    from .async_save import Job
+    from .checkpointer import Saving
+    from .filesystem import CODES
+    from .json_codec import MAX_DEPTH, Record, check_tensor, encode
+    from .load import in_memory, weight_differences
+    from .manifest import MANIFEST, Manifest, check_files
+    from .model_check import not_finite
+    from .open_checkpoint import OpenCheckpoint, first_intact, open_together
+    from .parts import has_part
+    from .safetensors_file import Filed, Held, Piece, Stored, Weights, mark_of, read_now, some, whole_model
+    from .train_state import (
+        ADDED,
+        CONFIG,
+        DATAMODULE_HPARAMS,
+        HPARAMS,
+        STATE,
+        CallbackStates,
+        OptimizerState,
+        TrainerStates,
+        TrainState,
+        check_form,
+        extra_part,
+        model_part,
+        open_registered,
+    )
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,0 +1,357 @@
+"""What checkpoints ask of a disk: a few durable operations, and reading back only what was checked.
+
+Every change that a checkpoint makes on disk goes through eight small functions: `mkdir`, `write_bytes`,
+`write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`. They are called by way of this module, so that a
+test can stop the process at each. Outside are only what torch writes (`export`, in torch's format), what is downloaded
+(`foreign.fetch`), what a profiler writes, and a user's own hooks.
+"""
+
+import errno
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from xxhash import xxh3_128
+
+from ...strategies.distributed import Whole
+
+DIGEST = "xxh3_128"
+"""The name of the digest in a manifest: as fast as memory, so that it can be compared at every load.
+
+It finds damage, not forgery: who can write the files can write the manifest. Reading runs no code either way.
+"""
+
+DTYPES: dict[str, torch.dtype] = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"C64": torch.complex64, "BOOL": torch.bool},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz},
+    **{"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
+}
+"""The element types of a safetensors file, by their codes: those that safetensors 0.8 writes and reads with torch.
+
+It also writes float8_e8m0fnu, but can't read it back.
+"""
+
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+"""The codes of element types in a safetensors file."""
+
+Entry = dict[str, Any]
+"""What a manifest says of a file: its size under ``bytes``, and its digest."""
+
+Mark = tuple[int, int]
+"""What a change of a file shows in, see `mark`."""
+
+_PIECE = 2**22  # bytes that are digested and written while they are in the processor's cache
+
+FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|safetensors)")
+"""The names a checkpoint's files may have. None of them can lead out of the directory."""
+
+
+def is_inside(name: str) -> bool:
+    """Whether a path, as `leaves` returns it, stays in its directory on every system."""
+    parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
+    plain = name == PurePosixPath(name).as_posix() and not PureWindowsPath(name).anchor
+    return bool(parts) and plain and ".." not in parts and "\0" not in name
+
+
+def mkdir(path: Path) -> None:
+    """Make one directory."""
+    os.mkdir(path)
+
+
+def write_bytes(path: Path, data: bytes) -> Entry:
+    """Write a file; returns its entry for a manifest."""
+    with _naming(path):
+        path.write_bytes(data)
+    return {"bytes": len(data), DIGEST: xxh3_128(data).hexdigest()}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str]) -> Entry:
+    """Write a safetensors file from tensors on any device and of any layout; returns its entry for a manifest.
+
+    One tensor after the other comes to the host, and the digest is taken of what goes out: safetensors' own writer
+    wants all of them there at once, and the file to be read once more. The bytes are those it writes.
+
+    Args:
+        path: The file.
+        tensors: The tensors by name, of plain types, or what reads one when it is indexed.
+        notes: The text that goes into the file's header.
+
+    Raises:
+        OSError: The disk refused, a full one too.
+
+    Source: https://huggingface.co/docs/safetensors (the format)
+    """
+    # Wide elements first, so that each tensor begins at a multiple of its element's size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": notes} if notes else {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.shape.numel() * tensor.dtype.itemsize
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    text = len(text).to_bytes(8, "little") + text
+    digest = xxh3_128(text)
+    with _naming(path), path.open("wb", buffering=2**20) as file:
+        file.write(text)
+        for name in names:
+            data = _bytes_of(tensors[name][...])
+            for start in range(0, len(data), _PIECE):
+                piece = data[start : start + _PIECE]
+                digest.update(piece)
+                file.write(piece)
+    return {"bytes": len(text) + end, DIGEST: digest.hexdigest()}
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """A failed write says which file; the system's own error does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file's content, or a directory's entries, are on the disk itself."""
+    is_dir = path.is_dir()
+    if is_dir and os.name == "nt":  # Windows can't open a directory
+        return
+    # A hook's file may be read-only; Windows alone wants it open for writing.
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not is_dir or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems lack the call
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename a directory, or a file, to a name that is free."""
+    os.rename(source, target)
+
+
+def replace(source: Path, target: Path) -> None:
+    """Rename a file, in the place of what may stand there."""
+    os.replace(source, target)
+
+
+def unlink(path: Path) -> None:
+    """Delete a file, or a link itself."""
+    os.unlink(path)
+
+
+def rmdir(path: Path) -> None:
+    """Delete an empty directory."""
+    os.rmdir(path)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and its parents, durably. Several processes may do so at once."""
+    if path.is_dir():
+        return
+    make_directory(path.parent)
+    try:
+        mkdir(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    fsync(path.parent)
+
+
+def delete(path: Path, first: str = "") -> None:
+    """Delete a file, a link or a whole directory. Nothing there is no error, links are not followed.
+
+    Args:
+        path: What to delete.
+        first: The name in the directory that goes before all others.
+    """
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_dir():
+        unlink(path)
+        return
+    for name in sorted(os.listdir(path), key=lambda name: (name != first, name)):
+        delete(path / name)
+    rmdir(path)
+
+
+def names(directory: Path) -> list[str]:
+    """What is in a directory, sorted; nothing if it isn't one."""
+    try:
+        return sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def leaves(directory: Path, inside: str = "") -> Iterator[str]:
+    """All that is in a directory and in those below, but for directories: by path, with ``/``. No link is followed."""
+    for name in names(directory):
+        path = directory / name
+        if os.path.isdir(path) and not os.path.islink(path):
+            yield from leaves(path, f"{inside}{name}/")
+        else:
+            yield inside + name
+
+
+def describe(path: Path) -> Entry:
+    """A file's entry for a manifest, of what now stands in it, read in small pieces; a link's, of where it leads."""
+    if path.is_symlink():
+        data = os.fsencode(os.readlink(path))
+        return {"bytes": len(data), DIGEST: xxh3_128(data).hexdigest()}
+    digest = xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+        return {"bytes": file.tell(), DIGEST: digest.hexdigest()}
+
+
+def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bool, links: bool = False) -> None:
+    """Check one file of a directory against its entry.
+
+    Args:
+        directory: The directory.
+        name: The file's name.
+        entry: What the manifest says of it.
+        digests: Also read it and compare the digest.
+        links: It may be a link, or be in a directory below.
+
+    Raises:
+        ValueError: It is missing, not a plain file, of another size or of other content.
+    """
+    if not (is_inside(name) if links else FILE.fullmatch(name)):
+        raise ValueError(f"{directory}: {name!r:.80} is not a name of a checkpoint's file.")
+    try:
+        is_link = links and (directory / name).is_symlink()
+        found: Entry = describe(directory / name) if is_link else {"bytes": _size(directory / name)}
+        if digests and not is_link and found["bytes"] == entry["bytes"]:
+            found = describe(directory / name)
+    except FileNotFoundError as error:
+        raise ValueError(f"{directory}: {name} is missing.") from error
+    except OSError as error:
+        raise ValueError(f"{directory}: {name} can't be read: {error.strerror or error}.") from error
+    if found["bytes"] != entry["bytes"]:
+        raise ValueError(f"{directory}: {name} has {found['bytes']:,} bytes, {entry['bytes']:,} were written.")
+    if digests and found[DIGEST] != entry[DIGEST]:
+        raise ValueError(f"{directory}: {name} has other content than was written (its digest differs).")
+
+
+def mark(path: Path) -> Mark:
+    """Return what a change of a file shows in: its size and time of change; of a link, the link's own.
+
+    The file's number is left out: some network file systems give it another one each time they look.
+    """
+    status = path.lstat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _size(path: Path) -> int:
+    status = path.lstat()  # a link may lead out of the directory, a pipe would block for ever
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is not a plain file")
+    return status.st_size
+
+
+def read_json(path: Path, limit: int) -> Any:
+    """Read a JSON file, strictly: no nan, no key twice.
+
+    Args:
+        path: The file.
+        limit: The most bytes to read.
+
+    Raises:
+        ValueError: It is missing, too large, or isn't JSON.
+    """
+    return parse_json(path, read_bytes(path, limit))
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Read a whole file.
+
+    Args:
+        path: The file.
+        limit: The most bytes to read.
+
+    Raises:
+        ValueError: It is missing, too large, or no plain file.
+    """
+    with _reading(path):
+        if _size(path) > limit:
+            raise ValueError(f"it is larger than {limit:,} bytes")
+        return path.read_bytes()
+
+
+def parse_json(path: Path, data: bytes) -> Any:
+    """Parse what `read_bytes` returned, as strictly as `read_json`; ``path`` is for errors."""
+    with _reading(path):
+        return json.loads(data.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_unique)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """A block in which a file is read; its errors name the file."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ValueError(f"{path.parent}: {path.name} is missing, so it is not a complete checkpoint.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path.parent}: {path.name} can't be read: {error}. Use another checkpoint.") from error
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    built = dict(pairs)
+    if len(built) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return built
+
+
+def probe(directory: Path | str, nbytes: int = 0) -> None:
+    """Find out before the run whether checkpoints can be saved in a directory, by making it and writing a file.
+
+    Args:
+        directory: Where checkpoints will stand. Made if it isn't there, parents too.
+        nbytes: What one checkpoint needs, in bytes.
+
+    Raises:
+        OSError: It can't be made or written to, or has less than ``nbytes`` free. The text says which.
+    """
+    directory = Path(os.path.abspath(directory))
+    file = directory / f".probe-{os.getpid()}-{os.urandom(4).hex()}"
+    try:
+        make_directory(directory)
+        write_bytes(file, b"treadle")
+        fsync(file)
+        unlink(file)
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        reason = error.strerror or str(error)
+        text = f"can't save checkpoints in {directory}: {reason}. Choose a directory that this process can write to."
+        raise OSError(error.errno, text) from error
+    if free < nbytes:
+        text = (
+            f"can't save checkpoints in {directory}: one needs {nbytes:,} bytes and {free:,} are free. Make room there."
+        )
+        raise OSError(errno.ENOSPC, text)

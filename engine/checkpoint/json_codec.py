@@ -1,0 +1,424 @@
+"""A nested state as a plain JSON document and a dict of tensors, and back: exactly, and without running anything.
+
+What JSON says by itself (text, true, false, null, finite numbers, lists, dicts with text keys) stands in the document
+as it is. Everything else is an object with one key that starts with ``$``, a tag: ``{"$tuple": [1, 2]}``. A user's dict
+with such a key, or with keys that are not text, is written as pairs, ``{"$dict": [[key, value], ...]}``, so the two
+never mix.
+
+Reading looks tags up in one fixed table of data types. No tag builds an object of a class that the document names, so
+no document can make this module import or call anything. That is also why enums, dataclasses and named tuples are
+refused at writing. To store one, write a `Record`, and decide when reading it which class it may become.
+"""
+
+import base64
+import itertools
+import math
+import pathlib
+import re
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from ...strategies.distributed import is_sharded
+from ..parameter_names import view_key
+from .filesystem import CODES
+
+__all__ = ["MAX_DEPTH", "Record", "check_tensor", "decode", "encode"]
+
+MAX_DEPTH = 100
+"""How deep a state may be nested; real ones stay below 10, and Python's own stack ends near 1000."""
+
+_ALL_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_FLOATS = {"float16", "float32", "float64"}
+_NUMPY_SCALARS = {"bool", "str", "complex64", "complex128"} | _INTEGERS | _FLOATS
+_NUMPY_ARRAYS = {"bool", "complex64"} | _INTEGERS | _FLOATS
+
+# Decimal text of a huge integer takes quadratic time and Python refuses it past 4300 digits; hexadecimal has no limit.
+_PLAIN_INT_BITS = 256
+_HEX = re.compile(r"-?0x[0-9a-f]+")
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True)
+class Record:
+    """Inert stand-in for an object in a stored state: `codec.decode` returns the record, never the object.
+
+    Attributes:
+        kind: what the reader may build from it, such as ``"enum"``.
+        name: the name of the object's class, as text.
+        content: the object's data, anything that `codec.encode` accepts.
+    """
+
+    kind: str
+    name: str
+    content: Any
+
+
+def encode(state: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
+    """Split a nested state into a document that ``json`` can write and the tensors it refers to by name.
+
+    Takes dicts (also ``OrderedDict`` and ``defaultdict``, which become plain dicts), ``Counter``, lists, tuples, sets,
+    text, bytes, numbers of any size (also nan, inf, complex), ``None``, tensors and parameters, dtypes, devices,
+    ``torch.Size``, paths, dates, times, ``timedelta``, numpy scalars and arrays, `Record`. Tensors are not copied: they
+    keep their memory, device and layout. Where two are the same view of one storage (tied weights) only the first gets
+    a name, and `decode` gives the same object at both places.
+
+    Args:
+        state: What to store.
+        prefix: Put before every tensor's name and before every place in an error, for example ``"optimizer"``.
+
+    Returns:
+        The document and its tensors by name, such as ``"optimizer.0.exp_avg"``.
+
+    Raises:
+        TypeError: Something in it is of a kind not listed here. The text names the place, the type and the fix.
+        ValueError: The state contains itself, or is nested more than 100 deep.
+    """
+    encoder = _Encoder(prefix)
+    return encoder.value(state, encoder.root), encoder.tensors
+
+
+def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Build the state back from what `encode` returned. Nothing is imported or run, whatever the document says.
+
+    Args:
+        document: The parsed JSON document, from a trusted or an untrusted file.
+        tensors: The tensors by name. They are put into the state uncopied; numpy arrays share their memory.
+
+    Returns:
+        The state.
+
+    Raises:
+        ValueError: `encode` writes no such document, or it names a tensor that isn't there. The text names the place.
+    """
+    return _Decoder(tensors).value(document, ())
+
+
+def check_tensor(tensor: torch.Tensor, place: str, *, any_dtype: bool = False) -> None:
+    """Refuse a tensor that can't be stored, before anything is written.
+
+    Args:
+        tensor: The tensor.
+        place: Where it is, for the error.
+        any_dtype: Take every element type.
+
+    Raises:
+        TypeError: It is a subclass (other than a sharded tensor), sparse, quantized, without data (device ``meta``) or
+            of an element type that is not in `disk.CODES`.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(tensor):
+        _refuse(tensor, place, "unwrap it into a plain torch.Tensor first")
+    if tensor.layout != torch.strided:
+        _refuse(tensor, place, "make it dense first with .to_dense()", f"{tensor.layout} tensor")
+    if tensor.device.type == "meta":
+        _refuse(tensor, place, "materialize it first; a meta tensor has no values", "tensor on device meta")
+    if not any_dtype and tensor.dtype not in CODES:
+        _refuse(tensor, place, "convert it first, or view it as another dtype", f"{tensor.dtype} tensor")
+
+
+def _refuse(value: Any, place: str, fix: str, kind: str = "") -> NoReturn:
+    kind = kind or f"{type(value).__module__}.{type(value).__qualname__}"
+    raise TypeError(
+        f"{place}: a {kind} can't be stored in a checkpoint. A checkpoint holds data only (numbers, text, bytes, None, "
+        "dicts, lists, tuples, sets, tensors, numpy values, dtypes, devices, paths, dates), so that loading never "
+        f"imports or runs code. To fix it, {fix}, or leave it out of the state."
+    )
+
+
+def _float_document(value: float) -> Any:
+    return value if math.isfinite(value) else {"$float": str(value)}
+
+
+# Looked up by exact type: a subclass (an enum that is also an int, a named tuple) would come back as something else.
+_LEAVES: dict[type, Callable[[Any], Any]] = {
+    type(None): lambda v: v,
+    bool: lambda v: v,
+    str: lambda v: v,
+    int: lambda v: v if v.bit_length() <= _PLAIN_INT_BITS else {"$int": hex(v)},
+    float: _float_document,
+    complex: lambda v: {"$complex": [_float_document(v.real), _float_document(v.imag)]},
+    bytes: lambda v: {"$bytes": base64.b64encode(v).decode("ascii")},
+    torch.dtype: lambda v: {"$dtype": str(v).removeprefix("torch.")},
+    torch.device: lambda v: {"$device": str(v)},
+    torch.Size: lambda v: {"$size": list(v)},
+    type(pathlib.Path()): lambda v: {"$path": str(v)},
+    pathlib.PurePosixPath: lambda v: {"$posix_path": str(v)},
+    pathlib.PureWindowsPath: lambda v: {"$windows_path": str(v)},
+    timedelta: lambda v: {"$timedelta": [v.days, v.seconds, v.microseconds]},
+    date: lambda v: {"$date": v.isoformat()},
+}
+
+
+class _Encoder:
+    """One walk over one state; `tensors` fills on the way."""
+
+    def __init__(self, prefix: str) -> None:
+        self.root: tuple[str, ...] = (prefix,) if prefix else ()
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}  # view -> tensor name
+        self._arrays: list[torch.Tensor] = []  # kept alive, so that no other tensor gets the same address and key
+        self._open: set[int] = set()  # the containers we are inside of
+        self._in_key = False
+
+    def value(self, value: Any, path: tuple[str, ...]) -> Any:
+        leaf = _LEAVES.get(type(value))
+        if leaf is not None:
+            return leaf(value)
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            return self._array(value, path)
+        if isinstance(value, np.generic):
+            return self._numpy_scalar(value, path)
+        if type(value) in (datetime, time):
+            return self._clock(value, path)
+        return self._container(value, path)
+
+    def _container(self, value: Any, path: tuple[str, ...]) -> Any:
+        if len(path) - len(self.root) >= MAX_DEPTH:
+            raise ValueError(f"{_place(path[:8])}...: the state is nested more than {MAX_DEPTH} deep; make it flatter.")
+        if id(value) in self._open:
+            raise ValueError(f"{_place(path)}: the state contains itself, so it has no end; break the cycle.")
+        self._open.add(id(value))
+        kind = type(value)
+        if kind in (dict, OrderedDict, defaultdict):
+            document = self._dict(value, path)
+        elif kind is Namespace:
+            document = {"$namespace": self._dict(vars(value), path)}
+        elif kind is Record:
+            document = {"$record": [value.kind, value.name, self.value(value.content, (*path, value.kind))]}
+        elif kind is Counter:
+            document = {"$counter": self._pairs(value, path)}
+        elif kind in (list, tuple):
+            items = [self.value(item, (*path, str(i))) for i, item in enumerate(value)]
+            document = items if kind is list else {"$tuple": items}
+        elif kind in (set, frozenset):
+            # Sorted, because the order of a set of text changes from one Python process to the next.
+            document = {f"${kind.__name__}": sorted((self._key(item, path) for item in value), key=repr)}
+        else:
+            _refuse(value, _place(path), _advice(value))
+        self._open.remove(id(value))
+        return document
+
+    def _clock(self, value: datetime | time, path: tuple[str, ...]) -> Any:
+        if value.tzinfo is not None and value.tzinfo != timezone(value.utcoffset() or timedelta(0)):
+            _refuse(
+                value, _place(path), "store it in UTC, or its .isoformat()", f"{type(value).__name__} in a named zone"
+            )
+        return {f"${type(value).__name__}": [value.isoformat(), value.fold]}
+
+    def _dict(self, value: dict[Any, Any], path: tuple[str, ...]) -> Any:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.value(item, (*path, key)) for key, item in value.items()}
+        return {"$dict": self._pairs(value, path)}
+
+    def _pairs(self, value: dict[Any, Any], path: tuple[str, ...]) -> list[list[Any]]:
+        return [[self._key(key, path), self.value(item, (*path, str(key)))] for key, item in value.items()]
+
+    def _key(self, key: Any, path: tuple[str, ...]) -> Any:
+        outer, self._in_key = self._in_key, True
+        document = self.value(key, (*path, "key or set element"))
+        self._in_key = outer
+        return document
+
+    def _array(self, value: torch.Tensor | np.ndarray, path: tuple[str, ...]) -> Any:
+        if self._in_key:  # hashed by identity, which no file can keep
+            kind = f"{type(value).__name__} as a key or set element"
+            _refuse(value, _place(path), "use a name or a number there", kind)
+        if isinstance(value, torch.Tensor):
+            check_tensor(value, _place(path))
+            return {"$tensor": self._named(value, path)}
+        if type(value) is not np.ndarray or value.dtype.name not in _NUMPY_ARRAYS or not value.dtype.isnative:
+            kind = f"numpy {type(value).__name__} of dtype {value.dtype}"
+            _refuse(value, _place(path), "convert it with .astype() to a native numeric dtype or with .tolist()", kind)
+        # Copied: torch takes neither negative strides nor, without a warning, read-only memory.
+        self._arrays.append(torch.from_numpy(np.array(value, order="C")))
+        return {"$array": self._named(self._arrays[-1], path)}
+
+    def _named(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
+        key = view_key(tensor)
+        if key not in self._names:
+            wanted = ".".join(path).encode(errors="replace").decode() or "tensor"
+            spellings = itertools.chain([wanted], (f"{wanted}~{n}" for n in itertools.count(2)))
+            # safetensors keeps its own notes under __metadata__ and can't read a tensor of that name back.
+            name = next(n for n in spellings if n not in self.tensors and n != "__metadata__")
+            self._names[key] = name
+            self.tensors[name] = tensor.detach()
+        return self._names[key]
+
+    def _numpy_scalar(self, value: np.generic, path: tuple[str, ...]) -> Any:
+        name = "str" if isinstance(value, np.str_) else value.dtype.name
+        if name not in _NUMPY_SCALARS:
+            _refuse(value, _place(path), "convert it to a Python number or text", f"numpy {value.dtype} scalar")
+        return {"$numpy": [name, self.value(value.item(), path)]}
+
+
+def _place(path: tuple[str, ...]) -> str:
+    return ".".join(path) or "state"
+
+
+def _advice(value: Any) -> str:
+    if hasattr(value, "_asdict"):
+        return "store ._asdict()"
+    if hasattr(value, "__dataclass_fields__"):
+        return "store dataclasses.asdict(it)"
+    if hasattr(type(value), "__members__"):
+        return "store the enum member's .name or .value"
+    if hasattr(value, "state_dict"):
+        return "store its .state_dict()"
+    if callable(value):
+        return "store its name, and look it up yourself on loading"
+    return "store its fields as a dict"
+
+
+class _Decoder:
+    """One walk over one document. Readers take a tag's content and say ValueError for content that isn't right."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._depth = 0
+
+    def value(self, document: Any, path: tuple[str, ...]) -> Any:
+        if document is None or type(document) in (bool, int, float, str):
+            return document
+        if self._depth > MAX_DEPTH + 2:  # a key and its tag may stand below the deepest container
+            raise _Malformed(f"{_place(path[:8])}...: the document is nested deeper than any state that gets stored.")
+        self._depth += 1
+        state = self._container(document, path)
+        self._depth -= 1
+        return state
+
+    def _container(self, document: Any, path: tuple[str, ...]) -> Any:
+        if type(document) is list:
+            return self._items(document, path)
+        if type(document) is not dict or not all(type(key) is str for key in document):
+            raise _Malformed(f"{_place(path)}: {type(document).__name__} is not part of a JSON document.")
+        if not any(key.startswith("$") for key in document):
+            return {key: self.value(item, (*path, key)) for key, item in document.items()}
+        return self._tagged(document, path)
+
+    def _tagged(self, document: dict[str, Any], path: tuple[str, ...]) -> Any:
+        tag, content = next(iter(document.items()))
+        reader = _READERS.get(tag) if len(document) == 1 else None
+        if reader is None:
+            raise _Malformed(f"{_place(path)}: {str(list(document))[:80]} is not a tag this version of Treadle writes.")
+        inside = (*path, tag)
+        try:
+            return reader(self, content, inside)
+        except _Malformed:
+            raise
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+            raise _Malformed(f"{_place(inside)}: wrong content for this tag: {error}") from error
+
+    def _items(self, content: Any, path: tuple[str, ...]) -> list[Any]:
+        _need(type(content) is list, "a list is needed")
+        return [self.value(item, (*path, str(i))) for i, item in enumerate(content)]
+
+    def _pairs(self, content: Any, path: tuple[str, ...]) -> dict[Any, Any]:
+        pairs = [tuple(self._items(pair, (*path, str(i)))) for i, pair in enumerate(_a(list, content))]
+        _need(all(len(pair) == 2 for pair in pairs), "every entry needs a key and a value")
+        return _as_many(dict(pairs), pairs)
+
+    def _tensor(self, name: Any, path: tuple[str, ...]) -> torch.Tensor:
+        _need(type(name) is str and name in self._tensors, f"there is no tensor named {name!r}")
+        return self._tensors[name]
+
+    def _numpy_array(self, name: Any, path: tuple[str, ...]) -> np.ndarray:
+        tensor = self._tensor(name, path)
+        _need(str(tensor.dtype).removeprefix("torch.") in _NUMPY_ARRAYS, f"numpy has no {tensor.dtype}")
+        return tensor[...].cpu().numpy()
+
+    def _numpy_scalar(self, content: Any, path: tuple[str, ...]) -> np.generic:
+        name, value = self._items(content, path)
+        _need(type(name) is str and name in _NUMPY_SCALARS, f"unknown numpy type {name!r}")
+        if name == "str":
+            return np.str_(_a(str, value))
+        dtype = np.dtype(name)
+        _a({"b": bool, "i": int, "u": int, "f": float, "c": complex}[dtype.kind], value)
+        if dtype.kind in "iu":  # numpy 1 would wrap around
+            _need(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max, f"{value} is out of range for {name}")
+        return dtype.type(value)
+
+    def _record(self, content: Any, path: tuple[str, ...]) -> Record:
+        kind, name, inside = _a(list, content)
+        return Record(_a(str, kind), _a(str, name), self.value(inside, path))
+
+    def _complex(self, content: Any, path: tuple[str, ...]) -> complex:
+        real, imaginary = self._items(content, path)
+        return complex(_a(float, real), _a(float, imaginary))
+
+
+class _Malformed(ValueError):
+    """A ValueError that already names its place."""
+
+
+def _need(condition: bool, rule: str) -> None:
+    if not condition:
+        raise ValueError(rule)
+
+
+def _a(kind: type, value: Any) -> Any:
+    _need(type(value) is kind, f"{kind.__name__} needed, found {type(value).__name__}")
+    return value
+
+
+def _as_many(built: Any, items: list[Any]) -> Any:
+    _need(len(built) == len(items), "the same key or element stands there twice")
+    return built
+
+
+def _ints(content: Any) -> Iterable[int]:
+    return [_a(int, item) for item in _a(list, content)]
+
+
+def _big_int(content: Any) -> int:
+    _need(_HEX.fullmatch(_a(str, content)) is not None, "a hexadecimal number is needed")
+    return int(content, 16)
+
+
+def _clock(kind: type[Any], content: Any) -> Any:
+    text, fold = _a(list, content)
+    return kind.fromisoformat(_a(str, text)).replace(fold=_a(int, fold))
+
+
+def _lookup(table: dict[str, Any], content: Any) -> Any:
+    _need(_a(str, content) in table, f"unknown name {content!r}")
+    return table[content]
+
+
+def _set(decoder: _Decoder, content: Any, path: tuple[str, ...]) -> set[Any]:
+    items = decoder._items(content, path)
+    return _as_many(set(items), items)
+
+
+_READERS: dict[str, Callable[[_Decoder, Any, tuple[str, ...]], Any]] = {
+    "$namespace": lambda d, c, p: Namespace(**_a(dict, d.value(c, p))),
+    "$tuple": lambda d, c, p: tuple(d._items(c, p)),
+    "$dict": _Decoder._pairs,
+    "$counter": lambda d, c, p: Counter(d._pairs(c, p)),
+    "$set": _set,
+    "$frozenset": lambda d, c, p: frozenset(_set(d, c, p)),
+    "$tensor": _Decoder._tensor,
+    "$array": _Decoder._numpy_array,
+    "$numpy": _Decoder._numpy_scalar,
+    "$complex": _Decoder._complex,
+    "$int": lambda d, c, p: _big_int(c),
+    "$float": lambda d, c, p: _lookup(_NON_FINITE, c),
+    "$bytes": lambda d, c, p: base64.b64decode(_a(str, c), validate=True),
+    "$dtype": lambda d, c, p: _lookup(_ALL_DTYPES, c),
+    "$device": lambda d, c, p: torch.device(_a(str, c)),
+    "$size": lambda d, c, p: torch.Size(_ints(c)),
+    "$path": lambda d, c, p: pathlib.Path(_a(str, c)),
+    "$posix_path": lambda d, c, p: pathlib.PurePosixPath(_a(str, c)),
+    "$windows_path": lambda d, c, p: pathlib.PureWindowsPath(_a(str, c)),
+    "$timedelta": lambda d, c, p: timedelta(*_ints(c)),
+    "$date": lambda d, c, p: date.fromisoformat(_a(str, c)),
+    "$datetime": lambda d, c, p: _clock(datetime, c),
+    "$time": lambda d, c, p: _clock(time, c),
+    "$record": _Decoder._record,
+}

@@ -1,0 +1,450 @@
+"""A checkpoint goes back into what an Accelerator has prepared, once it is known on every process that it fits."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+from torch import Tensor, nn
+
+from ...common.messages import warn
+from ...strategies import World
+from ...strategies.distributed import cut_like, is_sharded
+from ..optim import LoadedOptimizer, PreparedScheduler, optimizer_state
+from ..optim import resume_options as as_built
+from ..parameter_names import own_name
+from ..rng import set_random_state
+from . import model_check as architecture
+from .manifest import Manifest
+from .open_checkpoint import OpenCheckpoint
+from .safetensors_file import Stored
+from .save import facts, in_order, scheduler_kinds
+from .train_state import (
+    OptimizerState,
+    RankState,
+    TrainState,
+    check_form,
+    extra_part,
+    model_part,
+    open_train_state,
+    optimizer_part,
+    rank_part,
+)
+
+if TYPE_CHECKING:
+    from ..accelerator import Accelerator
+    from ..data import Loader
+
+_OF_SCHEDULERS: tuple[Literal["schedulers", "scheduler_kinds", "steps_since", "scheduler_advances"], ...] = (
+    "schedulers",
+    "scheduler_kinds",
+    "steps_since",
+    "scheduler_advances",
+)
+
+
+def load(
+    accelerator: Accelerator,
+    opened: OpenCheckpoint,
+    *,
+    models: bool,
+    state: bool,
+    strict: bool | None = None,
+    schedule: str | None = None,
+) -> dict[str, Any]:
+    """Restore a checkpoint, or a part of it; returns its info. Gradients that were gathered before are dropped.
+
+    All of it is read and compared before anything is changed, and nothing is on any process unless it fits on all of
+    them. Its files are verified first, if that was not done before; see `OpenCheckpoint.verify`.
+
+    Raises:
+        ValueError: if it is damaged, another model's or set-up's, or was replaced while it was read;
+            nothing is changed then. What a scheduler's, loader's or registered object's own ``load_state_dict`` raises
+            comes later: models and optimizers are loaded by then.
+        RuntimeError: in the place of these on the processes that found nothing wrong.
+    """
+    world, manifest = accelerator.world, opened.manifest
+    found: TrainState | None = None
+    optimizers: list[LoadedOptimizer] = []
+    wanted = (getattr(own, "strict_loading", True) for own in accelerator.own_models)
+    exactly = all(wanted) if strict is None else strict
+    opened.verify(world)
+    with _reading(world, opened):
+        if state:
+            found = _checked_state(accelerator, opened, exactly)
+            if not models:
+                _check_same(accelerator, opened)
+    chosen = _chosen_models(accelerator, opened.path) if models else []
+    layouts = {} if found is None else _layouts(accelerator, found["registered"])
+    own: RankState | None = None
+    with _reading(world, opened):
+        weights = _fitting_weights(accelerator, opened, chosen, strict)
+        if found is not None:
+            optimizers = _fitting_optimizers(accelerator, opened, exactly)
+            found = cast(TrainState, in_memory(found, {"registered": layouts}, {}))
+            _choose_schedule(accelerator, opened.path, optimizers, found, schedule)
+            for loader, saved in zip(_training(accelerator), found["loaders"], strict=False):
+                loader.check(saved)
+            if accelerator.process_index < manifest.world_size:  # a process that was not there then keeps its own
+                own = _own_part(accelerator, opened)
+    for model, values, fully in weights:
+        accelerator.strategy.load_model_state(model, values, fully)
+        accelerator.loaded_from[model] = os.path.abspath(opened.path), manifest, accelerator.steps
+    if found is not None:
+        _load_training(accelerator, manifest, found, own, optimizers)
+        as_built.hold(accelerator, optimizers, found, script=schedule == "script")
+    accelerator.drop_gradients()
+    return manifest.info
+
+
+def _load_training(
+    accelerator: Accelerator,
+    manifest: Manifest,
+    found: TrainState,
+    own: RankState | None,
+    optimizers: list[LoadedOptimizer],
+) -> None:
+    """Load all but the weights: optimizers, what all processes share, and what this one alone knew."""
+    for optimizer, saved, *_ in optimizers:
+        accelerator.strategy.load_optimizer_state(optimizer, saved)
+        optimizer_state.keep_formats(optimizer, saved)
+    _load_shared_state(accelerator, found, manifest)
+    same_world = accelerator.world.size == manifest.world_size
+    _load_buffers(accelerator, manifest, own["buffers"] if own is not None and same_world else [])
+    accelerator.draw_apart()  # a rank that the checkpoint knows nothing of draws numbers of its own
+    if own is not None:
+        set_random_state(own["random"])
+        for loader, states in zip(in_order(accelerator.loaders), own["random"].get("loaders", ()), strict=False):
+            loader.load_reading_state(states)
+
+
+@contextmanager
+def _reading(world: World, opened: OpenCheckpoint) -> Iterator[None]:
+    """A block of reading that all processes enter; all fail if one does, or if the checkpoint was replaced meanwhile.
+
+    Another job may save to the same path: then parts of two states would come together.
+    """
+    with world.together():
+        error: ValueError | None = None
+        try:
+            yield
+        except ValueError as caught:
+            error = caught
+        try:
+            opened.check_unchanged()  # first: what else went wrong may come of it
+        except ValueError as replaced:
+            raise replaced from error
+        if error is not None:
+            raise error
+
+
+def _is(one: Manifest, other: Manifest) -> bool:
+    """Whether both are of one save. What is noted beside may hold NaN, which equals nothing."""
+    return (one.sequence, one.files) == (other.sequence, other.files)
+
+
+def _checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> TrainState:
+    """What all processes share, its tensors unread."""
+    found = open_train_state(opened)
+    # Checkpoints from before it was saved: each optimizer step advanced a schedule by one.
+    if not isinstance(found.setdefault("scheduler_advances", [1] * len(found["schedulers"])), list):
+        text = f"{opened.path}: part 'state' is damaged: scheduler_advances is no list"
+        raise ValueError(f"{text}. Use another checkpoint.")
+    _check_counts(accelerator, found, opened, strict)
+    _check_kinds(accelerator, found, opened.path, strict)
+    _say_other_batches(accelerator, opened.manifest)
+    if strict:
+        _say_other_formats(accelerator, opened)
+    return found
+
+
+def _check_same(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
+    """See that this is the save that the models were loaded from just before, if they were from this path."""
+    path, manifest = os.path.abspath(opened.path), opened.manifest
+    for model in accelerator.models:
+        place, of_models, steps = accelerator.loaded_from.get(model, (None, manifest, None))
+        if (place, steps) == (path, accelerator.steps) and not _is(of_models, manifest):
+            raise ValueError(
+                f"{opened.path} was replaced after the models were loaded from it. Load it again, both together."
+            )
+
+
+def _chosen_models(accelerator: Accelerator, path: Path) -> list[nn.Module]:
+    """The models that hooks leave to be loaded."""
+    chosen = list(accelerator.models)
+    with accelerator.world.together():
+        for hook in accelerator.load_hooks.values():
+            hook(chosen, str(path))
+    return chosen
+
+
+def _layouts(accelerator: Accelerator, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of what is registered as it is now, where it may show how tensors lie on the processes."""
+    if not accelerator.strategy.sharded:
+        return {}
+    return {
+        name: getattr(value, "state_layout", value.state_dict)()
+        for name, value in accelerator.registered.items()
+        if _holds_tensors(saved.get(name))
+    }
+
+
+def _holds_tensors(value: Any) -> bool:
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, Stored) or any(map(_holds_tensors, items))
+
+
+def weight_differences(model: nn.Module, opened: OpenCheckpoint, complete: bool) -> list[str]:
+    """Return the names and shapes in which a checkpoint's first model is not ``model``; see `architecture.differences`.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
+    if not opened.has(model_part(0)):
+        return []
+    saved = opened.open_part(model_part(0))
+    if opened.has(extra_part(0)):
+        saved = saved | opened.read_part(extra_part(0))
+    return architecture.differences(model, saved, complete)
+
+
+def in_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any:
+    """A state with its tensors read.
+
+    Args:
+        saved: the state.
+        like: another one; where it has a sharded tensor at the same place, this process's part is read, laid out so.
+        once: those that were read already, so that tied ones are one object again.
+    """
+    if isinstance(saved, Stored):
+        alike = is_sharded(like) and like.shape == saved.shape
+        key = id(saved), id(like) if alike else 0
+        if key not in once:
+            once[key] = cut_like(saved, like) if alike else saved.read()
+        return once[key]
+    if isinstance(saved, np.ndarray):
+        return np.array(saved)  # it lies on the file
+    if type(saved) is dict:
+        there = like if isinstance(like, Mapping) else {}
+        return {name: in_memory(value, there.get(name), once) for name, value in saved.items()}
+    if type(saved) in (list, tuple):
+        alike = isinstance(like, list | tuple) and len(like) == len(saved)
+        pairs = zip(saved, like if alike else [None] * len(saved), strict=True)
+        return type(saved)(in_memory(value, one, once) for value, one in pairs)
+    return saved
+
+
+def _own_part(accelerator: Accelerator, opened: OpenCheckpoint) -> RankState:
+    """What this process alone knew."""
+    path, name = opened.path, rank_part(accelerator.process_index)
+    own = check_form(RankState, opened.read_part(name), path, name)
+    if not all(isinstance(values, dict) for values in own["buffers"]):
+        raise ValueError(f"{path}: part {name!r} is damaged: buffers hold no dicts. Use another checkpoint.")
+    return own
+
+
+def _training(accelerator: Accelerator) -> list[Loader]:
+    return [loader for loader in accelerator.loaders if not loader.evaluation]
+
+
+def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict[str, Tensor]]) -> None:
+    """Give the models that were loaded from this checkpoint, now or just before, the buffers that this process had."""
+    loaded = [accelerator.loaded_from.pop(model, None) for model in accelerator.models]
+    for model, values, source in zip(accelerator.own_models, saved, loaded, strict=False):
+        if source is None or not _is(source[1], manifest):
+            continue
+        for name, buffer in model.named_buffers():
+            value = values.get(own_name(name))
+            if isinstance(value, Tensor) and value.shape == buffer.shape and not is_sharded(buffer):
+                buffer.copy_(value)
+
+
+def _fitting_weights(
+    accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
+) -> list[tuple[nn.Module, dict[str, Any], bool]]:
+    """For each of the chosen models what it is to load, laid out over the processes as it is."""
+    loads = []
+    for number, model in enumerate(accelerator.models):
+        if not any(model is kept for kept in chosen):
+            continue
+        own = accelerator.strategy.unwrap(model)
+        exactly = getattr(own, "strict_loading", True) if strict is None else strict
+        part = opened.part(model_part(number))
+        architecture.compare(own, part.notes, opened.path)
+        saved = part.unread()
+        if opened.has(extra_part(number)):
+            saved = saved | opened.read_part(extra_part(number))
+        now = own.state_dict()
+        saved = _as_named_in(now, saved)
+        fits = architecture.check_weights(own, saved, opened.path, exactly)
+        values = {n: cut_like(v, now.get(n)) if isinstance(v, Stored) else v for n, v in fits.items()}
+        loads.append((model, values, exactly))
+    return loads
+
+
+def _fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> list[LoadedOptimizer]:
+    """For each optimizer the state that it is to load."""
+    loads, path = [], opened.path
+    for number, prepared in enumerate(accelerator.optimizers):
+        optimizer = prepared.optimizer
+        saved = _merged_optimizer(opened, number)
+        names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
+        if lines := optimizer_state.differences(saved, optimizer, names):
+            text = f"{path} was saved with another optimizer:\n  " + "\n  ".join(lines[:30])
+            if strict:
+                raise ValueError(
+                    f"{text}\nTo take what fits, load with strict=False (in a task: strict_loading = False)."
+                )
+            warn(f"{text}\nWhat does not fit begins anew.")
+            if saved["class"] != optimizer_state.class_of(optimizer):
+                continue
+        options = saved.get("built")
+        state = optimizer_state.numbered(saved, optimizer, names)
+        there = len(saved["groups"])
+        loads.append(LoadedOptimizer(optimizer, state, options if isinstance(options, list) else None, there))
+    return loads
+
+
+def _merged_optimizer(opened: OpenCheckpoint, number: int) -> OptimizerState:
+    """The state of one optimizer, put together from the parts of ranks that each keep a share of it."""
+    first = optimizer_part(number)
+    of_ranks = re.compile(rf"({first}-rank-\d{{5,}})\.json")
+    names = [first, *(match[1] for match in map(of_ranks.fullmatch, sorted(opened.manifest.files)) if match)]
+    parts = [check_form(OptimizerState, opened.open_part(name), opened.path, name) for name in names]
+    merged = parts[-1]
+    merged["slots"] = {name: slot for part in parts for name, slot in part["slots"].items()}
+    return merged
+
+
+def _choose_schedule(
+    accelerator: Accelerator, path: Path, optimizers: list[LoadedOptimizer], state: TrainState, schedule: str | None
+) -> None:
+    """Decide whose learning rates and schedules hold; see `Saving.load_state`."""
+    if schedule == "script":
+        as_built.follow_script(accelerator, optimizers, state)
+        return
+    # Where not all has to fit: a schedule keeps values for each group of parameters, so the saved one can't go on.
+    regrouped = [one for one in optimizers if one.groups != len(one.optimizer.param_groups)]
+    if regrouped := [one for one in regrouped if as_built.is_scheduled(accelerator, one.optimizer)]:
+        warn(f"{path} has another number of groups of parameters: their learning rates and schedules are the script's.")
+        as_built.follow_script(accelerator, regrouped, state)
+    if schedule is None:
+        as_built.compare(accelerator, path, [one for one in optimizers if one not in regrouped], state)
+
+
+def _as_named_in(now: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
+    """Weights under the names in a model's own state, of which parts may be compiled."""
+    renamed = {own_name(name): name for name in now if name != own_name(name)}
+    return {renamed.get(name, name): value for name, value in weights.items()} if renamed else weights
+
+
+def _check_counts(accelerator: Accelerator, state: TrainState, opened: OpenCheckpoint, strict: bool) -> None:
+    """See that as much is prepared as was saved. Evaluation may change: its loaders have no part in training.
+
+    What there is another number of is left out of ``state`` where not all has to fit.
+    """
+    path = opened.path
+    optimizers = sum(opened.has(optimizer_part(n)) for n in range(len(accelerator.optimizers) + 1))
+    pairs = {
+        "models": (len(accelerator.models), len(state["reduction_orders"])),  # also those that hooks keep elsewhere
+        "optimizers": (len(accelerator.optimizers), optimizers),
+        "schedulers": (len(accelerator.schedulers), len(state["schedulers"])),
+        "loaders": (sum(not loader.evaluation for loader in accelerator.loaders), len(state["loaders"])),
+    }
+    for kind, (here, there) in pairs.items():
+        if here == there:
+            continue
+        text = f"{path} holds {there} {kind}, this run has {here}"
+        if strict or kind in ("models", "optimizers"):
+            raise ValueError(f"{text}: the same ones have to be there before it is loaded.")
+        warn(f"{text}: they begin anew.")
+        if kind == "loaders":
+            state["loaders"] = []
+        else:
+            for name in _OF_SCHEDULERS:
+                state[name] = []
+    if len({len(state[name]) for name in _OF_SCHEDULERS}) > 1:
+        raise ValueError(f"{path}: part 'state' is damaged: its schedulers are not all there. Use another checkpoint.")
+
+
+def _check_kinds(accelerator: Accelerator, state: TrainState, path: Path, strict: bool) -> None:
+    """See that schedulers are of the classes that were saved, and the same objects registered."""
+    kinds = scheduler_kinds(accelerator.schedulers)
+    pairs = zip(kinds, state["scheduler_kinds"], strict=False)
+    lines = [f"scheduler: {there} in the checkpoint, {here} in this run" for here, there in pairs if here != there]
+    registered = state["registered"]
+    if missing := sorted(set(accelerator.registered) - set(registered)):
+        lines.append(
+            f"no state for {', '.join(missing)}; of what was registered it has {', '.join(registered) or 'none'}"
+        )
+    if lines:
+        text = f"{path} was saved by another run:\n  " + "\n  ".join(lines)
+        if strict:
+            raise ValueError(f"{text}\nTo take what fits, load with strict=False (in a task: strict_loading = False).")
+        warn(f"{text}\nWhat does not fit begins anew.")
+    if left := sorted(set(registered) - set(accelerator.registered)):
+        warn(f"{path} has a state for {', '.join(left)}, which nobody takes: it is not registered in this run.")
+
+
+def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
+    now, then = facts(accelerator), manifest.info
+    if then.get("precision", now["precision"]) != now["precision"]:
+        there, here = then["precision"], now["precision"]
+        warn(f"the checkpoint was saved with precision {there}, this run has {here}: it will train otherwise.")
+    if None in (now["global_batch_size"], then.get("global_batch_size")):
+        return
+    if now["global_batch_size"] != then["global_batch_size"]:
+        here, there = (
+            f"{f['global_batch_size']} ({f['batch_size']} over {f['world_size']} processes, x {f['accumulate']})"
+            for f in (now, then)
+        )
+        warn(f"the checkpoint was saved with a global batch of {there}, this run has {here}: it will train otherwise.")
+
+
+def _say_other_formats(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
+    now, then = facts(accelerator), opened.manifest.info
+    if then.get("precision") != now["precision"]:
+        return  # and that is said
+    for number, model in enumerate(accelerator.own_models):
+        known = then.get("models")
+        same = isinstance(known, list) and known[number : number + 1] == [now["models"][number]]
+        if not same and opened.has(model_part(number)):
+            stored = opened.open_part(model_part(number))
+            architecture.say_other_formats(model, _as_named_in(model.state_dict(), stored), opened.path)
+
+
+def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
+    kinds = scheduler_kinds(accelerator.schedulers)
+    samples = facts(accelerator)["global_batch_size"]
+    same_batch = samples is not None and samples == manifest.info.get("global_batch_size")
+    there = zip(*(state[name] for name in _OF_SCHEDULERS), strict=True)
+    for scheduler, kind, (saved, saved_kind, *place) in zip(accelerator.schedulers, kinds, there, strict=False):
+        if kind != saved_kind:
+            continue
+        if isinstance(scheduler, PreparedScheduler):
+            scheduler.resume(saved, *place, same_batch=same_batch)
+        else:
+            scheduler.load_state_dict(saved)
+
+
+def _load_shared_state(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
+    _load_schedulers(accelerator, state, manifest)
+    evaluation = [loader for loader in accelerator.loaders if loader.evaluation]
+    for loader, saved in zip(_training(accelerator), state["loaders"], strict=False):
+        loader.load_state_dict(saved)
+    for loader, saved in zip(evaluation, state["evaluation_loaders"], strict=False):
+        loader.load_state_dict(saved)
+    for model, order in zip(accelerator.models, state["reduction_orders"], strict=True):
+        accelerator.strategy.take_reduction_order(model, order)
+    if accelerator.scaler is not None and (scaler := state.get("scaler")) is not None:
+        accelerator.scaler.load_state_dict(scaler)
+    if accelerator.stream is not None and (stream := state.get("stream")) is not None:
+        accelerator.stream.state = stream
+    for name, value in accelerator.registered.items():
+        if name in state["registered"]:
+            value.load_state_dict(state["registered"][name])

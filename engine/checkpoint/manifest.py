@@ -1,0 +1,181 @@
+"""What a committed checkpoint says about itself, and whether its files are still those that were committed."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from . import filesystem as disk
+from .json_codec import decode, encode
+
+FORMAT = 1
+"""The version written into every manifest; a higher one is refused at reading."""
+
+MANIFEST = "manifest.json"
+"""The file whose presence makes a directory a checkpoint."""
+
+_MAX_BYTES = 64 * 2**20  # far above any real manifest; bounds what a hostile one makes us read
+_COUNTS = ("step", "epoch", "samples", "world_size")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a committed checkpoint says about itself.
+
+    Attributes:
+        step: Optimizer steps done. Decides which checkpoint is the newest.
+        epoch: Epochs finished.
+        samples: Global samples seen.
+        world_size: Processes that wrote it.
+        files: ``{"bytes": ..., "xxh3_128": ...}`` by file name.
+        info: All that the caller of `commit` passed; the counts are in it too, under their names.
+        format: Version of the layout.
+        sequence: Grows with every commit into a directory; decides between two checkpoints of the same step.
+        others: As ``files``, what hooks wrote, by path, as ``unet/config.json``. A link's content is where it leads.
+        source: The content of the file it was read from; empty if it was not read.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    world_size: int
+    files: dict[str, dict[str, Any]]
+    info: dict[str, Any]
+    format: int = FORMAT
+    sequence: int = 0
+    others: dict[str, dict[str, Any]] = field(default_factory=dict)
+    source: bytes = field(default=b"", repr=False, compare=False)
+
+    @property
+    def names(self) -> set[str]:
+        """All that is listed."""
+        return {*self.files, *self.others}
+
+    @classmethod
+    def of(
+        cls,
+        files: dict[str, dict[str, Any]],
+        info: Mapping[str, Any],
+        sequence: int,
+        others: dict[str, dict[str, Any]] | None = None,
+    ) -> "Manifest":
+        """The manifest for what `commit` was given. A count that isn't in ``info`` is 0, and ``world_size`` 1."""
+        info = {"step": 0, "epoch": 0, "samples": 0, "world_size": 1, **info}
+        counts = {name: info[name] for name in _COUNTS}
+        return cls(**counts, files=files, info=info, sequence=sequence, others=others or {})
+
+    def to_json(self) -> bytes:
+        """The content of ``manifest.json``.
+
+        Raises:
+            TypeError: ``info`` holds a tensor or something that isn't data.
+            ValueError: A count is no count, or a file's entry is incomplete.
+        """
+        noted = {name: value for name, value in self.info.items() if name not in _COUNTS}
+        info, tensors = encode(noted, "info")
+        if tensors:
+            raise TypeError(f"{next(iter(tensors))}: a manifest takes no tensors; use .item(), or store it in a part.")
+        counts = {name: getattr(self, name) for name in (*_COUNTS, "sequence")}
+        others = {"others": self.others} if self.others else {}
+        document = {"format": self.format, **counts, "files": self.files, **others, "info": info}
+        _parse(document)
+        return json.dumps(document, indent=1, allow_nan=False).encode()
+
+
+def read_manifest(path: Path | str, name: str = MANIFEST) -> Manifest:
+    """Read what a committed checkpoint says about itself.
+
+    Args:
+        path: The checkpoint's directory.
+        name: The file.
+
+    Raises:
+        ValueError: It isn't a checkpoint, or is damaged, or is written by a newer Treadle.
+    """
+    data = read_source(path, name)
+    document = disk.parse_json(Path(path) / name, data)
+    found = document.get("format") if isinstance(document, dict) else None
+    if type(found) is int and found > FORMAT:
+        raise ValueError(f"{path}: has format {found}, this version of Treadle reads up to {FORMAT}. Upgrade Treadle.")
+    try:
+        return replace(_parse(document), source=data)
+    except ValueError as error:
+        raise ValueError(f"{path}: {name} is damaged: {error}. Use another checkpoint.") from error
+
+
+def read_source(path: Path | str, name: str = MANIFEST) -> bytes:
+    """Read a checkpoint's manifest without parsing it: its content changes with every save.
+
+    Args:
+        path: The checkpoint's directory.
+        name: The file.
+
+    Raises:
+        ValueError: It isn't a checkpoint.
+    """
+    if not Path(path).is_dir():
+        what = "is a file" if Path(path).exists() else "does not exist"
+        raise ValueError(f"{path} {what}; a checkpoint is a directory with a {MANIFEST}.")
+    return disk.read_bytes(Path(path) / name, _MAX_BYTES)
+
+
+def verify(path: Path | str, digests: bool = True) -> Manifest:
+    """Check that a checkpoint's files are those that were committed.
+
+    Args:
+        path: The checkpoint's directory.
+        digests: Also read every file and compare its digest (as fast as the disk reads), not only sizes.
+
+    Returns:
+        Its manifest.
+
+    Raises:
+        ValueError: A file is missing, of another size or other content. The text names the file and the reason.
+    """
+    manifest = read_manifest(path)
+    check_files(Path(path), manifest, digests)
+    return manifest
+
+
+def check_files(path: Path, manifest: Manifest, digests: bool = True) -> None:
+    """As `verify`, of a checkpoint whose manifest was read."""
+    for name, entry in manifest.files.items():
+        disk.check_file(path, name, entry, digests)
+    for name, entry in manifest.others.items():
+        disk.check_file(path, name, entry, digests, links=True)
+
+
+def _parse(document: Any) -> Manifest:
+    _need(isinstance(document, dict), "it is not an object")
+    version = document.get("format")
+    _need(type(version) is int and 1 <= version <= FORMAT, f"format is {version!r:.40}")
+    counts = {name: document.get(name) for name in (*_COUNTS, "sequence")}
+    for name, value in counts.items():
+        _need(type(value) is int and value >= 0, f"{name} is {value!r:.40}, and must be an int of 0 or more")
+    files = document.get("files")
+    _need(isinstance(files, dict) and bool(files or document.get("others")), "it lists no files")
+    others = document.get("others", {})
+    _need(isinstance(others, dict), "others is no object")
+    for name in files:
+        _need(name != MANIFEST and bool(disk.FILE.fullmatch(name)), f"{name!r:.80} is no name of a checkpoint's file")
+    for name in others:
+        _need(
+            name not in files and name != MANIFEST and disk.is_inside(name), f"{name!r:.80} is no name for a file in it"
+        )
+    for name, entry in (*files.items(), *others.items()):
+        _need(isinstance(entry, dict), f"{name} has no entry")
+        size, digest = entry.get("bytes"), entry.get(disk.DIGEST)
+        _need(type(size) is int and size >= 0, f"{name} has no size")
+        _need(type(digest) is str and bool(_DIGEST.fullmatch(digest)), f"{name} has no digest")
+    info = decode(document.get("info"), {})
+    _need(isinstance(info, dict), "it has no info")
+    info = {name: counts[name] for name in _COUNTS} | info
+    return Manifest(**counts, files=files, info=info, format=version, others=others)
+
+
+def _need(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(what)

@@ -1,0 +1,194 @@
+"""A checkpoint that is being loaded: opened once, verified once, and passed on to all that read from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...strategies import World
+from . import filesystem as disk
+from . import store as checkpoint
+from .manifest import MANIFEST, Manifest, read_manifest, read_source
+from .parts import Part, has_part, open_files
+
+T = TypeVar("T")
+
+
+class OpenCheckpoint:
+    """A committed checkpoint whose manifest is parsed, and whose files are verified and opened at most once.
+
+    No file stays open: tensors are read when they are asked for. After `verify`, a file that is no longer the one that
+    was verified is an error.
+
+    Args:
+        path: the checkpoint's directory.
+        manifest: its manifest, if that was read before.
+
+    Attributes:
+        path: the directory.
+        manifest: what the checkpoint says about itself.
+        verified: all files are known to have the content that was committed.
+
+    Raises:
+        ValueError: it isn't a checkpoint, its manifest is damaged, or it was written by a newer Treadle.
+    """
+
+    def __init__(self, path: Path | str, manifest: Manifest | None = None) -> None:
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path) if manifest is None else manifest
+        self.verified = False
+        self._marks: dict[str, disk.Mark] = {}
+        self._parts: dict[str, Part] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs; it opens the parts itself."""
+        return {**vars(self), "_parts": {}}
+
+    def has(self, name: str) -> bool:
+        """Return whether the checkpoint has a part of this name."""
+        return has_part(self.manifest.files, name)
+
+    def open_part(self, name: str) -> Any:
+        """Return a part's state, its tensors unread (`Stored`); see `parts.encode_part` for the names.
+
+        Raises:
+            ValueError: there is no such part, or its content is damaged.
+        """
+        return self.part(name).unread()
+
+    def read_part(self, name: str) -> Any:
+        """Return a part's state with its tensors in memory; see `open_part`."""
+        return self.part(name).read()
+
+    def part(self, name: str) -> Part:
+        """Return a part with its files opened, the same object each time."""
+        if name not in self._parts:
+            part = open_files(self.path, self.manifest.files, name)
+            self._check_marks(part.files)
+            self._parts[name] = part
+        return self._parts[name]
+
+    def check_unchanged(self) -> None:
+        """See that no other save was committed to this path since the checkpoint was opened.
+
+        Raises:
+            ValueError: it was replaced, or is gone.
+        """
+        try:
+            replaced = read_source(self.path) != self.manifest.source
+        except ValueError:
+            replaced = True
+        if replaced:
+            raise ValueError(f"{self.path} was replaced while it was read. Nothing is changed; load it again.")
+
+    def verify(self, world: World | None = None) -> None:
+        """See that every file has the content that was committed; each byte is read once. A second call does nothing.
+
+        Args:
+            world: the processes that load the checkpoint, all of which must call it. Those that see the same file
+                system share out the files. Without it, this process reads all of them.
+
+        Raises:
+            ValueError: the same on every process: a file is missing, of another size or of other content, or the
+                checkpoint was replaced since it was opened.
+        """
+        if self.verified:
+            return
+        rank = 0 if world is None else world.rank
+        # Looked at before anyone begins to read: what changes from here on is not what was verified.
+        seen = _on_every(world, self._look)
+        peers = [peer for peer, mark in enumerate(seen) if mark == seen[rank]]
+        entries = self.manifest.files | self.manifest.others
+        largest_first = sorted(entries, key=lambda name: (-entries[name]["bytes"], name))
+        share = largest_first[peers.index(rank) :: len(peers)]
+        _on_every(world, lambda: self._check(share, digests=True))
+        self.verified = True
+
+    def _look(self) -> tuple[int, int, int]:
+        """Check names and sizes and note each file's mark; returns what tells the file system of this process."""
+        self.check_unchanged()
+        names = [*self.manifest.files, *self.manifest.others]
+        self._check(names, digests=False)
+        self._marks = {name: disk.mark(self.path / name) for name in names}
+        # The file's number is not the same where each machine has a copy of its own.
+        status = (self.path / MANIFEST).stat()
+        return status.st_ino, status.st_mtime_ns, status.st_size
+
+    def _check(self, names: list[str], digests: bool) -> None:
+        files, of_hooks = self.manifest.files, self.manifest.others
+        for name in names:
+            entry = files[name] if name in files else of_hooks[name]
+            disk.check_file(self.path, name, entry, digests, links=name in of_hooks)
+
+    def _check_marks(self, names: list[str]) -> None:
+        for name in names:
+            if self.verified and disk.mark(self.path / name) != self._marks[name]:
+                raise ValueError(f"{self.path}: {name} was changed after it was verified. Load the checkpoint again.")
+
+
+def open_together(world: World, path: str | os.PathLike[str]) -> OpenCheckpoint:
+    """Open the checkpoint of a path on all processes. Rank zero parses the manifest; nothing is verified yet.
+
+    Args:
+        world: the processes; all must call it.
+        path: the checkpoint's directory, as this process reaches it.
+
+    Raises:
+        ValueError: it is no checkpoint; a RuntimeError on the processes other than rank zero.
+    """
+    opened: OpenCheckpoint | None = None
+    with world.together():
+        if world.is_main:
+            checkpoint.find_again(Path(path))
+            opened = OpenCheckpoint(Path(path))
+    shared: OpenCheckpoint = world.broadcast(opened)
+    shared.path = Path(path)
+    return shared
+
+
+def first_intact(world: World, candidates: Iterator[OpenCheckpoint], skipped: list[str]) -> OpenCheckpoint | None:
+    """Verify candidates until one is intact; returns that one on every process, or None.
+
+    Args:
+        world: the processes; all must call it.
+        candidates: in order of preference; only rank zero's are looked at.
+        skipped: gets one sentence for each candidate that is damaged.
+    """
+    while True:
+        candidate: OpenCheckpoint | None = None
+        with world.together():
+            if world.is_main:
+                candidate = next(candidates, None)
+        candidate = world.broadcast(candidate)
+        if candidate is None:
+            return None
+        try:
+            candidate.verify(world)
+        except ValueError as error:
+            skipped.append(str(error))
+        else:
+            return candidate
+
+
+def _on_every(world: World | None, work: Callable[[], T]) -> list[T]:
+    """Do some work on every process, here alone without a world; returns the results in order of ranks.
+
+    Raises:
+        ValueError: on every process, with the words of the lowest rank that met a ValueError or an OSError.
+    """
+    if world is None:
+        return [work()]
+    result: T | None = None
+    problem = ""
+    with world.together():  # of what else may fail, such as a lack of memory, the others hear as well
+        try:
+            result = work()
+        except (OSError, ValueError) as error:
+            problem = str(error)
+    every: list[tuple[T, str]] = world.gather_objects((result, problem))
+    for _, text in every:
+        if text:
+            raise ValueError(text)
+    return [value for value, _ in every]

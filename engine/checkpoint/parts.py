@@ -1,0 +1,246 @@
+"""The parts of a checkpoint: which files hold a state, how they are written, and how they are read back.
+
+A part named ``state`` is ``state.json`` and, where it has tensors, ``state.safetensors``. A model is a flat dict of
+tensors and needs no JSON: ``model.safetensors`` is a file that any tool can load. Where tensors are sharded each
+process writes what it has of them, ``model-shard-00001.safetensors``; what is not sharded is in rank zero's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...strategies.distributed import is_sharded, piece_of
+from ..parameter_names import untied
+from . import filesystem as disk
+from .json_codec import check_tensor, decode, encode
+from .manifest import read_manifest
+from .safetensors_file import ALIASES, OFFSETS, SHAPES, Stored, open_tensors, with_aliases
+
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SHARD = re.compile(r"(.+)-shard-\d{5,}")
+_MODEL = re.compile(r"model(-\d+)?")
+_MAX_JSON_BYTES = 512 * 2**20  # far above any real state; bounds what a hostile file makes us read
+
+
+class TensorFile(NamedTuple):
+    """What goes into a safetensors file."""
+
+    tensors: dict[str, Tensor]
+    notes: dict[str, str]
+
+
+Files = dict[str, bytes | TensorFile]
+"""What goes into each file, by its name."""
+
+
+def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] | None = None) -> Files:
+    """Turn a state into what this process is to write of it; tensors are not copied.
+
+    Args:
+        name: ``"model"`` (or ``"model-1"``, ...) for a flat dict of tensors, any other for what `codec.encode` takes.
+        state: What to store, the same on all processes, but for their parts of sharded tensors. Tensors that are tied
+            to each other are stored once.
+        rank: This process's. Rank zero writes all that is not sharded.
+        notes: Text for the header of a model's file.
+
+    Returns:
+        The content of each file; empty where this process has nothing to write.
+
+    Raises:
+        TypeError: The state holds something that isn't data.
+        ValueError: A name that can't be a file name, a state without an end, or too much of it beside tensors.
+    """
+    if not _PART.fullmatch(name) or name == "manifest" or _SHARD.fullmatch(name):
+        raise ValueError(
+            f"{name!r:.80} can't name a part: use letters, digits, '_', '-', '.', but not 'manifest' nor '-shard-1'."
+        )
+    files: Files = {}
+    header = {"format": "pt", **(notes or {})}
+    flat = bool(_MODEL.fullmatch(name))
+    if flat:
+        tensors, aliases = _fold(name, state)
+        header |= {ALIASES: json.dumps(aliases)} if aliases else {}
+    else:
+        document, tensors = encode(state)
+        if rank == 0:
+            files[f"{name}.json"] = _as_json(name, document)
+    pieces = {key: piece_of(tensor) for key, tensor in tensors.items() if is_sharded(tensor)}
+    if pieces:
+        shapes = {key: list(tensors[key].shape) for key in pieces}
+        offsets = {key: {"saved_offsets": list(piece.offset)} for key, piece in pieces.items()}
+        if rank == 0:  # torch's reader wants it of every tensor in the file
+            offsets |= {key: {"saved_offsets": [0] * t.ndim} for key, t in tensors.items() if key not in pieces}
+        header |= {OFFSETS: json.dumps(offsets), SHAPES: json.dumps(shapes)}
+    mine = {key: tensor for key, tensor in tensors.items() if rank == 0 and key not in pieces}
+    # A process may have nothing of a tensor. Rank zero always notes its form.
+    mine |= {key: p.local for key, p in pieces.items() if p.first_copy and (rank == 0 or p.local.numel())}
+    if mine or (flat and rank == 0):
+        files[f"{name}-shard-{rank:05d}.safetensors" if pieces else f"{name}.safetensors"] = TensorFile(mine, header)
+    return files
+
+
+def _as_json(name: str, document: Any) -> bytes:
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    if len(text) > _MAX_JSON_BYTES:
+        raise ValueError(
+            f"part {name!r} has {len(text):,} bytes beside its tensors, and more than {_MAX_JSON_BYTES:,} are never "
+            "read back: keep long lists of numbers as tensors or numpy arrays."
+        )
+    return text
+
+
+def size_of(content: bytes | TensorFile) -> int:
+    """About how many bytes a file will have; a header takes a little more."""
+    return len(content) if isinstance(content, bytes) else sum(t.nbytes for t in content.tensors.values())
+
+
+def write_files(folder: Path, files: Files) -> dict[str, disk.Entry]:
+    """Write files into a directory, which is made if it is not there, each fsynced; returns their entries."""
+    entries = {}
+    if files:
+        disk.make_directory(folder)
+    for name, content in files.items():
+        path = folder / name
+        if isinstance(content, bytes):
+            entries[name] = disk.write_bytes(path, content)
+        else:
+            entries[name] = disk.write_tensors(path, content.tensors, content.notes)
+        disk.fsync(path)
+    return entries
+
+
+def has_part(files: Iterable[str], name: str) -> bool:
+    """Whether a part is among a checkpoint's files."""
+    return bool(_files_of(name, files))
+
+
+def _files_of(name: str, files: Iterable[str]) -> list[str]:
+    """The part's files, the one that rank zero wrote first."""
+    found = []
+    for file in files:
+        stem = file.rpartition(".")[0]
+        shard = _SHARD.fullmatch(stem)
+        if name == (shard[1] if shard else stem):
+            found.append(file)
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a checkpoint whose files were opened: its document and headers are read, its tensors are not.
+
+    Attributes:
+        path: The checkpoint's directory.
+        name: As given to `encode_part`.
+        files: The names of its files.
+        document: What its JSON file holds; None of a model, which is tensors only.
+        tensors: Its tensors by name.
+        notes: The notes in the header of its file.
+    """
+
+    path: Path
+    name: str
+    files: list[str]
+    document: Any
+    tensors: dict[str, Stored]
+    notes: dict[str, str]
+
+    def unread(self) -> Any:
+        """Return the state, its tensors as `Stored`, whose values are read when they are asked for.
+
+        Raises:
+            ValueError: Its content is damaged.
+        """
+        return self._decoded(self.tensors)
+
+    def read(self) -> Any:
+        """Return the state with its tensors in memory; those that are tied are one object again.
+
+        Raises:
+            ValueError: Its content is damaged.
+        """
+        once = {id(one): one.read() for one in self.tensors.values()}
+        return self._decoded({key: once[id(one)] for key, one in self.tensors.items()})
+
+    def _decoded(self, tensors: Mapping[str, Any]) -> Any:
+        if _MODEL.fullmatch(self.name):
+            return dict(tensors)
+        with _naming_damage(self.path, self.name):
+            return decode(self.document, tensors)
+
+
+@contextmanager
+def _naming_damage(path: Path, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: part {name!r} is damaged: {error}. Use another checkpoint.") from error
+
+
+def open_files(path: Path, files: Mapping[str, disk.Entry], name: str) -> Part:
+    """Open one part of a checkpoint whose manifest is read. Nothing in the files can make this import or run code.
+
+    Args:
+        path: The checkpoint's directory.
+        files: The manifest's entries.
+        name: As given to `encode_part`.
+
+    Raises:
+        ValueError: The checkpoint has no such part, or its content is damaged.
+    """
+    names = _files_of(name, files)
+    flat = bool(_MODEL.fullmatch(name))
+    if not names or (not flat and f"{name}.json" not in names):
+        raise ValueError(f"{path}: has no part {name!r}. Its files are {', '.join(sorted(files))}.")
+    for file in names:
+        disk.check_file(path, file, files[file], digests=False)
+    stored, notes = open_tensors(path / file for file in names if file.endswith(".safetensors"))
+    if not flat:
+        return Part(path, name, names, disk.read_json(path / f"{name}.json", _MAX_JSON_BYTES), stored, notes)
+    with _naming_damage(path, name):
+        return Part(path, name, names, None, with_aliases(stored, notes), notes)
+
+
+def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
+    """Open one part of a committed checkpoint; for more than one, open the checkpoint (`OpenCheckpoint`).
+
+    Args:
+        path: The checkpoint's directory.
+        name: As given to `encode_part`.
+
+    Returns:
+        The state, its tensors unread, and the notes in the header of its file.
+
+    Raises:
+        ValueError: The checkpoint has no such part, or its content is damaged; run `verify` first to know before.
+    """
+    part = open_files(Path(path), read_manifest(path).files, name)
+    return part.unread(), part.notes
+
+
+def read_part(path: Path | str, name: str) -> Any:
+    """As `open_part`, with the tensors themselves, in memory; those that are tied are one object again."""
+    return open_files(Path(path), read_manifest(path).files, name).read()
+
+
+def _fold(part: str, state: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A model's tensors without the tied ones, and which name stands for which."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"{part}: needs a flat dict of tensors, such as model.state_dict(), not {type(state).__name__}."
+        )
+    for name, tensor in state.items():
+        if type(name) is not str or name == "__metadata__":
+            raise ValueError(f"{part}: {name!r} can't be a tensor's name in a safetensors file; rename it.")
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{part}.{name}: is a {type(tensor).__name__}, not a tensor; store it in another part.")
+        check_tensor(tensor, f"{part}.{name}")
+    return untied(state)

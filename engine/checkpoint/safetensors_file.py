@@ -1,0 +1,349 @@
+"""Tensors in safetensors files, of which nothing is read until it is asked for, and nothing stays open."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .filesystem import DTYPES
+
+OFFSETS = "DCP_SHARDING_INFO"
+"""The note in a file's header that says where its tensors begin in the whole ones.
+
+JSON, ``{name: {"saved_offsets": [...]}}``: the form that ``torch.distributed.checkpoint.HuggingFaceStorageReader``
+reads, so torch alone can load a sharded model too.
+"""
+
+ALIASES = "aliases"
+"""The note in a checkpoint's model that says which names stand for tied tensors: JSON, ``{alias: name}``."""
+
+_MAX_HEADER_BYTES = 64 * 2**20  # some 500,000 tensors in one file
+_ALIGNMENT = 64  # of torch's own memory
+_MAPPED_FROM = 2**20  # mapping less costs more than reading it, and a process may have 65,530 maps
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in main memory, or mapped by torch onto its file."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.tensor.dtype
+
+    def get(self, exact: bool = True) -> Tensor:
+        """The tensor itself."""
+        return self.tensor
+
+    def fill(self, out: Tensor) -> None:
+        """Copy it into ``out``."""
+        out.copy_(self.tensor)
+
+
+@dataclass(frozen=True)
+class Filed:
+    """A tensor in a safetensors file, which is opened anew each time: nothing stays in memory or open.
+
+    Attributes:
+        path: The file.
+        mark: Its size, time and number when it was looked at; a file that is no longer the same is an error.
+        dtype: The tensor's dtype.
+        shape: The tensor's shape.
+        start: Its first byte in the file.
+        nbytes: Its length.
+    """
+
+    path: Path
+    mark: tuple[int, ...]
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+    nbytes: int
+
+    def get(self, exact: bool = True) -> Tensor:
+        """The tensor, mapped onto the file where that is as good as a copy.
+
+        Args:
+            exact: It will be computed with on the CPU. Kernels add up in another order where memory isn't aligned as
+                torch aligns it, so the last bits would depend on the place in the file: a copy is made then.
+        """
+        if self.nbytes == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        if self.start % (_ALIGNMENT if exact else self.dtype.itemsize):
+            # Given back when it goes; malloc may keep it.
+            own = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
+            out = own.view(self.dtype).view(self.shape)
+            self.fill(out)
+            return out
+        skip = self.start % mmap.ALLOCATIONGRANULARITY
+        with self._open() as file:
+            # Private: whoever writes to the tensor writes to memory, never to the file.
+            view = mmap.mmap(file.fileno(), skip + self.nbytes, access=mmap.ACCESS_COPY, offset=self.start - skip)
+        return torch.frombuffer(view, dtype=torch.uint8, offset=skip).view(self.dtype).view(self.shape)
+
+    def fill(self, out: Tensor) -> None:
+        """Read it into ``out``: at once where that is plain CPU memory, so that there is no second copy."""
+        if out.device.type != "cpu" or out.dtype != self.dtype or not out.is_contiguous():
+            out.copy_(self.get(exact=False))
+            return
+        left = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        with self._open() as file:
+            file.seek(self.start)
+            while left:  # one call reads 2 GB at most
+                count = file.readinto(left)
+                if not count:
+                    raise ValueError(f"{self.path}: ends before the tensor at byte {self.start} does.")
+                left = left[count:]
+
+    def _open(self) -> Any:
+        try:
+            file = self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise ValueError(f"{self.path}: weights lie in it, and it can't be opened: {error.strerror}.") from error
+        if mark_of(file.fileno()) != self.mark:
+            file.close()
+            raise ValueError(f"{self.path}: was changed after the model was loaded from it. Load the model again.")
+        return file
+
+
+class Piece(Protocol):
+    """A tensor that may be anywhere."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+
+    def get(self, exact: bool = True) -> Tensor:
+        """The tensor, mapped onto a file where that is as good as a copy; see `Filed.get`."""
+
+    def fill(self, out: Tensor) -> None:
+        """Copy it into ``out``."""
+
+
+Weights = dict[str, Piece]
+
+
+def read_now(piece: Piece) -> Tensor:
+    """A piece's tensor to copy from: mapped onto its file if it is long, else read."""
+    length = piece.shape.numel() * piece.dtype.itemsize
+    if isinstance(piece, Held) or length > _MAPPED_FROM:
+        return piece.get(exact=False)
+    out = torch.empty(piece.shape, dtype=piece.dtype)
+    piece.fill(out)
+    return out
+
+
+def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
+    """The tensors of one safetensors file, unread, and the text in its header.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"its header has {length:,} bytes, more than the {_MAX_HEADER_BYTES:,} allowed")
+        with safe_open(path, framework="pt") as checked:  # it checks the header: every offset lies in the file
+            notes = dict(checked.metadata() or {})
+        with path.open("rb") as file:
+            mark = mark_of(file.fileno())
+            header = json.loads(file.read(8 + length)[8:])
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is not a whole safetensors file: {error}.") from error
+    weights: Weights = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, which torch can't hold.")
+        first, last = entry["data_offsets"]
+        dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
+        weights[name] = Filed(path.absolute(), mark, dtype, shape, 8 + length + first, last - first)
+    return weights, notes
+
+
+def whole_model(path: Path) -> Weights:
+    """The tensors of a file that is a model by itself, also under the names of those they are tied to.
+
+    Raises:
+        ValueError: It is damaged, or holds one process's part of a sharded model.
+    """
+    weights, notes = read_safetensors(path)
+    if OFFSETS in notes:
+        raise ValueError(f"{path}: holds the shards of one process. Name the folder, or export it to one file first.")
+    try:
+        return with_aliases(weights, notes)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: its note of tied weights is damaged: {error!r}.") from error
+
+
+def with_aliases(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> dict[str, Any]:
+    """Tensors, also under the names of those they are tied to, as the header of their file notes them.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError, RecursionError: for a note that is damaged.
+    """
+    return {**tensors, **{alias: tensors[kept] for alias, kept in json.loads(notes.get(ALIASES, "{}")).items()}}
+
+
+def mark_of(descriptor: int) -> tuple[int, ...]:
+    """What changes when an open file does: its size, time and number."""
+    status = os.fstat(descriptor)
+    return (status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def some(names: list[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+SHAPES = "shapes"
+"""The note that says how large the whole tensors are: JSON, ``{name: [...]}``."""
+Box = tuple[tuple[int, int], ...]  # begin and end in each dimension
+
+
+class Stored:
+    """One tensor, which may lie in several files, each with a part of it.
+
+    ``stored[...]`` reads it, and so does ``stored[2:4, :]`` with the rows it needs: slices without a step.
+
+    Attributes:
+        shape: of the whole.
+        dtype: of its elements.
+    """
+
+    def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+        self._pieces: list[tuple[Filed, Box]] = []
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """The values, in memory that may be mapped onto the file: copy what is to be kept."""
+        cuts = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
+        wanted = [slice(*cut.indices(size)) for cut, size in zip(cuts, self.shape, strict=False)]
+        wanted += [slice(0, size) for size in self.shape[len(wanted) :]]
+        box: Box = tuple((cut.start, max(cut.start, cut.stop)) for cut in wanted)
+        for piece, held in self._pieces:
+            if all(a <= b and d <= c for (a, c), (b, d) in zip(held, box, strict=True)):
+                return read_now(piece)[_within(box, held)]
+        out = torch.empty([end - begin for begin, end in box], dtype=self.dtype)
+        for piece, held in self._pieces:
+            both: Box = tuple((max(a, b), min(c, d)) for (a, c), (b, d) in zip(held, box, strict=True))
+            if all(begin < end for begin, end in both):
+                out[_within(both, box)] = read_now(piece)[_within(both, held)]
+        return out
+
+    def get(self, exact: bool = True) -> Tensor:
+        """All of it; see `Filed.get`."""
+        return self._pieces[0][0].get(exact) if len(self._pieces) == 1 else self[...]
+
+    def fill(self, out: Tensor) -> None:
+        """Copy it into ``out``."""
+        if len(self._pieces) == 1:
+            self._pieces[0][0].fill(out)
+        else:
+            out.copy_(self[...])
+
+    def read(self) -> Tensor:
+        """All of it, in memory of its own."""
+        out = torch.empty(self.shape, dtype=self.dtype)
+        self.fill(out)
+        return out
+
+    def add(self, piece: Filed, offset: Iterable[int]) -> None:
+        """Say that a part of it is in a file, and where that begins in the whole.
+
+        Raises:
+            ValueError: if it sticks out.
+        """
+        box = tuple((begin, begin + size) for begin, size in zip(offset, piece.shape, strict=True))
+        if len(box) != len(self.shape) or not all(
+            0 <= begin <= end <= size for (begin, end), size in zip(box, self.shape, strict=True)
+        ):
+            raise ValueError(f"a part of tensor {self.name!r} lies outside of it")
+        self._pieces.append((piece, box))
+
+    def check_complete(self) -> None:
+        """Raise ValueError if parts are missing, or elements there twice."""
+        boxes = sorted(box for _, box in self._pieces if all(begin < end for begin, end in box))
+        held = sum(math.prod(end - begin for begin, end in box) for box in boxes)
+        twice = _any_overlap(boxes)
+        if held != self.shape.numel() or twice:
+            what = f"{held} of {self.shape.numel()} elements of tensor {self.name!r} are there"
+            what += ", some of them twice" if twice else ""
+            raise ValueError(f"{self._pieces[0][0].path.parent}: {what}. Use another checkpoint.")
+
+
+def _any_overlap(boxes: list[Box]) -> bool:
+    """Whether two of the boxes, which are sorted and not empty, have an element in common."""
+    for number, one in enumerate(boxes):
+        for at in range(number + 1, len(boxes)):
+            other = boxes[at]
+            if one and other[0][0] >= one[0][1]:
+                break  # so do all that follow
+            if all(max(a, b) < min(c, d) for (a, c), (b, d) in zip(one, other, strict=True)):
+                return True
+    return False
+
+
+def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+    return tuple(slice(b - a, e - a) for (b, e), (a, _) in zip(box, outer, strict=True))
+
+
+def open_tensors(paths: Iterable[Path]) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Find the tensors that lie in some files.
+
+    Args:
+        paths: safetensors files, those of sharded tensors with their notes.
+
+    Returns:
+        The tensors by name, and the notes of the first file.
+
+    Raises:
+        ValueError: if a file is damaged, or a tensor is not there as a whole.
+    """
+    found: dict[str, Stored] = {}
+    first: dict[str, str] | None = None
+    for path in paths:
+        try:
+            pieces, notes = read_safetensors(path)
+            _add_all(found, pieces, notes)
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+            raise ValueError(f"{path.parent}: {path.name} is damaged: {error}. Use another checkpoint.") from error
+        first = notes if first is None else first
+    for stored in found.values():
+        stored.check_complete()
+    return found, first or {}
+
+
+def _add_all(found: dict[str, Stored], pieces: dict[str, Any], notes: dict[str, str]) -> None:
+    offsets, shapes = (json.loads(notes.get(note, "{}")) for note in (OFFSETS, SHAPES))
+    for name, piece in pieces.items():
+        whole = torch.Size(shapes[name]) if name in shapes else piece.shape
+        stored = found.setdefault(name, Stored(name, whole, piece.dtype))
+        if (stored.dtype, stored.shape) != (piece.dtype, whole):
+            raise ValueError(f"tensor {name!r} has another form than in another file")
+        stored.add(piece, offsets[name]["saved_offsets"] if name in offsets else [0] * len(piece.shape))

@@ -1,0 +1,379 @@
+"""What a checkpoint holds: the state of everything an Accelerator has prepared."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ...common.messages import warn
+from ...strategies import World
+from ...strategies.distributed import is_sharded, local
+from ..metrics import metric_state as metric_objects
+from ..optim import PreparedScheduler, optimizer_state
+from ..parameter_names import own_name, view_key
+from ..rng import random_state
+from . import model_check as architecture
+from . import store as checkpoint
+from .json_codec import decode, encode
+from .parts import Files, TensorFile, encode_part, size_of
+from .train_state import STATE, OptimizerState, RankState, TrainState, extra_part, model_part, optimizer_part, rank_part
+
+if TYPE_CHECKING:
+    from ..accelerator import Accelerator
+    from ..data import Loader
+
+_RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|unfinished", re.IGNORECASE)
+"""The names of parts that are the engine's own, see `train_state`, and of single files."""
+
+
+class Counts:
+    """What a metric object has counted on each process: its own ``state_dict`` has that only where it is told to."""
+
+    def __init__(self, metric: nn.Module, world: World) -> None:
+        self.metric = metric
+        self._objects = metric_objects.find(metric)
+        self._world = world
+
+    def state_dict(self) -> dict[str, Any]:
+        """All processes must ask."""
+        return metric_objects.state(self._objects, set(), self._world)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it back, on any number of processes."""
+        metric_objects.load(self._objects, state_dict, self._world)
+
+
+def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[str, Any], world: World) -> None:
+    """Add objects to those that are saved, by name or by order.
+
+    Raises:
+        TypeError: for an object without ``state_dict`` and ``load_state_dict``.
+        ValueError: for a name that another object has.
+    """
+    for number, value in enumerate(objects, start=len(registered)):
+        while (name := f"{type(value).__name__}_{number}") in registered or name in named:
+            number += 1
+        named[name] = value
+    for name, value in named.items():
+        holder = registered.get(name)
+        if holder is not None and value is not (holder.metric if isinstance(holder, Counts) else holder):
+            raise ValueError(
+                f"register_for_checkpointing({name}=...): another object has this name, and would not be saved any "
+                "more. Choose another one."
+            )
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise TypeError(f"{name} ({type(value).__name__}) needs state_dict and load_state_dict to be saved.")
+        is_metric = isinstance(value, nn.Module) and hasattr(value, "compute") and metric_objects.find(value)
+        registered[name] = Counts(value, world) if is_metric else value
+
+
+def check(accelerator: Accelerator, targets: list[Path], parts: dict[str, Any]) -> None:
+    """See before anything is written that it will find a place.
+
+    Raises:
+        ValueError: for a name of a part that is taken, or a directory that is somebody else's.
+    """
+    for name in parts:
+        if _RESERVED.fullmatch(name):
+            raise ValueError(
+                f"save_state(parts=...): the name {name!r} is for a checkpoint's own files (model*, optimizer*, "
+                f"extra-*, rank-*, state, manifest, unfinished). Choose another one, such as 'my_{name}'."
+            )
+    if accelerator.is_main_process:
+        for target in targets:
+            checkpoint.check_target(target)
+
+
+@contextmanager
+def staged(accelerator: Accelerator, target: Path) -> Iterator[None]:
+    """What a hook has written beside ``target`` goes if anything fails in this block."""
+    try:
+        yield
+    except BaseException:
+        if accelerator.save_hooks and accelerator.is_main_process:
+            with suppress(OSError):  # what is left is cleared away at the next start
+                checkpoint.discard(target)
+        raise
+
+
+class Attempts:
+    """Pieces of work, ``with attempts: ...``, of which all are done though one fails: others may wait for the rest."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> bool:
+        if isinstance(error, Exception):
+            self._error = self._error or error
+        return error is None or isinstance(error, Exception)
+
+    def end(self) -> None:
+        """Raise what came first, if anything failed."""
+        if self._error is not None:
+            raise self._error
+
+
+def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weights_only: bool) -> Files:
+    """What this process is to write of a checkpoint; nothing is copied or written yet. All processes must ask.
+
+    Raises:
+        ValueError: inside a group of micro-batches.
+        TypeError: for what is not data.
+    """
+    if accelerator.inside_group and not weights_only:
+        raise ValueError(
+            "save_state inside a group of micro-batches, whose gradients are in no checkpoint. Save when "
+            "accelerator.sync_gradients is true, after the optimizer's step."
+        )
+    rank, files, attempts = accelerator.process_index, dict[str, Any](), Attempts()
+    weights = _weights(accelerator, target, attempts)
+    for number, (model, own) in enumerate(zip(accelerator.models, weights, strict=True)):
+        with attempts:
+            files |= {} if own is None else _model_files(accelerator, number, model, own)
+    for name, content in parts.items():
+        with attempts:
+            files |= encode_part(name, content, rank)
+    if not weights_only:
+        with attempts:
+            files |= optimizer_files(accelerator)
+        with attempts:  # asked on every process: what is registered may exchange something to know its state
+            files |= encode_part(STATE, _shared_state(accelerator), rank)
+        with attempts:
+            own_buffers = rank > 0 and accelerator.strategy.own_buffers
+            files |= rank_files(rank, own_random_state(accelerator), _buffers(accelerator) if own_buffers else [])
+    attempts.end()
+    if not weights_only:
+        _say_unsaved(accelerator, files)
+    return files
+
+
+def _model_files(accelerator: Accelerator, number: int, model: nn.Module, weights: dict[str, Any]) -> Files:
+    """What this process is to write of one model."""
+    rank = accelerator.process_index
+    tensors, extra = _apart(weights)
+    notes = architecture.notes(accelerator.strategy.unwrap(model))
+    files = encode_part(model_part(number), tensors, rank, notes)
+    return files | (encode_part(extra_part(number), extra, rank) if extra else {})
+
+
+def optimizer_files(accelerator: Accelerator) -> Files:
+    """What this process is to write of the optimizers' states. All processes must ask."""
+    rank, strategy, attempts = accelerator.process_index, accelerator.strategy, Attempts()
+    files: Files = {}
+    for number, prepared in enumerate(accelerator.optimizers):
+        with attempts:
+            optimizer = prepared.optimizer
+            names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
+            own: OptimizerState = optimizer_state.named(strategy.optimizer_state(optimizer), optimizer, names)
+            own["built"] = prepared.held
+            if strategy.keeps_apart(optimizer):
+                files |= encode_part(optimizer_part(number, rank), own)
+            else:
+                files |= encode_part(optimizer_part(number), own, rank)
+    attempts.end()
+    return files
+
+
+def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
+    """Warn of parameters that an optimizer steps, and whose values are in no file."""
+    models = accelerator.own_models
+    unknown = {id(p): p for one in accelerator.optimizers for p in optimizer_state.of_no_model(one.optimizer, models)}
+    if not unknown or accelerator.save_hooks:  # a hook may write them
+        return
+    written = [content for content in files.values() if isinstance(content, TensorFile)]
+    saved = {view_key(tensor) for content in written for tensor in content.tensors.values()}
+    shapes = [tuple(p.shape) for p in unknown.values() if view_key(local(p.detach())) not in saved]
+    if shapes:
+        more = f" and {len(shapes) - 5} more" if len(shapes) > 5 else ""
+        warn(
+            f"an optimizer steps {len(shapes)} parameters that are in no prepared model, of shapes "
+            f"{', '.join(map(str, shapes[:5]))}{more}: what it knows of them is saved, their values are not, and a run "
+            "that goes on would begin with others. Give their module to prepare(), or to register_for_checkpointing()."
+        )
+
+
+def of_optimizers(files: Files) -> set[str]:
+    """Those of ``files`` that hold an optimizer's state."""
+    return {name for name in files if name.startswith(optimizer_part(0))}
+
+
+def own_random_state(accelerator: Accelerator) -> dict[str, Any]:
+    """The state of all that this process alone draws from: its generators, and those of the datasets it reads."""
+    return {**random_state(), "loaders": [loader.reading_state() for loader in in_order(accelerator.loaders)]}
+
+
+def in_order(loaders: list[Loader]) -> list[Loader]:
+    """Those of training first, as others may come and go."""
+    return sorted(loaders, key=lambda loader: loader.evaluation)
+
+
+def rank_files(rank: int, random: dict[str, Any], buffers: list[dict[str, Tensor]]) -> Files:
+    """What process ``rank`` alone knows.
+
+    Args:
+        rank: this process's.
+        random: its random state.
+        buffers: of each model, where they go on from what they are here.
+    """
+    return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
+
+
+def _buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
+    """Each model's buffers that are saved, as this process has them."""
+    states = [model.state_dict() for model in accelerator.own_models]
+    return [
+        {own_name(name): b for name, b in model.named_buffers() if name in state and not is_sharded(b)}
+        for model, state in zip(accelerator.own_models, states, strict=True)
+    ]
+
+
+def publish(world: World, target: Path, files: Files, info: dict[str, Any], others: bool = False) -> None:
+    """Write what `collect` returned, wait for all processes, and let the checkpoint appear in one move.
+
+    Args:
+        world: the processes; all must call it.
+        target: where it is to stand.
+        files: this process's.
+        info: for the manifest.
+        others: see `checkpoint.commit`.
+
+    Raises:
+        OSError: the disk refused. Nothing of the attempt is left then, and what stood there before still does.
+    """
+    entries: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        staging = checkpoint.beside(target)
+        if others and (taken := [name for name in files if os.path.lexists(staging / name)]):
+            raise ValueError(f"a save_state pre-hook wrote {taken[0]}, which is a file of the checkpoint itself.")
+        entries = checkpoint.write_files(staging, files)
+    except Exception as caught:
+        error = _explained(caught, target, files)
+    every = world.gather_objects((entries, error is None))
+    if world.is_main:
+        try:
+            if all(written for _, written in every):
+                merged = {name: entry for part, _ in every for name, entry in part.items()}
+                checkpoint.commit(target, merged, info, others=others)
+        except Exception as caught:
+            error = error or caught
+        with suppress(OSError):  # what is left is cleared away at the next start
+            checkpoint.discard(target)  # of a commit there is nothing
+    world.raise_together(error)
+
+
+def _explained(error: Exception, target: Path, files: Files) -> Exception:
+    """The error itself; a full disk's with the free and the needed bytes."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return error
+    needed = f"It needs {sum(size_of(content) for content in files.values()):,} bytes"
+    with suppress(OSError):
+        there = next(folder for folder in target.parents if os.path.exists(folder))
+        needed += f", {shutil.disk_usage(there).free:,} are free"
+    return OSError(error.errno, f"can't save {target}: {error.strerror}. {needed}. What was saved stays.")
+
+
+def _weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list[dict[str, Any] | None]:
+    """Each model's state, as it lies on the processes; None for one that a hook takes care of."""
+    models = accelerator.models
+    if not accelerator.save_hooks:
+        states = (accelerator.strategy.model_state(model) for model in models)
+        return [{own_name(name): value for name, value in state.items()} for state in states]
+    with accelerator.world.together():
+        if accelerator.is_main_process:
+            checkpoint.begin(target)
+    whole = [accelerator.get_state_dict(model) for model in models]
+    left = list(whole)
+    for hook in accelerator.save_hooks.values():
+        with attempts:
+            hook(list(models), left, str(checkpoint.beside(target)))
+    # Others than rank zero may have nothing of a sharded one, and have nothing to write.
+    return [
+        {name: value for name, value in state.items() if value is not None} if any(state is s for s in left) else None
+        for state in whole
+    ]
+
+
+def _apart(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a model's state, and what else modules keep there (``get_extra_state``)."""
+    extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
+    return {name: value for name, value in weights.items() if name not in extra}, extra
+
+
+def _shared_state(accelerator: Accelerator) -> TrainState:
+    if accelerator.loss_scale is not None:
+        accelerator.loss_scale.settle()
+    attempts, registered = Attempts(), dict[str, Any]()
+    for name, value in accelerator.registered.items():
+        with attempts:
+            registered[name] = value.state_dict()
+    attempts.end()
+    return TrainState(
+        schedulers=[scheduler.state_dict() for scheduler in accelerator.schedulers],
+        scheduler_kinds=scheduler_kinds(accelerator.schedulers),
+        schedules_built=[built.held for built in accelerator.schedules_built],
+        steps_since=[s.since if isinstance(s, PreparedScheduler) else (0, 0) for s in accelerator.schedulers],
+        scheduler_advances=[s.advances if isinstance(s, PreparedScheduler) else 1 for s in accelerator.schedulers],
+        scaler=None if accelerator.scaler is None else accelerator.scaler.state_dict(),
+        loaders=[loader.state_dict() for loader in accelerator.loaders if not loader.evaluation],
+        evaluation_loaders=[loader.state_dict() for loader in accelerator.loaders if loader.evaluation],
+        stream=None if accelerator.stream is None else accelerator.stream.state,
+        reduction_orders=reduction_orders(accelerator),
+        registered=registered,
+    )
+
+
+def scheduler_kinds(schedulers: list[Any]) -> list[str]:
+    """The names of their classes; those of scripts may be in another module the next time."""
+    own = (s.scheduler if isinstance(s, PreparedScheduler) else s for s in schedulers)
+    return [type(scheduler).__qualname__ for scheduler in own]
+
+
+def reduction_orders(accelerator: Accelerator) -> list[list[int]]:
+    """Each model's; see `Strategy.reduction_order`."""
+    return [accelerator.strategy.reduction_order(model) for model in accelerator.models]
+
+
+def described(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
+    """What the manifest notes of the run, with what its user says of it; copied, as it is now.
+
+    Raises:
+        ValueError: if ``info`` names what is known of the run already.
+        TypeError: if it holds tensors, or what is not data.
+    """
+    known = facts(accelerator)
+    if taken := sorted(known.keys() & info.keys()):
+        raise ValueError(f"save_state(info=...) names {taken[0]!r}, which is noted of every run: take another name.")
+    document, tensors = encode(info, "info")
+    if tensors:
+        raise TypeError(f"save_state(info=...) holds a tensor, {next(iter(tensors))}: pass its .item(), or use parts=.")
+    training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
+    counts = {"step": accelerator.steps, "epoch": 0 if training is None else training.epoch}
+    return {**known, **counts, **decode(document, {})}
+
+
+def facts(accelerator: Accelerator) -> dict[str, Any]:
+    """What the manifest notes of the run, for people and for the resume."""
+    training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
+    accumulate = accelerator.gradient_accumulation_steps
+    batch = None if training is None else training.total_batch_size
+    return {
+        "world_size": accelerator.world.size,
+        "strategy": accelerator.strategy.name,
+        "precision": accelerator.precision.name,
+        "accumulate": accumulate,
+        "batch_size": batch,  # of a micro-batch, over all processes
+        "global_batch_size": None if batch is None else batch * accumulate,
+        "models": [architecture.fingerprint(model) for model in accelerator.own_models],
+    }

@@ -1,0 +1,296 @@
+"""The checkpoint store: what is on disk, and when it counts as complete. It knows neither states' meaning nor ranks.
+
+A checkpoint is a directory of parts (see `parts`) and a ``manifest.json``: ``model``, ``optimizer``, ``state``, and
+``rank-00000`` for each process. Tensors are safetensors, the rest is JSON, nothing is pickled. Every process writes its
+own files, the caller waits for all of them, and one process calls `commit`. What is on disk at each moment of saving to
+``last``:
+
+1. Parts go to ``.last.part``, each fsynced; then the manifest, fsynced; then that directory's entries are fsynced. A
+   failure up to here leaves only ``.last.part``, which never counts.
+2. If ``last`` exists it is renamed to ``.last.old``. A failure here leaves two complete checkpoints under other names:
+   `find` lists the old one, `recover` puts the new one in place, or the old one if the new one fails its digests.
+3. ``.last.part`` is renamed to ``last`` and the parent's entries are fsynced. This is the commit.
+4. What was in ``.last.old`` and is not in its manifest moves into ``last``.
+5. ``.last.old`` is deleted. A failure here leaves leftovers that don't count.
+
+Deleting a checkpoint starts with one rename too, to ``.last.gone``. `recover` clears all these names away. See `swap`.
+"""
+
+import os
+import stat
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from . import atomic_swap as swap
+from . import filesystem as disk
+from .atomic_swap import UNFINISHED, check_target
+from .manifest import MANIFEST, Manifest, check_files, read_manifest, verify
+from .parts import encode_part, open_part, read_part, write_files
+
+__all__ = [
+    "MANIFEST",
+    "CheckpointStore",
+    "Manifest",
+    "begin",
+    "beside",
+    "check_target",
+    "commit",
+    "discard",
+    "encode_part",
+    "find_again",
+    "open_part",
+    "read_manifest",
+    "read_part",
+    "remove",
+    "verify",
+    "write_files",
+    "write_part",
+]
+
+
+def write_part(target: Path | str, name: str, state: Any) -> dict[str, disk.Entry]:
+    """Write one part of a checkpoint beside its target, durably. Processes may do so at once, each its own names.
+
+    Args:
+        target: Where the checkpoint will be committed.
+        name: See `parts.encode_part`.
+        state: What to store. Tensors may be on any device; those tied to each other are stored once.
+
+    Returns:
+        Size and digest by file name, for `commit`.
+
+    Raises:
+        TypeError: The state holds something that isn't data; nothing is written then.
+        ValueError: A name that can't be a file name, or a state without an end.
+        OSError: The disk is full or not writable.
+    """
+    return write_files(beside(target), encode_part(name, state))
+
+
+def beside(target: Path | str) -> Path:
+    """Where the parts of a checkpoint are until `commit` moves them all at once."""
+    return swap.beside(target, "part")
+
+
+def commit(
+    target: Path | str, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool = False
+) -> Path:
+    """Make the written parts a checkpoint, by one rename. One process calls it, after all have written their parts.
+
+    A checkpoint that already stands at the target is replaced; at every moment one of the two can be loaded.
+
+    Args:
+        target: Where the checkpoint is to stand. A directory there that is neither empty nor a checkpoint is refused.
+        files: The entries of every `write_part`, of all processes, in one dict.
+        info: What the manifest notes: the counts ``step`` (optimizer steps done, default 0), ``epoch`` (0), ``samples``
+            (global samples seen, 0) and ``world_size`` (processes, 1), and anything else but tensors, such as a metric.
+        others: Keep what else was put `beside` since `begin`, as part of the checkpoint.
+
+    Returns:
+        The target, as an absolute path.
+
+    Raises:
+        ValueError: A listed file is not there or of another size (do all processes write to one file system?), a
+            count is negative, or the target is somebody else's directory.
+        TypeError: ``info`` holds a tensor or something that isn't data.
+        OSError: The disk refused. The checkpoint that stood at the target stands there still, the parts are deleted.
+    """
+    target, source = Path(os.path.abspath(target)), beside(target)
+    check_target(target)
+    sequence = 1 + max((manifest.sequence for manifest, _ in _scan(target.parent)[0]), default=0)
+    entries = {name: dict(files[name]) for name in sorted(files)}
+    written = _settle(source, set(files)) if others else {}
+    data = Manifest.of(entries, info, sequence, written).to_json()
+    for name, entry in entries.items():
+        disk.check_file(source, name, entry, digests=False)
+    for stray in sorted(set(os.listdir(source)) - set(files)):  # of a killed attempt: its manifest, perhaps
+        if not others:
+            disk.delete(source / stray)
+    try:
+        disk.write_bytes(source / MANIFEST, data)
+        disk.fsync(source / MANIFEST)
+        if others:
+            disk.delete(source / UNFINISHED)
+        disk.fsync(source)
+        swap.swap_in(source, target)
+    except OSError:
+        with suppress(OSError):
+            _delete(source)
+        raise
+    return target
+
+
+def _settle(source: Path, files: set[str]) -> dict[str, disk.Entry]:
+    """Bring to the disk what others wrote into a directory beside ``files``; returns its entries for a manifest."""
+    entries = {}
+    folders = {source}
+    for name in disk.leaves(source):
+        path = source / name
+        if name in files or name == UNFINISHED:
+            continue
+        mode = path.lstat().st_mode
+        if name == MANIFEST or not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            what = "the name of the checkpoint's own list" if name == MANIFEST else "no file"
+            raise ValueError(f"a save_state pre-hook wrote {name}, which is {what}, so it can't be saved.")
+        if stat.S_ISREG(mode):
+            disk.fsync(path)
+        entries[name] = disk.describe(path)
+        folders |= {source / parent for parent in Path(name).parents}
+    for folder in sorted(folders - {source}):
+        disk.fsync(folder)
+    return entries
+
+
+def begin(target: Path | str) -> Path:
+    """Make an empty directory `beside` a target, for what others write into it before `write_part`; returns it."""
+    discard(target)
+    source = beside(target)
+    disk.make_directory(source)
+    disk.write_bytes(source / UNFINISHED, b"{}")  # so that it is known for ours, if nothing else of ours gets there
+    return source
+
+
+def discard(target: Path | str) -> None:
+    """Remove what `write_part` wrote for a target that will not be committed. Nothing there is no error.
+
+    Args:
+        target: As given to `write_part`. A checkpoint that stands there is not touched.
+    """
+    if swap.is_staged(beside(target)):
+        _delete(beside(target))
+
+
+def find_again(path: Path | str) -> None:
+    """See to it that a checkpoint stands under its name, if it was being replaced there, or one around it.
+
+    Between two renames there is none. A process that is at it now has a moment to finish; one that was killed there has
+    left both, and the better one is put in place. One process calls it, before the checkpoint is read.
+
+    Args:
+        path: The checkpoint's directory. One that stands, or that nobody replaces, is left alone.
+    """
+    target = Path(os.path.abspath(path))
+    for _ in range(20):
+        interrupted = [one for one in (target, *target.parents) if os.path.isfile(swap.beside(one, "old") / MANIFEST)]
+        if os.path.lexists(target) or not interrupted:
+            return
+        time.sleep(0.1)
+    for one in reversed(interrupted):
+        warnings.warn(swap.finish(one))
+
+
+def remove(path: Path | str) -> None:
+    """Delete a committed checkpoint, whole: a failure half-way leaves nothing that counts as one.
+
+    Args:
+        path: The checkpoint's directory.
+
+    Raises:
+        ValueError: It isn't a checkpoint, or a link to one, or holds what it was not saved with; nothing is touched
+            then.
+        OSError: The disk refused.
+    """
+    path = Path(os.path.abspath(path))
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link, not a checkpoint; remove what it points to, or unlink it yourself.")
+    swap.take_away(path)
+
+
+class CheckpointStore:
+    """The checkpoints in one directory.
+
+    Args:
+        directory: Where they stand, each a directory of its own. It need not exist yet.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = Path(os.path.abspath(directory))
+
+    def find(self) -> list[Path]:
+        """The committed checkpoints, the newest last: by step, then by order of commit, never by clock.
+
+        One whose replacement was interrupted is listed under its ``.name.old`` until `recover` is called.
+        """
+        return [path for _, path in self.scan()[0]]
+
+    def scan(self) -> tuple[list[tuple[Manifest, Path]], list[str]]:
+        """As `find`, each with its manifest; and one sentence for each checkpoint whose manifest can't be read."""
+        return _scan(self.directory)
+
+    def latest(self, verify: bool = True) -> tuple[Path | None, list[str]]:
+        """The newest checkpoint that is intact.
+
+        Args:
+            verify: Compare digests, not only names and sizes.
+
+        Returns:
+            Its path, or ``None``; and one sentence for each checkpoint that had to be skipped, with the reason.
+        """
+        found, skipped = _scan(self.directory)
+        for manifest, path in reversed(found):
+            try:
+                check_files(path, manifest, digests=verify)
+            except ValueError as error:
+                skipped.append(str(error))
+            else:
+                return path, skipped
+        return None, skipped
+
+    def probe(self, nbytes: int = 0) -> None:
+        """Find out before a run whether it can save here, by making the directory and writing a file.
+
+        Args:
+            nbytes: What one checkpoint needs, in bytes.
+
+        Raises:
+            OSError: The directory can't be made or written to, or has less than ``nbytes`` free.
+        """
+        disk.probe(self.directory, nbytes)
+
+    def recover(self) -> list[str]:
+        """Finish or roll back what a killed process left, and clear leftovers away.
+
+        Call it once at start, in the one process that commits here, before anything is saved here.
+
+        Returns:
+            What was done, one sentence each; empty if there was nothing to do.
+        """
+        matches = [swap.BESIDE.fullmatch(name) for name in disk.names(self.directory)]
+        names = sorted({match[1] for match in matches if match})
+        return [sentence for name in names for sentence in swap.recover(self.directory / name)]
+
+
+def _scan(directory: Path) -> tuple[list[tuple[Manifest, Path]], list[str]]:
+    """The readable manifests, the newest last, and what is wrong with the others."""
+    found, problems = [], []
+    for name in disk.names(directory):
+        path, match = directory / name, swap.BESIDE.fullmatch(name)
+        if (
+            os.path.islink(path)
+            or not os.path.isdir(path)
+            or (name.startswith(".") and not (match and match[2] == "old"))
+        ):
+            continue
+        if match and swap.is_whole(directory / match[1]):
+            continue  # replaced, and about to be deleted
+        if not _may_be_one(path):
+            continue  # somebody else's directory
+        try:
+            found.append((read_manifest(path), path))
+        except ValueError as error:
+            problems.append(str(error))
+    return sorted(found, key=lambda pair: (pair[0].step, pair[0].sequence, pair[1].name)), problems
+
+
+def _may_be_one(path: Path) -> bool:
+    with suppress(OSError):  # what nobody may look into is not ours
+        return os.path.isfile(path / MANIFEST) or any(file.endswith(".safetensors") for file in disk.names(path))
+    return False
+
+
+def _delete(directory: Path) -> None:
+    disk.delete(directory, first=MANIFEST)

@@ -1,0 +1,159 @@
+"""The keys of a saved run, once: the parts of a checkpoint and what is in each, for those who write and who read them.
+
+A checkpoint holds these parts (see `parts` for their files):
+
+=================================  ==================================================================================
+``model``, ``model-1``, ...        tensors of each prepared model
+``extra-model``, ...               what ``get_extra_state`` keeps beside them
+``optimizer``, ``optimizer-1``     `OptimizerState` of each optimizer
+``optimizer-rank-00001``, ...      the same, of what that rank alone keeps (``DDP(zero=True)``)
+``state``                          `TrainState`: what all ranks share
+``rank-00000``, ...                `RankState`: what one rank alone has
+``hparams``, ``datamodule_hparams``  hyperparameters of the task and of the data module
+``config``                         the configuration file of the run
+``added``                          what ``on_save_checkpoint`` hooks add, in a checkpoint of weights only
+=================================  ==================================================================================
+
+Writers build these dicts by calling the class, so a type checker finds a key that is missing or unknown; readers get
+them from `check_form`, which finds a file that is whole and yet not ours.
+"""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict, TypeVar, Union, cast, get_origin, get_type_hints
+
+from torch import Tensor
+
+from .open_checkpoint import OpenCheckpoint
+
+STATE, HPARAMS, DATAMODULE_HPARAMS, CONFIG, ADDED = "state", "hparams", "datamodule_hparams", "config", "added"
+
+
+def rank_part(rank: int) -> str:
+    """Return the name of one rank's own part of a checkpoint."""
+    return f"rank-{rank:05d}"
+
+
+def model_part(number: int) -> str:
+    """Return the name of the part that holds the ``number``-th prepared model."""
+    return "model" if number == 0 else f"model-{number}"
+
+
+def extra_part(number: int) -> str:
+    """Return the name of the part for what a model's state holds beside tensors."""
+    return f"extra-{model_part(number)}"
+
+
+def optimizer_part(number: int, rank: int = 0) -> str:
+    """Return the name of the part that holds the ``number``-th optimizer, or what ``rank`` alone keeps of it."""
+    name = "optimizer" if number == 0 else f"optimizer-{number}"
+    return f"{name}-rank-{rank:05d}" if rank else name
+
+
+class TrainState(TypedDict):
+    """The part ``state``: what all ranks share. Lists are in the order in which things were prepared.
+
+    ``scheduler_advances`` and ``schedules_built`` came later: checkpoints of earlier versions lack them.
+    """
+
+    schedulers: list[dict[str, Any]]
+    scheduler_kinds: list[str]
+    scheduler_advances: NotRequired[list[int]]
+    schedules_built: NotRequired[list[Any]]
+    steps_since: list[tuple[int, int]]
+    scaler: dict[str, Any] | None
+    loaders: list[dict[str, Any]]
+    evaluation_loaders: list[dict[str, Any]]
+    stream: dict[str, Any] | None
+    reduction_orders: list[list[int]]
+    registered: dict[str, Any]
+
+
+class TrainerStates(TypedDict):
+    """What the Trainer registers, in ``TrainState.registered`` beside the user's objects."""
+
+    progress: Any
+    logged: Any
+    history: Any
+    metrics: Any
+    callbacks: Any
+    datamodule: NotRequired[Any]
+
+
+class CallbackStates(TypedDict):
+    """The state under ``callbacks`` in `TrainerStates`: by ``state_key``, and what hooks add to a checkpoint."""
+
+    callbacks: dict[str, Any]
+    added: dict[str, Any]
+
+
+class RankState(TypedDict):
+    """The part of one rank: the state of its generators and datasets, and its buffers where these differ by rank."""
+
+    random: dict[str, Any]
+    buffers: list[dict[str, Tensor]]
+
+
+OptimizerState = TypedDict(
+    "OptimizerState",
+    {
+        "class": str,
+        "shapes": dict[str, list[int]],
+        "formats": dict[str, Any],
+        "groups": list[dict[str, Any]],
+        "slots": dict[str, Any],
+        "unnamed": dict[Any, Any],
+        "others": dict[str, Any],
+        "built": NotRequired[Any],
+    },
+)
+"""The part of one optimizer: its state under the names of its parameters, see `optimizer_state.named`."""
+
+Form = TypeVar("Form", TrainState, RankState, OptimizerState, CallbackStates)
+
+
+def check_form(form: type[Form], value: Any, path: Path, part: str) -> Form:
+    """Return ``value``, if it is a dict with a form's keys, each of its kind: a file may be whole and yet not ours.
+
+    Raises:
+        ValueError: names the keys that are missing or of another kind.
+    """
+    kinds = _required_kinds(form)
+    wrong = [
+        name for name, kind in kinds.items() if not isinstance(value, dict) or not isinstance(value.get(name), kind)
+    ]
+    if wrong:
+        text = f"{path}: part {part!r} is damaged: {', '.join(wrong)} not there, or no {kinds[wrong[0]].__name__}"
+        raise ValueError(f"{text}. Use another checkpoint.")
+    return cast(Form, value)
+
+
+def _required_kinds(form: type[Any]) -> dict[str, type]:
+    """The keys that a form always has, with the class of each value; those that may be None are left out."""
+    hints = get_type_hints(form, include_extras=True)  # __required_keys__ is wrong where annotations are postponed
+    kinds = {name: get_origin(hint) or hint for name, hint in hints.items() if get_origin(hint) is not NotRequired}
+    return {name: kind for name, kind in kinds.items() if kind not in (Union, types.UnionType)}
+
+
+def open_train_state(opened: OpenCheckpoint) -> TrainState:
+    """Return what all ranks share, its tensors unread.
+
+    Raises:
+        ValueError: the checkpoint holds weights only, or the part is damaged.
+    """
+    if not opened.has(STATE):
+        raise ValueError(
+            f"{opened.path} holds weights only, so no run can go on from it: load them into a model before fit."
+        )
+    return check_form(TrainState, opened.open_part(STATE), opened.path, STATE)
+
+
+def open_registered(opened: OpenCheckpoint) -> dict[str, Any]:
+    """Return the states of what was registered, their tensors unread; none of a checkpoint of weights only.
+
+    Raises:
+        ValueError: the part is damaged.
+    """
+    return open_train_state(opened)["registered"] if opened.has(STATE) else {}

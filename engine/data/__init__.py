@@ -1,0 +1,20 @@
+"""Data loading: which samples, in which order, in which micro-batches, on which rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .combined_loader import CombinedLoader, is_collection
+    from .device_transfer import mover
+    from .joint_loader import JointLoader
+    from .loader import Loader, batch_indices, note_indices
+    from .micro_batches import Cursor, share
+    from .sampler_rng import left_as_it_is
+    from .seedable_sampler import with_seedable_sampler
+    from .sharded_sampler import shards_itself, sized
+    from .skip_batches import skip_first_batches
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

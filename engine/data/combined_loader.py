@@ -1,0 +1,229 @@
+"""Several loaders read as one: the modes, and what a user writes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ...common.validation import choose
+from ..collectives import with_items
+from ..nested import honor_type
+from .loader import Loader
+from .sharded_sampler import sized
+
+MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
+_ENDED = object()
+
+
+class CombinedLoader:
+    """Several loaders read as one; each batch has the form of ``iterables``, with a batch in the place of each loader.
+
+    Pass it to ``fit`` (a dict, list or tuple of loaders alone is read in mode ``"max_size_cycle"``), or to
+    `Accelerator.prepare`. Iterated by itself it yields ``(batch, batch_idx, dataloader_idx)``.
+
+    A micro-batch weighs the samples in all of its parts together. So with several processes, or in a last, short group
+    of micro-batches, a loss that is the mean over all of these samples is exact.
+
+    Args:
+        iterables: loaders, or other iterables of batches, in dicts, lists and tuples that may be nested.
+        mode: ``"min_size"`` ends with the loader that ends first; ``"max_size_cycle"`` ends with the longest and begins
+            the others anew meanwhile; ``"max_size"`` has None in their places; ``"sequential"`` reads one after the
+            other, its batches being those of one loader.
+
+    Raises:
+        ValueError: for another mode, or without an iterable.
+        TypeError: for something that can't be iterated over.
+    """
+
+    def __init__(self, iterables: Any, mode: str = "min_size") -> None:
+        self.mode = choose("mode", mode, MODES)
+        self.iterables = iterables
+        self._limits: list[int | float] | None = None
+        self._running: Iterator[Any] | None = None
+        leaves = list(_leaves(iterables, True))
+        if not leaves:
+            raise ValueError(f"CombinedLoader({iterables!r}) has no loader in it: give it at least one.")
+        for each in leaves:
+            if not isinstance(each, Iterable) and not hasattr(each, "__getitem__"):
+                raise TypeError(
+                    "a loader to combine must be a DataLoader or another iterable of batches, not "
+                    f"{type(each).__name__}: {each!r:.100}"
+                )
+        self._flattened = leaves
+
+    @property
+    def flattened(self) -> list[Any]:
+        """The iterables in order. Another list of as many may be set."""
+        return self._flattened
+
+    @flattened.setter
+    def flattened(self, iterables: list[Any]) -> None:
+        if len(iterables) != len(self._flattened):
+            raise ValueError(f"there are {len(self._flattened)} iterables, not {len(iterables)}.")
+        self.iterables = self.in_form(iterables)
+        self._flattened = list(iterables)
+
+    @property
+    def limits(self) -> list[int | float] | None:
+        """The most batches to read in one pass of each iterable. May be set to one number for all."""
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: int | float | list[int | float] | None) -> None:
+        if isinstance(limits, int | float):
+            limits = [limits] * len(self._flattened)
+        if limits is not None and len(limits) != len(self._flattened):
+            raise ValueError(f"there are {len(self._flattened)} iterables, and {len(limits)} limits.")
+        self._limits = limits
+
+    @property
+    def sampler(self) -> Any:
+        """The samplers, in the form of ``iterables``."""
+        return self.in_form([getattr(each, "sampler", None) for each in self._flattened])
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The batch samplers, in the form of ``iterables``."""
+        return self.in_form([getattr(each, "batch_sampler", None) for each in self._flattened])
+
+    def in_form(self, values: Iterable[Any]) -> Any:
+        """One value for each iterable, in the form of ``iterables``."""
+        return _filled(self.iterables, iter(values), True)
+
+    def limit_of(self, number: int) -> int | None:
+        """The most batches to read in one pass of an iterable; None for all."""
+        limit = None if self._limits is None else self._limits[number]
+        return None if limit is None or limit == float("inf") else int(limit)
+
+    def __iter__(self) -> CombinedLoader:
+        self._running = self._numbered()
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        if self._running is None:
+            iter(self)
+        return next(self._running)  # type: ignore[arg-type]
+
+    def _numbered(self) -> Iterator[tuple[Any, int, int]]:
+        def start(number: int, _: bool) -> Iterator[Any]:
+            return itertools.islice(self._flattened[number], self.limit_of(number))
+
+        last, index = 0, -1
+        for batches, numbers in rows(self.mode, start, [0] * len(self._flattened)):
+            sequential = self.mode == "sequential"
+            number = numbers[0] if sequential else 0
+            last, index = number, index + 1 if number == last else 0
+            yield (batches[0] if sequential else self.in_form(batches)), index, number
+
+    def __len__(self) -> int:
+        lengths = [sized(each) for each in self._flattened]
+        limits = map(self.limit_of, range(len(lengths)))
+        count = joint_length(self.mode, [least(*pair) for pair in zip(lengths, limits, strict=True)])
+        if count is None:
+            raise TypeError(f"CombinedLoader(mode={self.mode!r}) has an iterable without a length, so it has none.")
+        return count
+
+    def reset(self) -> None:
+        """Forget where an iteration stands, and end persistent workers."""
+        self._running = None
+        for each in self._flattened:
+            if isinstance(each, DataLoader):
+                each.__dict__["_iterator"] = None
+
+
+def is_collection(value: Any) -> bool:
+    """Whether it is a dict of loaders, or a list or tuple with one in it: a list of batches is a loader itself."""
+    return isinstance(value, Mapping) or (isinstance(value, list | tuple) and _holds_loaders(value))
+
+
+def _holds_loaders(values: Iterable[Any]) -> bool:
+    return any(
+        isinstance(each, DataLoader | Loader)
+        or (isinstance(each, Mapping) and _holds_loaders(each.values()))
+        or (isinstance(each, list | tuple) and _holds_loaders(each))
+        for each in values
+    )
+
+
+def _leaves(value: Any, outermost: bool = False) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif not (isinstance(value, list | tuple) and (outermost or _holds_loaders(value))):
+        yield value
+        return
+    for each in value:
+        yield from _leaves(each)
+
+
+def _filled(form: Any, values: Iterator[Any], outermost: bool = False) -> Any:
+    if isinstance(form, Mapping):
+        items = {key: _filled(each, values) for key, each in form.items()}
+        return items if type(form) is dict else with_items(form, items)
+    if isinstance(form, list | tuple) and (outermost or _holds_loaders(form)):
+        return honor_type(form, [_filled(each, values) for each in form])
+    return next(values)
+
+
+def least(*counts: int | None) -> int | None:
+    return min((count for count in counts if count is not None), default=None)
+
+
+def joint_length(mode: str, lengths: list[int | None]) -> int | None:
+    """Batches of an epoch; None where a length that it follows from is not known."""
+    if mode == "min_size":
+        return least(*lengths)
+    known = [length for length in lengths if length is not None]
+    if len(known) < len(lengths):
+        return None
+    return sum(known) if mode == "sequential" else max(known)
+
+
+def rows(
+    mode: str, start: Callable[[int, bool], Iterator[Any]], passes: list[int]
+) -> Iterator[tuple[list[Any], list[int]]]:
+    """Read several iterables in one of the modes.
+
+    Args:
+        mode: which one.
+        start: begins or resumes a pass of the iterable of a number; asked whether all begin together.
+        passes: how often each has ended in this epoch; kept up to date.
+
+    Yields:
+        A batch of each (None where it has ended), and the numbers of those that were read; in mode ``"sequential"``
+        only the one batch.
+    """
+    if mode == "sequential":
+        for number in range(len(passes)):
+            if not passes[number]:
+                for batch in start(number, False):
+                    yield [batch], [number]
+                passes[number] += 1
+        return
+    cycled = mode == "max_size_cycle"
+
+    def over() -> bool:
+        return all(passes) if cycled or mode == "max_size" else any(passes)
+
+    if over():  # as was known when a group was read, whose last batch was still to come
+        return
+    iterators = [None if ended and not cycled else start(n, True) for n, ended in enumerate(passes)]
+    while True:
+        row = [_ENDED if iterator is None else next(iterator, _ENDED) for iterator in iterators]
+        for number, batch in enumerate(row):
+            if batch is _ENDED and iterators[number] is not None:
+                passes[number] += 1
+                iterators[number] = None
+        if over() and (mode != "max_size" or all(batch is _ENDED for batch in row)):
+            return
+        for number in [n for n, batch in enumerate(row) if cycled and batch is _ENDED]:
+            again = iterators[number] = start(number, False)
+            row[number] = next(again, _ENDED)
+            if row[number] is _ENDED:
+                raise ValueError(
+                    f"loader {number} of those combined yields nothing in its pass {passes[number] + 1}, so it can't "
+                    "be cycled: give an iterable that can be run through again, or another mode."
+                )
+        yield [None if b is _ENDED else b for b in row], [n for n, b in enumerate(row) if b is not _ENDED]

@@ -1,0 +1,206 @@
+"""Whether the ranks' datasets hold the same samples, without reading a sample that is not in memory already.
+
+Samples are never read for it: a dataset that opens a file in this process would hand it on to its workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from ...common.messages import announce, warn
+from ...strategies import World
+from .batch_digest import digest
+
+_ENDS = 256  # items looked at, at either end
+_BETWEEN = 4096  # and as many at most, evenly spread: sorted indices differ in the middle
+_SKETCH = 4096  # smallest keys compared: an overlap of 1 in 1,000 samples is missed 1 time in 60
+_PLAIN = (bool, int, float, str, bytes, os.PathLike, np.generic)
+
+
+def fingerprint(dataset: Any) -> str:
+    """Return a digest of a dataset's kind, and of an excerpt of what it holds in memory for each sample."""
+    parts: list[Any] = [type(dataset).__name__, sized(dataset)]
+    parts += map(_excerpt, _columns(dataset))
+    parts += [fingerprint(inner) for inner in _datasets_within(dataset)]
+    return digest(parts)
+
+
+def share_data(dataset: Any, world: World) -> bool:
+    """See whether all ranks hold one dataset, to be shared out. Call it on all ranks.
+
+    Returns:
+        False if each rank holds samples that no other has: the data is split by rank already.
+
+    Raises:
+        ValueError: on every rank, if their samples differ and some are on several ranks, or cannot be told apart.
+    """
+    found = world.gather_objects((sized(dataset), fingerprint(dataset)))
+    if len(set(found)) == 1:
+        return True
+    sketches = world.gather_objects(_sketch(dataset))
+    if all(sketch is not None for sketch in sketches) and _disjoint(sketches):
+        announce(
+            f"{type(dataset).__name__} holds different samples on each rank and none on two, so it is split by rank "
+            "already: each rank trains on its own share. If all ranks were to hold the same random data, call "
+            "seed_everything(seed) before it is made."
+        )
+        return False
+    lengths = [length for length, _ in found]
+    differ = "hold different data"
+    if len(set(lengths)) > 1:
+        differ = "differ in length (" + ", ".join(f"rank {r}: {length}" for r, length in enumerate(lengths)) + ")"
+    raise ValueError(
+        f"the ranks share out one dataset, but theirs {differ}: samples would be missed or seen twice. Build the same "
+        f"{type(dataset).__name__} on every rank: call seed_everything(seed) before random data is made or split, sort "
+        "what is listed from a directory or a set. If each rank holds its own share on purpose, pass "
+        "Trainer(use_distributed_sampler=False) or prepare_data_loader(..., shard=False)."
+    )
+
+
+def say_other_length(saved: int | None, now: int | None) -> None:
+    """Warn that an epoch which was begun with a dataset goes on with one of another length."""
+    if saved is not None and now is not None and saved != now:
+        warn(
+            f"the checkpoint was made within an epoch of {saved:,} samples, and the dataset has {now:,} now: the rest "
+            "of the epoch is not what it would have been, and a sample may be missing or seen twice. Resume from an "
+            "epoch's end to train on other data."
+        )
+
+
+def sized(value: Any) -> int | None:
+    """``len(value)``, or None where it has none."""
+    if not isinstance(value, Sized):
+        return None
+    try:
+        return len(value)
+    except TypeError:  # a DataLoader over a stream has __len__ and no length
+        return None
+
+
+# -- what a dataset holds for each sample ------------------------------------------------------------------------------
+
+
+def _columns(dataset: Any) -> Iterator[Any]:
+    """What a dataset holds in memory with one item for each sample: arrays, and lists of plain values."""
+    if isinstance(dataset, Subset):
+        yield dataset.indices
+        return
+    if _is_table(dataset):
+        yield _table_indices(dataset) if dataset._indices is not None else _table_ends(dataset)
+        return
+    count = sized(dataset)
+    for _, value in sorted(getattr(dataset, "__dict__", {}).items()):
+        for column in value if isinstance(value, tuple) else (value,):  # a TensorDataset's
+            if sized(column) == count and _is_column(column):
+                yield column
+
+
+def _is_column(value: Any) -> bool:
+    if isinstance(value, Tensor | np.ndarray):
+        return bool(value.ndim) and not getattr(value, "is_meta", False)
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    first = value[0]
+    return isinstance(first, _PLAIN) or (isinstance(first, tuple) and all(isinstance(each, _PLAIN) for each in first))
+
+
+def _relative(column: Any) -> list[Any]:
+    """Paths without the folder they share: the same data may lie in another folder on each machine."""
+    rows = [row if isinstance(row, tuple) else (row,) for row in column]
+    if not isinstance(rows[0][0], str | os.PathLike) or not os.path.isabs(os.fspath(rows[0][0])):
+        return list(column)
+    paths = [os.fspath(row[0]) for row in rows]
+    root = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return [(os.path.relpath(path, root), *row[1:]) for path, row in zip(paths, rows, strict=True)]
+
+
+def _datasets_within(dataset: Any) -> Iterable[Any]:
+    if isinstance(dataset, ConcatDataset):
+        return dataset.datasets
+    values = [value for _, value in sorted(getattr(dataset, "__dict__", {}).items())]
+    return [value for value in values if isinstance(value, Dataset) or _is_table(value)]
+
+
+def _excerpt(column: Any) -> list[Any]:
+    """Some of a column's items, in little time whatever its length; of wider arrays the ends' first numbers."""
+    if not len(column):
+        return []
+    if isinstance(column, Tensor | np.ndarray) and column.ndim > 1:
+        return [column[row].reshape(-1)[:_ENDS].tolist() for row in (0, -1)]
+    parts = column[:_ENDS], column[:: max(1, len(column) // _BETWEEN)], column[-_ENDS:]
+    if isinstance(column, Tensor | np.ndarray):
+        return [part.tolist() for part in parts]
+    return _relative(list(itertools.chain(*parts)))
+
+
+# -- which samples they are --------------------------------------------------------------------------------------------
+
+
+def _sketch(dataset: Any) -> list[int] | None:
+    """The smallest of the keys that tell a dataset's samples apart; None where nothing tells them apart."""
+    keys = _keys(dataset)
+    if keys is None:
+        return None
+    distinct = np.unique(keys)
+    return distinct[:_SKETCH].tolist() if 2 * len(distinct) > len(keys) else None
+
+
+def _disjoint(sketches: list[list[int] | None]) -> bool:
+    keys = list(itertools.chain.from_iterable(sketch or () for sketch in sketches))
+    return len(set(keys)) == len(keys)
+
+
+def _keys(dataset: Any) -> np.ndarray | None:
+    """One number for each sample, evenly spread."""
+    if isinstance(dataset, Subset):
+        inner, indices = _keys(dataset.dataset), np.asarray(dataset.indices, dtype=np.int64)
+        return _hashed(indices) if inner is None else inner[indices]
+    if isinstance(dataset, ConcatDataset):
+        parts = [_keys(part) for part in dataset.datasets]
+        return None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]
+    if _is_table(dataset) and dataset._indices is None:
+        # Rows in the order of their file: what is not an excerpt of it is another file.
+        return _hashed(_table_ends(dataset))
+    columns = [_relative(each) if isinstance(each, list | tuple) else each for each in _columns(dataset)]
+    return _hashed(*columns) if columns else None
+
+
+def _hashed(*columns: Any) -> np.ndarray:
+    rows = zip(*map(_rows, columns), strict=True)
+    return np.array([xxhash.xxh3_64_intdigest(b"\0".join(row)) for row in rows], dtype=np.uint64)
+
+
+def _rows(column: Any) -> Iterator[bytes]:
+    if isinstance(column, Tensor):
+        column = column.detach().cpu().contiguous()
+        column = column.reshape(len(column), -1).view(torch.uint8).numpy() if column.numel() else column.numpy()
+    if isinstance(column, np.ndarray) and not column.dtype.hasobject:
+        return (row.tobytes() for row in column)
+    return (repr(row).encode() for row in column)
+
+
+# -- Hugging Face's tables ---------------------------------------------------------------------------------------------
+
+
+def _is_table(dataset: Any) -> bool:
+    return type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "_indices")
+
+
+def _table_indices(dataset: Any) -> np.ndarray:
+    return dataset._indices.column(0).to_numpy()
+
+
+def _table_ends(dataset: Any) -> list[Any]:
+    """The first and the last row, as they lie in the file."""
+    table = dataset.data
+    ends = [table.slice(0, 1), table.slice(max(0, len(table) - 1), 1)]
+    return [digest(end.to_pydict()) for end in ends]

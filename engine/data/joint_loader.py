@@ -1,0 +1,267 @@
+"""Several loaders prepared as one: shared out, grouped into optimizer steps, and resumed where each of them stands."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ...strategies import World
+from ..rng import RandomStream, State, isolated_random_state, random_state, seed_everything, seed_from
+from .combined_loader import CombinedLoader, joint_length, least, rows
+from .loader import Cursor, Loader
+from .micro_batches import GroupPlanner, Micro
+from .sampler_rng import states_of
+
+
+class JointBatches:
+    """Reads prepared loaders in one of the modes, in groups with exact weights.
+
+    Args:
+        loaders: the prepared loaders; each of their batches is a group of its own.
+        source: the user's combination.
+        planner: groups and weights.
+
+    Attributes:
+        order: not None while an epoch runs.
+        passes: how often each loader has ended in it.
+        micros: the facts of the batches that were yielded and not yet taken by the loop.
+    """
+
+    def __init__(self, loaders: list[Loader], source: CombinedLoader, planner: GroupPlanner) -> None:
+        self.loaders = loaders
+        self.mode = source.mode
+        self.form = source.in_form
+        self.planner = planner
+        self.order: dict[str, Any] | None = None
+        self.passes = [0] * len(loaders)
+        self.micros: deque[tuple[Micro, State | None]] = deque()
+
+    def length(self, limit: int | None) -> int | None:
+        """Batches of an epoch, no more than ``limit``; None where that is not known."""
+        return least(joint_length(self.mode, [loader.length for loader in self.loaders]), limit)
+
+    def behind(self) -> int:
+        """Batches of this epoch that follow from where each loader stands."""
+        firsts = [loader for loader, ended in zip(self.loaders, self.passes, strict=True) if not ended]
+        lengths = [loader.length for loader in firsts]
+        ahead = [None if n is None else n - loader.batches for n, loader in zip(lengths, firsts, strict=True)]
+        total, left = self.length(None), joint_length(self.mode, ahead) if ahead else 0
+        if total is None or left is None:
+            return max((loader.batches for loader in firsts), default=0)
+        return total - left
+
+    @property
+    def full(self) -> int:
+        """Samples in a full batch, over all processes."""
+        return (max if self.mode == "sequential" else sum)(loader.total_batch_size for loader in self.loaders)
+
+    @property
+    def left_out(self) -> int:
+        """Samples of each pass that ``drop_last`` leaves out."""
+        return sum(loader.left_out for loader in self.loaders)
+
+    def batches(self, left: int | None) -> Iterator[Any]:
+        """Yield micro-batches, no more than ``left``; their facts are in ``micros``.
+
+        A group is read before its first batch is yielded, as its weights follow from all of it.
+        """
+        self.micros.clear()
+        read = self._read()
+        while left is None or left > 0:
+            width = self.planner.accumulate() if left is None else min(left, self.planner.accumulate())
+            group = list(itertools.islice(read, width))
+            if not group:
+                return
+            planned = self.planner.plan([sizes for _, sizes in group])
+            for micro, (batch, _) in zip(planned, group, strict=True):
+                self.micros.append((micro, None))
+                yield batch
+            left = None if left is None else left - len(group)
+
+    def _read(self) -> Iterator[tuple[Any, tuple[int, int]]]:
+        """Batches, each with its samples of this process and of all."""
+        alone = self.planner.size == 1
+
+        def start(number: int, together: bool) -> Iterator[Any]:
+            # A plain loop over zip() begins all of them before it reads a batch.
+            return self.loaders[number].begun() if together else iter(self.loaders[number])
+
+        for batches, numbers in rows(self.mode, start, self.passes):
+            micros = [self.loaders[number].micro for number in numbers]
+            own = sum(micro.samples for micro in micros)
+            everyone = own if alone else sum(micro.everyone for micro in micros)
+            yield (batches[0] if self.mode == "sequential" else self.form(batches)), (own, everyone)
+
+
+class JointLoader(Loader):
+    """A `CombinedLoader` prepared for this process: every loader in it is shared out, seeded and resumed by itself.
+
+    Each begins anew where an epoch begins, and counts its passes; those that torch's own samplers order, or none,
+    draw from one stream, as in a loop over ``zip``. A loader that draws while it is read has a stream of its own.
+
+    Attributes:
+        loaders: the prepared loaders within.
+    """
+
+    _plan: JointBatches  # type: ignore[assignment]
+
+    def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
+        if any(isinstance(each, Loader) for each in source.flattened):
+            raise TypeError(
+                "CombinedLoader holds a prepared loader: combine the DataLoaders themselves, and prepare that."
+            )
+        # As in evaluation no process is left without a share of a last, short batch: its stand-in would be one part of
+        # a batch whose others count.
+        self.loaders = [
+            Loader(
+                each,
+                world=world,
+                cursor=Cursor(),
+                stream=self._stream,
+                accumulate=lambda: 1,
+                shard=shard,
+                evaluation=True,
+                split=split,
+            )
+            for each in source.flattened
+        ]
+        self._own_streams: dict[int, RandomStream] = {}
+        for number, loader in enumerate(self.loaders):
+            loader.limit = source.limit_of(number)
+            if loader._plan.draws_later:
+                self._refuse_shared_generators(loader)
+        self._plan = JointBatches(self.loaders, source, GroupPlanner(world.rank, world.size, accumulate))
+        self._reads = [generator for loader in self.loaders for generator in loader._reads]
+
+    @property
+    def mode(self) -> str:
+        """How the loaders are combined."""
+        return self._plan.mode
+
+    def _refuse_shared_generators(self, loader: Loader) -> None:
+        mine = set(map(id, loader._plan.draws.private))
+        for other in self.loaders:
+            if other is not loader and mine & set(map(id, other._plan.draws.private)):
+                raise ValueError(
+                    f"two combined loaders draw from one generator, and {type(loader.source).__name__} does so while "
+                    "it is read, so neither could be resumed: give each a generator of its own."
+                )
+
+    def _begin(self) -> Iterator[Any]:
+        self._leave_epoch()
+        self._resuming, self._plan.order = False, {}
+        for number, loader in enumerate(self.loaders):
+            if loader._plan.draws_later and number not in self._own_streams:
+                self._own_streams[number] = _apart(self._stream, number)
+                loader.draw_from(self._own_streams[number])
+        passing, self._passing = self._passing, 0
+        length = self.length
+        batches = self._plan.batches(None if length is None else max(0, length - self.batches))
+        return self._after(passing, batches) if passing else batches
+
+    def end_epoch(self) -> None:
+        """Go on with the next epoch, even if this one was left early. Happens by itself when it is exhausted."""
+        if self._plan.order is not None:
+            self._plan.passes = [0] * len(self.loaders)
+            for loader in self.loaders:
+                loader.end_epoch()
+        super().end_epoch()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next; for the loaders within it is the number of their coming pass."""
+        super().set_epoch(epoch)
+        for loader in self.loaders:
+            loader.set_epoch(epoch)
+
+    def keep_order(self) -> bool:
+        """See `Loader.keep_order`."""
+        shuffled = [loader.keep_order() for loader in self.loaders]
+        return any(shuffled)
+
+    def close(self) -> None:
+        """End persistent workers."""
+        for loader in self.loaders:
+            loader.close()
+
+    def agree(self, world: World) -> None:
+        """See `Loader.agree`."""
+        for loader in self.loaders:
+            loader.agree(world)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where every loader stands, and how often it was read to its end in this epoch."""
+        self._refuse_inside_group()
+        return {
+            "mode": self._plan.mode,
+            "epoch": self.epoch,
+            "samples": self.samples,
+            "batches": self.batches,
+            "running": self._plan.order is not None,
+            "passes": list(self._plan.passes),
+            "loaders": [loader.state_dict() for loader in self.loaders],
+            "streams": {str(number): stream.now() for number, stream in self._own_streams.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken, on any number of processes.
+
+        Raises:
+            ValueError: see `check`.
+        """
+        if self.evaluation and self._difference(state):
+            self.set_epoch(state["epoch"])
+            return
+        self.check(state)
+        plan = self._plan
+        widths = [saved["width"] for saved in state["loaders"]]
+        for loader, saved in zip(self.loaders, state["loaders"], strict=True):
+            loader.load_state_dict(saved)
+        self._own_streams = {int(number): RandomStream(stream) for number, stream in state["streams"].items()}
+        for number, stream in self._own_streams.items():
+            self.loaders[number].draw_from(stream)
+        self.epoch, self.samples, self.batches = state["epoch"], state["samples"], state["batches"]
+        plan.passes = list(state["passes"])
+        if widths != [loader._plan.full for loader in self.loaders]:
+            self.batches = plan.behind()  # another number of processes, each with fewer or more batches
+        plan.order = {} if state["running"] else None
+        self._resuming, self._micro = state["running"], None
+
+    def reading_state(self) -> dict[str, Any]:
+        """See `Loader.reading_state`."""
+        return {**super().reading_state(), "loaders": [loader.reading_state() for loader in self.loaders]}
+
+    def load_reading_state(self, state: dict[str, Any] | list[Any]) -> None:
+        """See `Loader.load_reading_state`."""
+        super().load_reading_state(state)
+        within = state["loaders"] if isinstance(state, dict) else []
+        for loader, each in zip(self.loaders, within, strict=False):
+            loader.load_reading_state({**each, "generators": states_of(loader._reads)})  # which are put back already
+
+    def check(self, state: dict[str, Any]) -> None:
+        """See that the same loaders were saved, in the same mode.
+
+        Raises:
+            ValueError: if others were.
+        """
+        if text := self._difference(state):
+            raise ValueError(f"{text}: pass the same ones, or resume with weights only.")
+        for loader, saved in zip(self.loaders, state["loaders"], strict=True):
+            loader.check(saved)
+
+    def _difference(self, state: dict[str, Any]) -> str:
+        here, mode = len(self.loaders), self._plan.mode
+        there = len(state["loaders"]) if "loaders" in state else 1
+        if there != here or "loaders" not in state:
+            return f"the checkpoint was saved with {there} training loader(s), this run combines {here}"
+        if state["mode"] != mode:
+            return f"the checkpoint's loaders were combined in mode {state['mode']!r}, this run's are in {mode!r}"
+        return ""
+
+
+def _apart(stream: RandomStream, number: int) -> RandomStream:
+    """A stream that follows from another one, and from a loader's number."""
+    with isolated_random_state():
+        seed_everything(seed_from(stream.state, f"loader {number}") % 2**32)
+        return RandomStream(random_state())

@@ -1,0 +1,497 @@
+"""The user's loader, sharded exactly, grouped into optimizer steps, and able to say and resume where it is."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from time import perf_counter
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+
+from ...common.messages import warn
+from ...strategies import World
+from ..rng import RandomStream, State
+from .dataset_check import say_other_length
+from .micro_batches import Cursor, GroupPlanner, Micro
+from .sampler_rng import Draws, fitting, generators_within, load_states, say_begin_anew, stateful, states_of
+from .sharded_sampler import ShardedBatches, set_epoch, shards_itself, sized
+from .source_libraries import not_repeatable, state_gap
+from .streamed_batches import Counted, StreamedBatches, follow_iterator, other_batches
+from .worker_seeding import SeededSamples, SeededStream, read_here
+
+_NO_MORE = object()
+
+
+class Loader:
+    """A loader prepared for this process.
+
+    The user's loader is never changed or rebuilt: a shallow copy of it (same class, same settings) runs with our batch
+    sampler, which replays theirs and keeps this process's part.
+
+    Args:
+        source: a ``DataLoader`` (any subclass), or any iterable of batches.
+        world: the processes to share the data.
+        cursor: told of each micro-batch that is yielded.
+        stream: what the samplers draw from.
+        accumulate: micro-batches per optimizer step.
+        shard: False leaves each process with all that its own loader yields.
+        evaluation: no groups, and the tail is dealt so that every process takes part in every batch.
+        move: applied to each batch (device transfer), or None.
+        split: ``batch_size`` is that of the global batch.
+        on_begin: called before the first batch of each epoch.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        *,
+        world: World,
+        cursor: Cursor,
+        stream: RandomStream,
+        accumulate: Callable[[], int],
+        shard: bool = True,
+        evaluation: bool = False,
+        move: Callable[[Any], Any] | None = None,
+        split: bool = False,
+        on_begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
+            raise TypeError(
+                f"a loader must be a DataLoader or another iterable of batches, not {type(source).__name__}: {source!r}"
+            )
+        self.source = source
+        self.move = move
+        self.evaluation = evaluation
+        self.epoch = 0
+        self.samples = 0  # of this epoch, over all processes
+        self.batches = 0  # of this epoch, of this process
+        self.limit: int | None = None
+        self._cursor = cursor
+        self._on_begin = on_begin
+        self._stream = stream
+        self._micro: Micro | None = None  # the last one of this epoch
+        self._drawn: State | None = None  # where the order's stream stood then
+        self._resuming = False
+        self._named = False  # whether `set_epoch` was called since the epoch began
+        self._passing = 0  # batches that the coming epoch begins without
+        self._ahead = 0  # items of the sampler that this epoch was further than `batches` of this width are
+        self._reads: list[Any] = []  # generators of the dataset's own, where this process reads it
+        self._started = False  # the view's persistent workers, in this process or in the one it goes on from
+        self._repeats = False  # each epoch has the first one's order
+        self._first: dict[str, Any] | None = None  # what that was drawn from
+        self._plan: ShardedBatches | StreamedBatches
+        self._view: Any = source
+        self._prepare(source, world, shard, (lambda: 1) if evaluation else accumulate, split)
+
+    def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
+        own = not shard or shards_itself(source)
+        planner = GroupPlanner(world.rank, world.size, accumulate, own)
+        if isinstance(source, DataLoader):
+            self._prepare_view(source, planner)
+        else:
+            # A list draws nothing, so nothing has to be lent to it.
+            lent = not isinstance(source, list | tuple)
+            self._plan = StreamedBatches(source, None, planner, Draws(self._stream, source), lent, stateful(source))
+        if split and planner.size > 1:
+            self._plan.split()
+
+    def _prepare_view(self, source: DataLoader[Any], planner: GroupPlanner) -> None:
+        if not getattr(source, "in_order", True):
+            raise ValueError(
+                "DataLoader(in_order=False) yields batches in the order its workers finish, so no run could be "
+                "repeated or resumed. Use in_order=True."
+            )
+        view = self._view = copy.copy(source)
+        settings = view.__dict__  # DataLoader forbids to set these by name once it is built
+        settings["_iterator"] = None
+        workers = source.num_workers > 0
+        if isinstance(source.dataset, IterableDataset):
+            counted = source.batch_size
+            if counted is not None:
+                settings["collate_fn"] = Counted(source.collate_fn)
+            draws = Draws(self._stream, source, dataset=source.dataset)
+            # A subclass's own __iter__ may draw the workers' seed late, or anything else.
+            lent = not workers or type(source).__iter__ is not DataLoader.__iter__
+            # A loader that knows where it is knows it of its workers too.
+            knows = stateful(view)
+            if knows is None and not workers:
+                knows = stateful(source.dataset)
+            gap = state_gap(source.dataset)
+            if gap:
+                knows = None
+            if knows is None and not self.evaluation and (reason := not_repeatable(source.dataset)):
+                warn(f"a run cannot resume exactly within an epoch of this stream: {reason}.")
+            streamed = self._plan = StreamedBatches(source, counted, planner, draws, lent, knows, gap)
+            if source.persistent_workers and not isinstance(source.dataset, IterDataPipe):
+                settings["dataset"] = streamed.seeded = SeededStream(source.dataset)
+            follow_iterator(view, streamed)
+            return
+        plan = self._plan = ShardedBatches(source, planner, self._stream, self.evaluation, positions=workers)
+        settings["batch_sampler" if source.batch_sampler is not None else "sampler"] = plan
+        if workers:
+            settings["dataset"] = SeededSamples(source.dataset)
+        else:
+            self._reads = generators_within(source.dataset)
+        # Not around `iter(view)`: a subclass whose __iter__ is a generator starts the workers later, from within.
+        # Weak, as a cycle would keep persistent workers alive.
+        weak_view, weak_self = weakref.ref(view), weakref.ref(self)
+        start: Callable[[DataLoader[Any]], Iterator[Any]] = type(view)._get_iterator
+        if start is DataLoader._get_iterator and not workers and not source.pin_memory:
+            start = read_here
+
+        def get_iterator() -> Any:
+            own_view, loader = weak_view(), weak_self()
+            assert own_view is not None
+            assert loader is not None
+            silently, loader._started = loader._started, source.persistent_workers
+            return plan.start(lambda: start(own_view), silently)
+
+        settings["_get_iterator"] = get_iterator
+
+    # -- iteration -----------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this process's micro-batches of one epoch; each is announced to the cursor first."""
+        return self._run(None)
+
+    def begun(self) -> Iterator[Any]:
+        """As ``iter``, but the epoch is begun now and not with its first batch, as torch's loaders begin it."""
+        return self._run(self._begin())
+
+    def _run(self, batches: Iterator[Any] | None, *, end: bool = True) -> Iterator[Any]:
+        self._on_begin()
+        if batches is None:
+            batches = self._begin()
+        micros = self._plan.micros
+        cursor, stream, move, planner = self._cursor, self._stream, self.move, self._plan.planner
+        outer = cursor.micro  # of a loop around this one, such as training around a validation
+        micro: Micro | None = None
+        try:
+            while True:
+                began = perf_counter()
+                batch = next(batches, _NO_MORE)
+                cursor.waited += perf_counter() - began
+                if batch is _NO_MORE:
+                    break
+                if not micros:
+                    raise other_batches(self.source)
+                micro, drawn = micros.popleft()
+                cursor.micro = self._micro = micro
+                self.samples += micro.everyone
+                self.batches += 1
+                if drawn is not None:
+                    self._drawn = drawn
+                    if planner.shares is None:  # else each rank has drawn something else
+                        stream.state = drawn
+                yield batch if move is None else move(batch)
+            if micros:
+                raise other_batches(self.source)
+            if end:
+                self.end_epoch()
+        finally:
+            if cursor.micro is micro:
+                cursor.micro = outer
+
+    def groups(self) -> Iterator[Iterable[Any]]:
+        """Yield groups of micro-batches; one group is one optimizer step. Call `end_epoch` after the last one."""
+        batches = self._run(None, end=False)
+        cursor = self._cursor
+        for batch in batches:
+            micro = cursor.micro
+            assert micro is not None
+            yield (batch,) if micro.last else itertools.chain((batch,), self._rest(batches))
+
+    def _rest(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            last = self._cursor.micro.last  # type: ignore[union-attr]
+            yield batch
+            if last:
+                return
+
+    def _begin(self) -> Iterator[Any]:
+        """Start the epoch's iterator; its order is drawn with the first batch. The plan has the facts of each batch."""
+        plan = self._plan
+        self._leave_epoch()
+        self._resuming = False
+        passing, self._passing = self._passing, 0
+        if self._repeats and plan.order is None:
+            plan.order = self._first
+        set_epoch(self.source, 0 if self._repeats else self.epoch)
+        limit = None if self.limit is None else max(0, self.limit - self.batches)
+        if isinstance(plan, StreamedBatches):
+            plan.begin(self.epoch, self.samples, limit, self.batches)
+            iterator = plan.start(lambda: iter(self._view), self._started)
+            self._started = getattr(self._view, "persistent_workers", False)
+            batches = plan.batches(iterator)
+            return self._after(passing, batches) if passing else batches
+        plan.begin(self.epoch, self.samples, limit, self.batches, passing)
+        return self._after(passing, iter(self._view)) if passing else iter(self._view)
+
+    def _after(self, passing: int, batches: Iterator[Any]) -> Iterator[Any]:
+        """Count the batches that the epoch begins without; a stream has to read them."""
+        plan = self._plan
+        if not isinstance(plan, ShardedBatches):
+            for _ in itertools.islice(batches, passing):
+                micro, drawn = plan.micros.popleft()
+                self.samples += micro.everyone
+                self.batches += 1
+                if drawn is not None and plan.planner.shares is None:
+                    self._stream.state = drawn
+            yield from batches
+            return
+        first = list(itertools.islice(batches, 1))
+        self.samples += plan.passed_samples
+        self.batches += passing
+        if not first and plan.drawn is not None:
+            self._stream.state = plan.drawn
+        yield from itertools.chain(first, batches)
+
+    def start_at(self, batch: int) -> None:
+        """Let the coming iteration begin at ``batch`` of the running epoch, wherever a resume has put it.
+
+        Raises:
+            ValueError: for a stream that has passed it already.
+        """
+        self._leave_epoch()
+        if self._resuming and self.length is not None and self.batches >= self.length:
+            self.end_epoch()  # saved with its last batch: the running epoch is the next one
+            self._resuming = False
+        if not isinstance(self._plan, ShardedBatches):
+            if batch < self.batches:
+                raise ValueError(f"batch {batch} of the stream has passed, {self.batches} were read; it can't go back.")
+            self._passing = batch - self.batches
+        else:
+            self.samples = self.batches = self._ahead = 0
+            self._passing = batch
+
+    def end_epoch(self) -> None:
+        """Go on with the next epoch, even if this one was left early. Happens by itself when it is exhausted."""
+        if self._plan.order is not None:
+            self.epoch += 1
+            self.samples = self.batches = self._ahead = 0
+            self._first = self._first or self._plan.order
+            self._plan.order = self._micro = None
+
+    def _leave_epoch(self) -> None:
+        """End an epoch that was left early; the next one is the one that `set_epoch` has named since, if any."""
+        named, self._named = self._named, False
+        if self._resuming or self._plan.order is None:
+            return
+        epoch = self.epoch
+        self.end_epoch()
+        if named:
+            self.set_epoch(epoch)
+            self._named = False
+
+    def keep_order(self) -> bool:
+        """Yield each epoch in one order: the dataset's, or of a sampler of the user's own the one that it draws first.
+
+        Returns:
+            Whether it would have shuffled.
+        """
+        self._repeats = True
+        return self._plan.unshuffle()
+
+    def __len__(self) -> int:
+        """Micro-batches that this process yields in a whole epoch.
+
+        Raises:
+            TypeError: if the source has no length.
+        """
+        count = self.length
+        if count is None:
+            raise TypeError(f"{type(self.source).__name__} has no length")
+        return count
+
+    @property
+    def length(self) -> int | None:
+        """As ``len``, or None where the source has no length."""
+        return self._plan.length(self.limit)
+
+    def __getattr__(self, name: str) -> Any:
+        # `loader.dataset`, `loader.batch_size`, ...: the user's own.
+        if name == "source" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples in a full batch, over all processes."""
+        return self._plan.full
+
+    @property
+    def left_out(self) -> int:
+        """Samples of each epoch that ``drop_last`` leaves out: those of a last, short global batch."""
+        return self._plan.left_out
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in the dataset."""
+        return len(self.source.dataset)  # type: ignore[attr-defined]
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch that was yielded last is the epoch's last."""
+        return bool(self.batches) and self.length is not None and self.batches >= self.length
+
+    @property
+    def micro(self) -> Micro:
+        """The facts of the batch that was yielded last, within its epoch."""
+        assert self._micro is not None
+        return self._micro
+
+    def draw_from(self, stream: RandomStream) -> None:
+        """Draw the order from another stream, before anything is drawn."""
+        self._stream = self._plan.draws.stream = stream
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next, or runs: samplers and datasets with a ``set_epoch`` are told.
+
+        An epoch that a resume stands in goes on in its own order.
+        """
+        if self._resuming and epoch != self.epoch and self.length is not None and self.batches >= self.length:
+            self.end_epoch()  # it was saved with its last batch
+            self._resuming = False
+        self.epoch = epoch
+        self._named = True
+
+    def close(self) -> None:
+        """End persistent workers. Left to the garbage collector, each would be waited for five seconds."""
+        if isinstance(self.source, DataLoader):
+            self._view.__dict__["_iterator"] = None
+
+    # -- position ------------------------------------------------------------------------------------------------
+
+    def agree(self, world: World) -> None:
+        """See what the ranks read: shares of the same data, drawn in one order, or data of their own.
+
+        Raises:
+            ValueError: on every rank, if their data is neither the same nor shares of it.
+        """
+        if world.size > 1:
+            self._plan.agree(world)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, the samples of it that were yielded (over all processes), and what its order was drawn from.
+
+        Raises:
+            ValueError: inside a group of micro-batches, whose gradients no state holds.
+        """
+        self._refuse_inside_group()
+        plan = self._plan
+        drawn = None if self._micro is None else self._drawn
+        plan.draws.warn_of_counts(plan.order is not None)
+        return {
+            "epoch": self.epoch,
+            "samples": self.samples,
+            "batches": self.batches,
+            "order": plan.order,
+            "width": plan.full,
+            "length": sized(getattr(self.source, "dataset", None)),
+            "items": plan.items(self.samples, self.batches) + self._ahead,
+            "generators": plan.draws.private_states(),
+            "epochs": plan.draws.epochs(),
+            "samplers": plan.draws.sampler_states(),
+            "started": self._started,
+            "own": plan.planner.shares is not None,
+            "source": plan.state(drawn) if isinstance(plan, StreamedBatches) else None,
+            "workers": plan.workers if isinstance(plan, StreamedBatches) else None,
+            **({"first_digest": plan.first_digest} if isinstance(plan, StreamedBatches) and plan.order else {}),
+            **({"first": self._first} if self._repeats else {}),
+        }
+
+    def _refuse_inside_group(self) -> None:
+        if self._micro is not None and not self._micro.last:
+            raise ValueError(
+                "the loader stands inside a group of micro-batches, whose gradients are in no checkpoint. Save when "
+                "accelerator.sync_gradients is true, after the optimizer's step."
+            )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the samples that `state_dict` counted, in the same order, on any number of processes.
+
+        Raises:
+            ValueError: see `check`.
+        """
+        plan = self._plan
+        if self.evaluation and plan.draws.difference(state):
+            self.epoch = state["epoch"]  # it has another sampler now, and an order of its own
+            return
+        self.check(state)
+        if state["order"] is not None and not self.evaluation:
+            say_other_length(state.get("length"), sized(getattr(self.source, "dataset", None)))
+        plan.draws.load_private(state["generators"])
+        plan.draws.load_samplers(state)
+        plan.draws.load_epochs(state)
+        self.epoch, self.samples, self.batches = state["epoch"], state["samples"], state["batches"]
+        if isinstance(plan, StreamedBatches):
+            if state.get("own") and state["width"] != plan.full and state["order"] is not None:
+                warn(
+                    "the checkpoint was saved within an epoch in which each rank read a stream of its own, by another "
+                    f"number of ranks. Each rank passes over {plan.batches_of(state['items'])} batches: exact only "
+                    "where the stream is dealt to the ranks sample by sample."
+                )
+            plan.load_state(state["source"], state.get("first_digest", ""))
+            plan.workers = state.get("workers")
+            self.close()  # workers of another time, if there are any, have drawn other numbers
+        self._ahead = 0
+        items = state.get("items", plan.items(self.samples, self.batches))
+        if state.get("width") != plan.full:  # another number of processes, each with fewer or more batches
+            self.batches = plan.batches_of(items)
+        self._ahead = items - plan.items(self.samples, self.batches)
+        plan.order = state["order"]
+        self._micro = None
+        self._first = state.get("first")
+        self._resuming = plan.order is not None
+        self._started = state["started"]
+
+    def check(self, state: dict[str, Any]) -> None:
+        """See that a loader with the same random sources was saved.
+
+        Raises:
+            ValueError: if it had others.
+        """
+        if text := self._plan.draws.difference(state):
+            raise ValueError(f"{text}: pass the same kind of sampler, or resume with weights only.")
+
+    def reading_state(self) -> dict[str, Any]:
+        """What this rank alone knows: its dataset's generators, and its place in data of its own."""
+        planner = self._plan.planner
+        own = None if planner.shares is None else self.state_dict()
+        return {"generators": states_of(self._reads), "own": own, "ranks": planner.world_size}
+
+    def load_reading_state(self, state: dict[str, Any] | list[Any]) -> None:
+        """Resume from `reading_state`; generators of another dataset are left, which a warning says of training."""
+        if isinstance(state, list):  # of a checkpoint from before ranks had data of their own
+            state = {"generators": state, "own": None}
+        if state["own"] is not None and state["ranks"] == self._plan.planner.world_size:
+            self.load_state_dict(state["own"])
+        if fitting(self._reads, state["generators"]):
+            load_states(self._reads, state["generators"])
+        elif not self.evaluation:
+            say_begin_anew(getattr(self.source, "dataset", self.source), self._reads, state["generators"])
+
+
+def note_indices(loader: Loader) -> None:
+    """Have a loader note, from its next epoch on, what its sampler yielded for each batch of this process."""
+    if isinstance(loader, Loader) and isinstance(loader._plan, ShardedBatches):
+        loader._plan.noted = deque()
+
+
+def batch_indices(loader: Loader) -> list[Any] | None:
+    """What the sampler yielded for the batch that the loader yielded last: the indices of its samples.
+
+    Empty for a stand-in, whose sample is another process's; None for a stream, which has no indices, and where they
+    are not noted.
+    """
+    plan = getattr(loader, "_plan", None)
+    if not isinstance(plan, ShardedBatches) or plan.noted is None:
+        return None
+    ahead = len(plan.micros)  # that workers read already
+    while len(plan.noted) > ahead + 1:
+        plan.noted.popleft()
+    return plan.noted[0]

@@ -1,0 +1,115 @@
+"""Where a loop is, for all who take part in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .rank_shares import RankShares
+
+
+class Cursor:
+    """Where the loop is. Shared by an Accelerator and its loaders.
+
+    Attributes:
+        micro: the micro-batch that was yielded last.
+        waited: seconds in which this process has waited for batches.
+    """
+
+    __slots__ = ("micro", "waited")
+
+    def __init__(self) -> None:
+        self.micro: Micro | None = None
+        self.waited = 0.0
+
+
+_DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+
+
+@dataclass(slots=True, frozen=True)
+class Micro:
+    """The facts of one micro-batch that the loop needs.
+
+    Attributes:
+        samples: how many samples of it are this process's own; 0 for a stand-in that only keeps the processes in step.
+        scale: what its mean loss is multiplied by, so that the step's gradient is the mean over the whole group.
+        last: whether it ends its group, so that gradients are reduced and the optimizer steps.
+        group_samples: samples of its whole group, over all processes.
+        everyone: samples of it, over all processes.
+    """
+
+    samples: int
+    scale: float
+    last: bool
+    group_samples: int
+    everyone: int
+
+
+def share(count: int, rank: int, size: int) -> slice:
+    """Process ``rank``'s part of ``count`` samples: contiguous, sizes differ by at most one, rank zero's never less."""
+    base, extra = divmod(count, size)
+    start = rank * base + min(rank, extra)
+    return slice(start, start + base + (rank < extra))
+
+
+def steady(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Return an iterator over the same items that ``iter`` leaves as it is.
+
+    ``itertools.islice``, ``zip`` and ``for`` call ``iter`` on what they are given. A user-defined iterator whose
+    ``__iter__`` rewinds it would begin anew with each call. Iterators written in C and generators don't.
+    """
+    return _nexts(iterator) if type(iterator).__flags__ & _DEFINED_IN_PYTHON else iterator
+
+
+def _nexts(iterator: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        yield item
+
+
+class GroupPlanner:
+    """Cuts a stream of batches into groups that form one optimizer step each, with exact weights.
+
+    Args:
+        rank: this process.
+        size: world size.
+        accumulate: returns how many micro-batches form a group; asked anew for each group.
+        own: each rank reads data of its own, so that nothing is dealt.
+
+    Attributes:
+        shares: what all ranks hold, where each reads data of its own; else None.
+    """
+
+    def __init__(self, rank: int, size: int, accumulate: Callable[[], int], own: bool = False) -> None:
+        self.world_rank = rank
+        self.world_size = size
+        self.accumulate = accumulate
+        self.shares: RankShares | None = None
+        self.rank, self.size = rank, size
+        if own and size > 1:
+            self.keep_own()
+
+    def keep_own(self) -> None:
+        """Deal nothing: each rank reads data of its own."""
+        self.rank, self.size = 0, 1
+        self.shares = RankShares(self.world_size)
+
+    def plan(self, sizes: list[tuple[int, int]]) -> list[Micro]:
+        """Return the facts of one group's micro-batches.
+
+        Args:
+            sizes: per micro-batch, (samples of this process, samples of all processes).
+        """
+        total = 0
+        for _, everyone in sizes:
+            total += everyone
+        micros, last = [], len(sizes) - 1
+        for number, (own, everyone) in enumerate(sizes):
+            # Gradients are averaged over the ranks, hence the world size; every sample then weighs 1 / total.
+            scale = self.world_size * own / total if total else 0.0
+            micros.append(Micro(own, scale, number == last, total, everyone))
+        return micros

@@ -1,0 +1,157 @@
+"""What all ranks hold together, where each rank reads data of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from ...common.messages import announce
+from ...strategies import World
+
+
+@dataclass(slots=True, frozen=True)
+class Share:
+    """How long one rank's data is.
+
+    Attributes:
+        samples: samples in an epoch, where each batch's size follows from them; None where it does not.
+        batch_size: samples in a full batch.
+        batches: batches in an epoch; None where that is not known.
+    """
+
+    samples: int | None
+    batch_size: int
+    batches: int | None
+
+
+class RankShares:
+    """The samples of each micro-batch over all ranks, where every rank reads data of its own.
+
+    All ranks stay in step until the last one has read its data: a rank without a batch takes part with weight zero.
+    So no rank waits for another that has left, and no sample is dropped.
+
+    Where each rank's batches follow from the length of its data, the lengths are exchanged once. Else (streams, batch
+    samplers) one sum per optimizer step is exchanged, on the host.
+
+    Args:
+        size: the world size.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._world: World | None = None
+        self._shares: list[Share] | None = None
+        self._alike: Counter[Share] | None = None  # how many ranks have each, where all sizes follow from the lengths
+        self._announced = False
+
+    def agree(self, share: Share, world: World, source: str) -> None:
+        """Exchange the lengths. Call it on all ranks.
+
+        Args:
+            share: this rank's.
+            world: the ranks.
+            source: what to call the loader in an error.
+
+        Raises:
+            ValueError: on every rank, if some rank has no data and others have.
+        """
+        shares = world.gather_objects(share)
+        self._world = world
+        counts = [share.batches for share in shares]
+        if any(count == 0 for count in counts) and any(counts):
+            raise _empty([rank for rank, count in enumerate(counts) if count == 0], source)
+        self._shares = shares
+        self._alike = Counter(shares) if all(share.samples is not None for share in shares) else None
+        known = [count for count in counts if count is not None]
+        if len(known) == self.size and len(set(known)) > 1:
+            each = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+            self._announce(f"the ranks read data of their own, of different length (batches of {each})")
+
+    @property
+    def batches(self) -> int | None:
+        """Batches of an epoch: those of the rank that has most; None where one's are not known."""
+        if self._shares is None:
+            return None
+        counts = [share.batches for share in self._shares]
+        known = [count for count in counts if count is not None]
+        return max(known) if len(known) == len(counts) else None
+
+    def totals(self, first: int, own: list[int], width: int, source: str) -> list[int]:
+        """Return the samples of the next micro-batches, over all ranks; none once all ranks have read their data.
+
+        Args:
+            first: micro-batches of the epoch so far.
+            own: samples of this rank's next micro-batches; fewer than ``width`` at the end of its data.
+            width: micro-batches in a full group.
+            source: what to call the loader in an error.
+
+        Raises:
+            ValueError: on every rank, if some rank has no data and others have.
+        """
+        if self._world is None:  # nobody was asked
+            return [self.size * samples for samples in own]
+        if self._alike is not None:
+            alike = self._alike.items()
+            sums = [sum(ranks * _samples(share, first + n) for share, ranks in alike) for n in range(width)]
+            return sums[: sums.index(0)] if 0 in sums else sums
+        # The last number counts the ranks that have data left.
+        packed = torch.tensor([*own, *[0] * (width - len(own)), bool(own)])
+        *sums, active = self._world.all_reduce(packed).tolist()
+        if 0 < active < self.size:
+            if first == 0:
+                every = self._world.gather_objects(bool(own))
+                raise _empty([rank for rank, some in enumerate(every) if not some], source)
+            self._announce(f"after {first} batches {self.size - active} of {self.size} ranks have no data left")
+        return sums[: sums.index(0)] if 0 in sums else sums
+
+    def _announce(self, what: str) -> None:
+        if not self._announced:
+            self._announced = True
+            announce(f"{what}: those that are done take part with weight 0 until all are, so that no sample is lost.")
+
+
+def same_on_all_ranks(first: str, source: str, what: str, world: World) -> bool:
+    """Compare what a source yields first over the ranks; log it if each rank's is another. All ranks must ask.
+
+    Args:
+        first: a digest of it, unlike any other where there is nothing.
+        source: what to call the source.
+        what: what it yields.
+        world: the ranks.
+
+    Returns:
+        False if it differs on every rank.
+
+    Raises:
+        ValueError: on every rank, if some ranks have the same and others do not.
+    """
+    marks = world.gather_objects(first)
+    if len(set(marks)) == 1:
+        return True
+    if len(set(marks)) < world.size:
+        same = [[rank for rank, mark in enumerate(marks) if mark == known] for known in dict.fromkeys(marks)]
+        raise ValueError(
+            f"{source} yields the same {what} on some ranks and other ones on others (the same on ranks "
+            f"{'; '.join(', '.join(map(str, ranks)) for ranks in same)}), so it can be neither shared out nor "
+            f"taken as it is. Split it over all {world.size} ranks, or not at all."
+        )
+    announce(
+        f"{source} yields different {what} on each rank, so it is taken as split by rank: each rank trains on all that "
+        "its own yields. If all ranks were to have the same, seed what it draws from: then it is shared out."
+    )
+    return False
+
+
+def _samples(share: Share, batch: int) -> int:
+    assert share.samples is not None
+    return min(max(0, share.samples - batch * share.batch_size), share.batch_size)
+
+
+def _empty(ranks: list[int], source: str) -> ValueError:
+    names = ", ".join(map(str, ranks))
+    return ValueError(
+        f"{source} yields no batch on rank {names}, and batches on the others: a rank without data cannot take part. "
+        "Split the data so that every rank gets some, or use fewer processes."
+    )

@@ -1,0 +1,81 @@
+"""Going on in the middle of an epoch, for loops that count their batches themselves."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ...common.validation import check_int
+from .loader import Loader
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return what iterates ``dataloader`` from batch ``num_batches`` of its running epoch on, once.
+
+    The batches are those of an epoch that was not interrupted; after it, iterate ``dataloader`` itself. A prepared
+    loader that `Accelerator.load_state` has put back knows already where it stood, and skips nothing twice.
+
+    Args:
+        dataloader: a prepared loader, a ``DataLoader`` or any iterable of batches.
+        num_batches: batches, of one process, that were trained on.
+
+    Raises:
+        ValueError: for a negative number.
+    """
+    return SkippedLoader(dataloader, check_int("num_batches", num_batches, 0))
+
+
+class SkippedLoader:
+    """One epoch of a loader without its first batches; everything else is the loader's own.
+
+    Args:
+        loader: the loader.
+        skipped: how many.
+    """
+
+    def __init__(self, loader: Any, skipped: int) -> None:
+        self.loader = loader
+        self.skipped = skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.loader, Loader):
+            self.loader.start_at(self.skipped)
+            return iter(self.loader)
+        return _passed(self.loader, self.skipped)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self.skipped)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def _passed(loader: Iterable[Any], count: int) -> Iterator[Any]:
+    batches = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader) or batches is None or isinstance(loader.dataset, IterableDataset):
+        return itertools.islice(loader, count, None)  # read to be passed over: nothing else is known of it
+    view = copy.copy(loader)
+    settings = view.__dict__  # DataLoader forbids to set these by name once it is built
+    settings["_iterator"] = None
+    settings["batch_sampler"] = _Tail(batches, count)
+    return iter(view)
+
+
+class _Tail:
+    """A batch sampler without its first batches, whose indices are drawn all the same."""
+
+    def __init__(self, batches: Any, count: int) -> None:
+        self.batches = batches
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.batches), self.count, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.batches) - self.count)

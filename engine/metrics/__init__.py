@@ -1,0 +1,13 @@
+"""Logged values, reduced over steps and ranks, and the state of metric objects."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from . import metric_state
+    from .logged_values import Metrics, MutedMetrics
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,0 +1,583 @@
+"""Logged values: taken as they come, reduced over steps and processes in bulk.
+
+`Metrics.log` appends; it never waits for the device and never talks to another process. Every ``log_every_n_steps``,
+and when an epoch ends, everything is packed into one vector, exchanged once and read once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...common.messages import nearest, warn
+from ...strategies import World
+from ..data import Cursor
+from . import metric_state as metric_objects
+
+_REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+class Metrics:
+    """Everything that is logged in one stage.
+
+    Args:
+        training: decides the defaults: steps of training log the step's value, everything else the epoch's mean.
+
+    Attributes:
+        weight: samples of the batch that is being worked on; a value weighs that much in its epoch mean.
+        suffix: added to names while several evaluation loaders are worked through.
+        place: the batch of an evaluation that is being worked on.
+        evaluation: what is logged in an evaluation within this stage, while it runs.
+    """
+
+    def __init__(self, training: bool) -> None:
+        self.training = training
+        self.weight: float = 1.0
+        self.suffix = ""
+        self.place: Place = (0, 0)
+        self.evaluation: Metrics | None = None
+        self._in_step: dict[str, Entry] = {}
+        self._in_epoch: dict[str, Entry] = {}
+        self._entries = self._in_step
+
+    def between_batches(self, yes: bool) -> None:
+        """Say whether the hooks that run now belong to the epoch rather than to a batch."""
+        self._entries = self._in_epoch if yes else self._in_step
+        if yes:
+            self.weight = 1.0  # a process's value, not a batch's
+
+    def counted(self, batches: Iterable[Any], cursor: Cursor, owner: nn.Module) -> Iterator[Any]:
+        """Yield batches; ``owner``'s metric objects do not count the stand-ins among them.
+
+        A stand-in is another process's sample, which an empty share of the last global batch is filled with so that
+        the collectives match.
+        """
+        for batch in batches:
+            if cursor.micro is None or cursor.micro.samples:
+                yield batch
+                continue
+            objects = [*metric_objects.find(owner).values()]
+            held = metric_objects.parts_of(objects)
+            objects += [e.metric for e in self.entries if e.metric is not None and id(e.metric) not in held]
+            with metric_objects.unchanged(objects):
+                yield batch
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All entries, in the order they were first logged."""
+        return [*self._in_step.values(), *self._in_epoch.values()]
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool,
+        logger: bool | None,
+        on_step: bool | None,
+        on_epoch: bool | None,
+        reduce_fx: Any,
+        batch_size: float | None,
+        add_suffix: bool = True,
+    ) -> None:
+        """Take one value; see ``TaskModule.log``."""
+        if self.suffix and add_suffix:
+            name += self.suffix
+        entry = self._entries.get(name)
+        spec = (prog_bar, logger, on_step, on_epoch, reduce_fx)
+        if entry is None or entry.spec != spec:
+            entry = self._register(name, value, spec, self.suffix if add_suffix else "")
+        if isinstance(value, Tensor):
+            if value.ndim:
+                value = _one_number(name, value)
+            if value.is_cpu:
+                value = value.item()  # nothing to wait for, and a fifth of what detaching costs
+            else:
+                # A parameter, or a tensor the user counts in, changes later; what an operation has just made does not.
+                value = value.detach() if value.grad_fn is not None else value.detach().clone()
+        elif entry.metric is not None and isinstance(value, type(entry.metric)):
+            if value is not entry.metric:
+                entry.replace_metric(value)
+            value = getattr(value, "_forward_cache", None) if entry.on_step else None
+            if value is not None and not (isinstance(value, Tensor) and value.ndim == 0):
+                value = _one_number(name, value)
+        elif value.__class__ is not float and value.__class__ is not int:
+            value = _one_number(name, value)
+        # A stand-in that only keeps the processes in step weighs nothing, whatever size the user says it has.
+        weight = batch_size if batch_size is not None and self.weight else self.weight
+        entry.last = value
+        entry.last_weight = weight
+        if entry.batches is not None and value is not None:
+            entry.batches.add(self.place, value, weight)
+        if entry.on_epoch and entry.metric is None:
+            entry.values.append(value)
+            entry.weights.append(weight)
+            if len(entry.values) >= FOLD:
+                entry.fold()
+
+    def _register(self, name: str, value: Any, spec: tuple[Any, ...], suffix: str) -> Entry:
+        known = self._entries.get(name)
+        if known is not None and known.spec is not None:
+            raise ValueError(
+                f"{name!r} was logged twice in one stage with different arguments; give one of them another name."
+            )
+        if not isinstance(name, str):
+            raise TypeError(f"self.log takes a name and a value; the name {name!r} is a {type(name).__name__}.")
+        prog_bar, logger, on_step, on_epoch, reduce_fx = spec
+        per_step = self.training and self._entries is self._in_step
+        on_step = per_step if on_step is None else on_step
+        on_epoch = not per_step if on_epoch is None else on_epoch
+        if self._entries is self._in_epoch and on_step:
+            raise ValueError(f"{name!r} is logged between batches, where there is no step: leave on_step out.")
+        if not (on_step or on_epoch):
+            raise ValueError(
+                f"{name!r} is logged with on_step=False and on_epoch=False, so its value would go nowhere. Set "
+                "on_epoch=True, or leave on_step out."
+            )
+        entry = Entry(
+            name,
+            spec,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduction=_reduction(name, reduce_fx),
+            prog_bar=prog_bar,
+            logger=logger is not False,
+            suffix=suffix,
+        )
+        if on_step and not self.training:
+            entry.batches = BatchValues()
+        if hasattr(value, "compute") and hasattr(value, "reset"):
+            entry.metric = value
+            if on_step and getattr(value, "_forward_cache", None) is None:
+                warn(
+                    f"{name!r} is logged with on_step=True, but {type(value).__name__}.update() leaves no value of the "
+                    "step to log. Call the metric itself, metric(...), or log with on_step=False, on_epoch=True."
+                )
+        if known is not None:  # restored from a checkpoint
+            entry.total, entry.total_weight = known.total, known.total_weight
+            entry.values, entry.weights = known.values, known.weights
+        self._entries[name] = entry
+        return entry
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def step_values(self, world: World) -> list[tuple[Entry, float]]:
+        """The latest step's values over all processes; one exchange. All processes must ask."""
+        entries = [entry for entry in self._in_step.values() if entry.on_step and entry.last is not None]
+        return self._reduced(entries, [entry.step_pair() for entry in entries], world)
+
+    def epoch_values(self, world: World) -> list[tuple[Entry, float]]:
+        """The values of the epoch over all batches and processes; one exchange. All processes must ask."""
+        entries = [entry for entry in self.entries if entry.on_epoch]
+        plain = [entry for entry in entries if entry.metric is None]
+        # Metric objects and the values of batches are exchanged apart: the same ones on all processes, or they hang.
+        others = [entry for entry in self.entries if entry.metric is not None or entry.batches is not None]
+        values = dict(self._reduced(plain, [entry.epoch_pair() for entry in plain], world, others))
+        for entry in entries:
+            if entry.metric is not None:  # exchanges its own state
+                values[entry] = _computed(entry)
+        return [(entry, values[entry]) for entry in entries if entry in values]
+
+    def batch_values(self, world: World) -> list[tuple[Place, list[tuple[Entry, float]]]]:
+        """Return what each batch of this evaluation logged with ``on_step=True``, over all processes.
+
+        One exchange. All processes must ask, after `epoch_values`, which sees that they have logged the same names.
+
+        Returns:
+            For each loader's batches in order: (loader, batch) and the values by entry.
+        """
+        entries = [entry for entry in self._in_step.values() if entry.batches is not None]
+        if not entries:
+            return []
+        every = world.gather_objects([entry.batches.read() for entry in entries])  # type: ignore[union-attr]
+        rows: dict[Place, list[tuple[Entry, float]]] = {}
+        for entry, *parts in zip(entries, *every, strict=True):
+            known: dict[Place, list[tuple[float, float]]] = {}
+            for place, value, weight in itertools.chain.from_iterable(parts):
+                if weight:
+                    weighed = value * weight if entry.reduction == "mean" else value
+                    known.setdefault(place, []).append((weighed, weight))
+            for place, pairs in known.items():
+                rows.setdefault(place, []).append((entry, entry.reduced(pairs)))
+        return sorted(rows.items())
+
+    def local_values(self) -> dict[str, float]:
+        """This process's latest values of what the progress bar shows. Reads the device."""
+        return {
+            entry.label("step"): float(entry.last)
+            for entry in self._in_step.values()
+            if entry.prog_bar and entry.on_step and entry.last is not None
+        }
+
+    def latest(self) -> dict[str, Any]:
+        """This process's latest step values, still on the device."""
+        return {
+            entry.label("step"): entry.last
+            for entry in self._in_step.values()
+            if entry.on_step and entry.last is not None
+        }
+
+    def reset(self) -> None:
+        """Forget everything: another epoch begins."""
+        for entry in self.entries:
+            if entry.metric is not None:
+                entry.metric.reset()
+        self._in_step.clear()
+        self._in_epoch.clear()
+        self._entries = self._in_step
+        self.evaluation = None
+
+    @staticmethod
+    def _reduced(
+        entries: list[Entry], pairs: list[tuple[Any, float]], world: World, others: Iterable[Entry] = ()
+    ) -> list[tuple[Entry, float]]:
+        if world.size > 1:
+            _same_names([f"{entry.name} ({entry.reduction})" for entry in (*entries, *others)], world)
+        if not entries:
+            return []
+        flat = [value for value, _ in pairs] + [weight for _, weight in pairs]
+        if world.size > 1 or any(isinstance(value, Tensor) for value in flat):
+            packed = stack(flat)
+            parts = [part.tolist() for part in world.all_gather(packed.to(world.device) if world.size > 1 else packed)]
+        else:
+            parts = [flat]
+        count = len(entries)
+        results = []
+        for index, entry in enumerate(entries):
+            known = [(part[index], part[count + index]) for part in parts if part[count + index]]
+            if known:
+                results.append((entry, entry.reduced(known)))
+        return results
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self, world: World, owner: nn.Module | None = None, over: bool = False) -> dict[str, Any]:
+        """The epoch's sums and the latest step's values, how each is shown, and what ``owner``'s metrics have counted.
+
+        All processes must ask. ``over`` says that the epoch is at its end: the next one has logged nothing yet.
+        """
+        objects = {} if owner is None else metric_objects.find(owner)
+        done = [e.metric for e in self.entries] if over else []
+        done += [] if self.evaluation is None else [e.metric for e in self.evaluation.entries]
+        counts = metric_objects.state(objects, metric_objects.parts_of(done), world)
+        if over:
+            return {"values": {}, "metrics": {}, "latest": {}, "objects": counts}
+        shown = {e.name: {key: getattr(e, key) for key in SHOWN} for e in self._in_step.values()}
+        held = {id(metric) for metric in objects.values()}
+        logged = {
+            e.name: e.metric
+            for e in self._in_step.values()
+            if e.metric is not None and (e.on_epoch or id(e.metric) in held)
+        }
+        places = metric_objects.places(logged, objects, owner)
+        entries = self._in_step.values()
+        sums = {e.name: e.part() for e in entries if e.on_epoch and e.metric is None}
+        newest = {e.name: e.latest() for e in entries if e.on_step and e.last is not None}
+        every = world.gather_objects((sums, newest))
+        return {
+            "values": {name: shown[name] | {"parts": [part.get(name) for part, _ in every]} for name in sums},
+            "metrics": {name: shown[name] | {"place": place} for name, place in places.items()},
+            "latest": {name: shown[name] | {"parts": [part.get(name) for _, part in every]} for name in newest},
+            "objects": counts,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], world: World, owner: nn.Module | None = None) -> None:
+        """Go on from what `state_dict` returned; on another number of processes rank zero goes on from all sums."""
+        self._in_step.clear()
+        self._in_epoch.clear()
+        self.evaluation = None
+        objects = {} if owner is None else metric_objects.find(owner)
+        metric_objects.load(objects, state["objects"], world)
+        for name, one in (state["values"] | state["metrics"]).items():
+            entry = self._in_step[name] = Entry(name, None, **{key: one[key] for key in SHOWN})
+            if "place" in one:
+                entry.metric = objects.get(one["place"])
+            else:
+                entry.take(_own(one["parts"], world))
+        for name, one in state.get("latest", {}).items():
+            entry = self._in_step.setdefault(name, Entry(name, None, **{key: one[key] for key in SHOWN}))
+            entry.take_latest(_own(one["parts"], world))
+
+
+class MutedMetrics(Metrics):
+    """Takes everything and keeps nothing."""
+
+    def log(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+
+def _own(parts: list[Any], world: World) -> list[Any]:
+    """What this process goes on from: its own part, or where there were more or fewer, all of them on rank zero."""
+    mine = parts[world.rank : world.rank + 1] if len(parts) == world.size else parts if world.is_main else []
+    return [part for part in mine if part]
+
+
+def _reduction(name: str, reduce_fx: Any) -> str:
+    """Return the name of a reduction, given by its name or as a function."""
+    reduction = getattr(reduce_fx, "__name__", reduce_fx)
+    reduction = {"amin": "min", "amax": "max", "avg": "mean"}.get(reduction, reduction)
+    if reduction not in _REDUCTIONS:
+        raise ValueError(
+            f"reduce_fx={reduce_fx!r} of {name!r} is not one of {', '.join(_REDUCTIONS)}."
+            f"{nearest(str(reduction), _REDUCTIONS)} Anything else is a torchmetrics.Metric's business."
+        )
+    return reduction
+
+
+def _one_number(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if value.numel() == 1:
+            return value.reshape(())
+        raise ValueError(
+            f"self.log({name!r}) takes one number, but the tensor has shape {tuple(value.shape)}: log its mean, or "
+            "another reduction of it."
+        )
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"self.log({name!r}) takes a number, a tensor with one element or a torchmetrics.Metric, not "
+            f"{type(value).__name__}: {value!r}."
+        ) from None
+
+
+def _computed(entry: Entry) -> float:
+    value = entry.metric.compute()
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise TypeError(
+            f"{entry.name!r} was logged as a {type(entry.metric).__name__}, whose compute() returned {what}: log takes "
+            "one number. Call compute() in the epoch's last hook and log its parts."
+        ) from None
+
+
+def _same_names(names: list[str], world: World) -> None:
+    """Raise on every process if they log different names; vectors of different length would hang or mix them up."""
+    digest = hashlib.sha256("\0".join(names).encode()).digest()
+    mark = torch.tensor([int.from_bytes(digest[:7], "little")], dtype=torch.int64, device=world.device)
+    if len({int(part) for part in world.all_gather(mark)}) == 1:
+        return
+    every = world.gather_objects(names)
+    common = set.intersection(*(set(part) for part in every))
+    odd = [
+        f"rank {rank} alone: {', '.join(sorted(set(part) - common)) or '(nothing)'}" for rank, part in enumerate(every)
+    ]
+    raise ValueError(
+        "the processes logged different names, or in a different order, so they can not be reduced; log the same "
+        f"names on every rank. {'; '.join(odd)}"
+    )
+
+
+SHOWN = ("on_step", "on_epoch", "reduction", "prog_bar", "logger")
+"""What says how an entry is shown, by attribute."""
+
+Place = tuple[int, int]
+"""A batch of an evaluation: the loader's index, and the batch's index in it."""
+FOLD = 64  # 0-d tensors kept before they are summed: stacking them at once costs less than adding each
+
+
+class Entry:
+    """One logged name: how it is reduced, and what has come in so far.
+
+    Attributes:
+        suffix: the end of ``name`` that names the evaluation loader, if there are several.
+        batches: value and weight by ``Metrics.place``, for an entry that logs the single batches of an evaluation;
+            else None.
+    """
+
+    __slots__ = (
+        "batches",
+        "last",
+        "last_weight",
+        "logger",
+        "metric",
+        "name",
+        "on_epoch",
+        "on_step",
+        "prog_bar",
+        "reduction",
+        "spec",
+        "suffix",
+        "total",
+        "total_weight",
+        "values",
+        "weights",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        spec: tuple[Any, ...] | None,
+        *,
+        on_step: bool,
+        on_epoch: bool,
+        reduction: str,
+        prog_bar: bool,
+        logger: bool,
+        suffix: str = "",
+    ) -> None:
+        self.name = name
+        self.suffix = suffix
+        self.spec = spec
+        self.on_step = on_step
+        self.on_epoch = on_epoch
+        self.reduction = reduction
+        self.prog_bar = prog_bar
+        self.logger = logger
+        self.metric: Any = None
+        self.batches: BatchValues | None = None
+        self.last: Any = None
+        self.last_weight: float = 0.0
+        self.values: list[Any] = []
+        self.weights: list[float] = []
+        self.total: Any = None
+        self.total_weight = 0.0
+
+    def fold(self) -> None:
+        """Sum up what was appended."""
+        kept = [(v, w) for v, w in zip(self.values, self.weights, strict=True) if w]
+        self.values.clear()
+        self.weights.clear()
+        if not kept:
+            return
+        values = stack([value for value, _ in kept])
+        weights = torch.tensor([w for _, w in kept], dtype=values.dtype, device=values.device)
+        if self.reduction == "mean":
+            folded = (values * weights).sum()
+        else:
+            folded = FOLDS[self.reduction](values)
+        self.total = folded if self.total is None else COMBINE[self.reduction](self.total.to(folded.device), folded)
+        self.total_weight += sum(w for _, w in kept)
+
+    def replace_metric(self, metric: Any) -> None:
+        """Take another metric object of the same name.
+
+        Raises:
+            ValueError: if an epoch's value is wanted, in which the counts of the first would be missing.
+        """
+        if self.on_epoch:
+            raise ValueError(
+                f"{self.name!r} was logged as two {type(metric).__name__} objects in one epoch, so its value would be "
+                "that of the last one alone. Log one object, kept as an attribute of the task, or give them two names."
+            )
+        self.metric = metric
+
+    def part(self) -> tuple[float | None, float, list[float], list[float]]:
+        """What has come in, as plain numbers: what is summed up, and what is not yet."""
+        total = None if self.total is None else float(self.total)
+        return total, self.total_weight, [float(value) for value in self.values], list(self.weights)
+
+    def latest(self) -> tuple[float, float]:
+        """The latest step's value and what it weighs, as plain numbers."""
+        return (0.0, 0.0) if self.last is None else (float(self.last), float(self.last_weight))
+
+    def take_latest(self, parts: Iterable[tuple[float, float]]) -> None:
+        """Go on from one `latest`, or from those of several processes."""
+        known = [(value, weight) for value, weight in parts if weight]
+        self.last, self.last_weight = 0.0, float(sum(weight for _, weight in known))
+        if len(known) == 1:
+            self.last = known[0][0]
+        elif known and self.reduction == "mean":
+            self.last = sum(value * weight for value, weight in known) / self.last_weight
+        elif known:
+            self.last = FOLDS[self.reduction](stack([value for value, _ in known])).item()
+
+    def take(self, parts: Iterable[Any]) -> None:
+        """Go on from one `part`, or from those of several processes."""
+        for total, weight, values, weights in parts:
+            if total is not None:
+                one = stack([total])[0]
+                self.total = one if self.total is None else COMBINE[self.reduction](self.total, one)
+                self.total_weight += weight
+            self.values += values
+            self.weights += weights
+
+    def epoch_pair(self) -> tuple[Any, float]:
+        """(total, weight) of the epoch so far."""
+        self.fold()
+        return (0.0, 0.0) if self.total is None else (self.total, self.total_weight)
+
+    def step_pair(self) -> tuple[Any, float]:
+        """(value, weight) of the latest step, in the form of `epoch_pair`."""
+        if self.last is None or not self.last_weight:
+            return 0.0, 0.0
+        if self.reduction != "mean":
+            return self.last, self.last_weight
+        # In float64, where weighing a float32 and dividing it again gives the same number.
+        return stack([self.last])[0] * self.last_weight, self.last_weight
+
+    def label(self, form: str) -> str:
+        """The name under which the ``"step"`` or ``"epoch"`` value is shown."""
+        if not (self.on_step and self.on_epoch):
+            return self.name
+        return f"{self.name.removesuffix(self.suffix)}_{form}{self.suffix}"
+
+    def reduced(self, known: list[tuple[float, float]]) -> float:
+        """Reduce the (value, weight) pairs of several processes; a mean's values are weighted sums."""
+        if self.reduction == "mean":
+            return sum(value for value, _ in known) / sum(weight for _, weight in known)
+        # In torch: Python's min and max drop a NaN or keep it, depending on its place.
+        return FOLDS[self.reduction](torch.tensor([value for value, _ in known], dtype=torch.float64)).item()
+
+
+class BatchValues:
+    """Values of single batches, by place; on the device until they are read."""
+
+    def __init__(self) -> None:
+        self._latest: dict[Place, tuple[Any, float]] = {}
+        self._folded: list[tuple[list[Place], Tensor, list[float]]] = []
+
+    def add(self, place: Place, value: Any, weight: float) -> None:
+        """Keep a batch's value; a second one of the same batch replaces it."""
+        self._latest[place] = value, weight
+        if len(self._latest) > FOLD:  # 0-d tensors take 512 bytes each on a GPU
+            newest = self._latest.popitem()
+            self._fold()
+            self._latest[newest[0]] = newest[1]
+
+    def _fold(self) -> None:
+        values = stack([value for value, _ in self._latest.values()])
+        self._folded.append((list(self._latest), values, [weight for _, weight in self._latest.values()]))
+        self._latest.clear()
+
+    def read(self) -> list[tuple[Place, float, float]]:
+        """Return (place, value, weight) of each batch, as plain numbers."""
+        if self._latest:
+            self._fold()
+        return [
+            triple
+            for places, values, weights in self._folded
+            for triple in zip(places, values.tolist(), weights, strict=True)
+        ]
+
+
+FOLDS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
+
+COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "mean": lambda a, b: a + b,
+    "sum": lambda a, b: a + b,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+def stack(values: list[Any]) -> Tensor:
+    """0-d tensors and numbers as one vector of float64 (float32 on MPS, which has no other)."""
+    device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if not any(isinstance(v, Tensor) for v in values):
+        return torch.tensor(values, dtype=dtype)
+    return torch.stack(
+        [
+            v.detach().reshape(()).to(device=device, dtype=dtype)
+            if isinstance(v, Tensor)
+            else torch.tensor(v, dtype=dtype, device=device)
+            for v in values
+        ]
+    )

@@ -1,0 +1,234 @@
+"""What metric objects have counted in the middle of an epoch, into a checkpoint and out of it.
+
+Meant are those of torchmetrics and what has their form, of which only the names ``_defaults``, ``_reductions`` and
+``_update_count`` are used; and any other object with ``compute``, ``reset``, ``state_dict`` and ``load_state_dict``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...common.messages import warn
+from ...strategies import World
+from ..data import share
+
+_METHODS = ("compute", "reset", "state_dict", "load_state_dict")
+_MOST = 256  # a longer list among a task's attributes holds data, not metrics
+
+
+def find(owner: nn.Module) -> dict[str, Any]:
+    """The metric objects of a module by their place in it: its parts, its attributes, lists and dicts of these."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for place, metric in _look(owner):
+        if id(metric) not in seen:
+            seen.add(id(metric))
+            found[place] = metric
+    return found
+
+
+def _look(owner: nn.Module) -> Iterator[tuple[str, Any]]:
+    yield from _in_module("", owner)
+    for name, value in list(vars(owner).items()):
+        if isinstance(value, dict):
+            several: Iterable[tuple[Any, Any]] = value.items()
+        elif isinstance(value, list | tuple):
+            several = enumerate(value)
+        else:
+            yield from _in_attribute(name, value)
+            continue
+        if len(value) <= _MOST:
+            for key, item in list(several):
+                yield from _in_attribute(f"{name}[{key!r}]", item)
+
+
+def _in_attribute(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, nn.Module):
+        yield from _in_module(f"{place}.", value)
+    # Asked of the type: there are objects that answer to every name.
+    elif all(callable(getattr(type(value), name, None)) for name in _METHODS):
+        yield place, value
+
+
+def _in_module(place: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, part in module.named_modules():
+        if isinstance(getattr(part, "compute_groups", None), dict):
+            part.values(copy_state=False)  # type: ignore[operator]  # the members of a group get their common state
+        if _has_states(part):
+            yield place + name, part
+
+
+def _has_states(part: Any) -> bool:
+    attributes = vars(part)
+    return isinstance(attributes.get("_defaults"), dict) and isinstance(attributes.get("_reductions"), dict)
+
+
+def parts_of(metrics: Iterable[Any]) -> set[int]:
+    """The identities of ``metrics`` and of the metrics inside of them."""
+    return {id(part) for m in metrics for part in (m.modules() if isinstance(m, nn.Module) else (m,))}
+
+
+def places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Module | None) -> dict[str, str]:
+    """Where among ``objects`` the metrics are that were logged, by the name they have there; warns of the others."""
+    known = {id(metric): place for place, metric in objects.items()}
+    found = {}
+    for name, metric in logged.items():
+        if id(metric) in known:
+            found[name] = known[id(metric)]
+        elif owner is not None:
+            warn(
+                f"{name!r} was logged as a {type(metric).__name__} that is no attribute of {type(owner).__name__}, or "
+                "can't save its state: what it has counted is not in the checkpoint."
+            )
+    return found
+
+
+def state(objects: dict[str, Any], empty: set[int], world: World) -> dict[str, list[Any] | None]:
+    """What each object has counted on each process, by place. All processes must ask.
+
+    Args:
+        objects: by place.
+        empty: the identities of those whose counts are over and done with; None stands for them.
+        world: the processes.
+    """
+    own = {place: _state(metric) for place, metric in objects.items() if id(metric) not in empty}
+    every = world.gather_objects(own) if objects else [own]
+    return {place: [part[place] for part in every] if place in own else None for place in objects}
+
+
+def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: World) -> None:
+    """Give the objects back what `state` returned, on any number of processes.
+
+    Raises:
+        ValueError: if the number is another one and a metric's states can't be shared out anew.
+    """
+    for place, states in saved.items():
+        metric = objects.get(place)
+        if metric is None:
+            if states is not None:
+                warn(f"the checkpoint has what a metric {place!r} has counted, but the task has no such metric.")
+        elif states is None:
+            metric.reset()
+        else:
+            _take(
+                metric, states[world.rank] if len(states) == world.size else _shared_out(metric, place, states, world)
+            )
+
+
+@contextmanager
+def unchanged(metrics: Iterable[Any]) -> Iterator[None]:
+    """A context after which metric objects hold what they held before it."""
+    before = [(metric, copy.deepcopy(_state(metric)), getattr(metric, "_computed", None)) for metric in metrics]
+    try:
+        yield
+    finally:
+        for metric, counts, computed in before:
+            _take(metric, counts)
+            if _has_states(metric):  # who has a result exchanges nothing in compute(): on all processes, or they hang
+                metric._computed = computed
+
+
+def _state(metric: Any) -> Any:
+    if not _has_states(metric):
+        return metric.state_dict()
+    return {
+        "states": {name: _copied(getattr(metric, name)) for name in metric._defaults},
+        "count": getattr(metric, "_update_count", 0),
+        "more": {name: _copied(value) for name, value in vars(metric).items() if _is_counter(name, value)},
+    }
+
+
+def _is_counter(name: str, value: Any) -> bool:
+    # What the wrappers MinMaxMetric and Running keep beside their states.
+    return name == "_num_vals_seen" or (isinstance(value, Tensor) and not value.ndim and name in ("min_val", "max_val"))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()  # the next update may add to it in place
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+def _take(metric: Any, one: Any) -> None:
+    if one is None:
+        metric.reset()
+        return
+    if not _has_states(metric):
+        metric.load_state_dict(one)
+        return
+    device = getattr(metric, "device", None)
+    for name, value in (one["states"] | one["more"]).items():
+        own = getattr(metric, name, None)
+        setattr(metric, name, _moved(value, own.device if isinstance(own, Tensor) else device))
+    metric._update_count = one["count"]
+    metric._computed = None
+
+
+def _moved(value: Any, device: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone() if device is None else value.clone().to(device)
+    return [_moved(item, device) for item in value] if isinstance(value, list) else value
+
+
+def _shared_out(metric: Any, place: str, every: list[Any], world: World) -> Any:
+    """This process's part of what another number of processes has counted: `compute` gives what it would have given."""
+    if not _has_states(metric):
+        if len(every) == 1:
+            return every[0] if world.is_main else None
+        raise _refusal(metric, place, len(every), world, "it has no states whose reduction is known")
+    count = sum(one["count"] for one in every)
+    if not count:
+        return _state(metric)
+    states = {}
+    for name, default in metric._defaults.items():
+        values = [one["states"][name] for one in every]
+        shared = _shared_state(values, metric._reductions[name], world)
+        if shared is None:
+            what = "has no reduction" if metric._reductions[name] is None else "can't be cut in that many parts"
+            raise _refusal(metric, place, len(every), world, f"its state {name!r} ({type(default).__name__}) {what}")
+        states[name] = shared
+    for name, value in every[0]["more"].items():
+        if any(bool(one["more"][name] != value) for one in every):
+            raise _refusal(metric, place, len(every), world, f"the processes have different {name}")
+    return {"states": states, "count": -(-count // world.size), "more": every[0]["more"]}
+
+
+def _shared_state(values: list[Any], reduction: Any, world: World) -> Any:
+    """This process's part of one state, or None: over all processes the parts reduce to what it was before."""
+    if isinstance(values[0], list):
+        return _shared_list([item for value in values for item in value], reduction, world)
+    if reduction is None or len({value.shape for value in values}) > 1:
+        return None
+    whole = reduction(torch.stack(values))
+    if not isinstance(whole, Tensor) or whole.shape != values[0].shape:
+        return None
+    if world.size == 1:
+        return whole
+    for others in (whole, torch.zeros_like(whole)):  # means and extremes, or sums
+        again = reduction(torch.stack([whole] + [others] * (world.size - 1)))
+        if torch.allclose(again.double(), whole.double(), rtol=1e-5, atol=0.0, equal_nan=True):
+            return whole if world.is_main else others
+    return None
+
+
+def _shared_list(items: list[Any], reduction: Any, world: World) -> list[Any] | None:
+    if getattr(reduction, "__name__", "") == "dim_zero_cat":
+        if items and len(items) < world.size:  # torchmetrics gathers no rows of nothing, unless they are numbers
+            items = list(torch.cat([torch.atleast_1d(item) for item in items]).split(1))
+    elif len(items) % world.size:  # it gathers them one by one, so each process must have as many
+        return None
+    return items[share(len(items), world.rank, world.size)]
+
+
+def _refusal(metric: Any, place: str, before: int, world: World, why: str) -> ValueError:
+    return ValueError(
+        f"the metric {place!r} ({type(metric).__name__}) has counted on {before} process(es) in this checkpoint, and "
+        f"that can't be shared out to {world.size}: {why}. Resume with {before}, or from a checkpoint of an epoch's "
+        "end, where nothing is counted yet."
+    )

@@ -1,0 +1,139 @@
+"""Modules compiled in place, so that the names in their state, and what they are, stay their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def compile_modules(
+    modules: Iterable[nn.Module], compiler: Compiler, options: Any = None, *, hooks_outside: bool = False
+) -> None:
+    """Let each of ``modules`` run compiled when it is called, by any of its callers.
+
+    Those that are alike share what the compiler makes. What the user has compiled stays as it is.
+
+    Args:
+        modules: what to compile; nothing is compiled before it is called.
+        compiler: ``torch.compile`` with its arguments.
+        options: what tells this compilation from another one; with None it is the user's own, which `forget` leaves.
+        hooks_outside: compile ``forward`` alone, as the hooks exchange parameters, which no graph can hold.
+    """
+    shared: dict[Any, Callable[..., Any]] = {}
+    for module in modules:
+        if is_users(module) or (options is not None and _options(module) == options):
+            continue
+        alike = (type(module), repr(module), tuple((p.shape, p.dtype) for p in module.parameters()))
+        if alike not in shared:
+            shared[alike] = compiler(_frame(_forward if hooks_outside else _call, type(module).__name__))
+        run = _with_forward if hooks_outside else _plain
+        module._compiled_call_impl = _lazily(module, run(module, shared[alike]), options)  # type: ignore[assignment]
+
+
+def is_users(module: nn.Module) -> bool:
+    """Whether the user has compiled it."""
+    call = module._compiled_call_impl
+    return "_orig_mod" in module._modules or (call is not None and not hasattr(call, "options"))
+
+
+def forget(model: nn.Module) -> None:
+    """Undo what `compile_modules` did to the parts of ``model`` on the word of an option."""
+    for part in model.modules():
+        if _options(part) is not None:
+            part._compiled_call_impl = None
+
+
+def unused(model: nn.Module) -> list[str]:
+    """The compiled parts of ``model`` that have never been called: other methods of them run as they are."""
+    return [name for name, part in model.named_modules() if getattr(part._compiled_call_impl, "unused", False)]
+
+
+def compiled_names(model: nn.Module) -> list[str]:
+    """The names of the modules in ``model`` that run compiled; its class's name is its own."""
+    parts = ((name, part) for name, part in model.named_modules() if part._compiled_call_impl is not None)
+    return [name or type(part).__name__ for name, part in parts]
+
+
+def _options(module: nn.Module) -> Any:
+    return getattr(module._compiled_call_impl, "options", None)
+
+
+# Not `nn.Module.compile`: it leaves torch's own containers, such as a `Sequential`, as they are without a word (torch
+# 2.13). A function gets the module as an argument: a closure would be compiled anew for each one (torch 2.6).
+
+
+def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
+def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _frame(function: Any, name: str) -> Callable[..., Any]:
+    """A copy of ``function`` with code of its own: torch keeps at most eight graphs for one code, of all modules."""
+    return FunctionType(function.__code__.replace(co_name=f"{function.__name__}_{name}"), function.__globals__)
+
+
+def _plain(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled(module, *args, **kwargs)
+
+    return call
+
+
+def _with_forward(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    attributes, plain = module.__dict__, _plain(module, compiled)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Only for the call: a copy of the module would compute with this one's parameters else.
+        attributes["forward"] = plain
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            attributes.pop("forward", None)
+
+    return call
+
+
+def _lazily(module: nn.Module, call: Any, options: Any) -> Callable[..., Any]:
+    """``call``, which also notes that it was called at all."""
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        module._compiled_call_impl = call
+        return call(*args, **kwargs)
+
+    call.options = first.options = options  # type: ignore[attr-defined]
+    first.unused = True  # type: ignore[attr-defined]
+    return first
+
+
+@contextmanager
+def plain_calls(model: nn.Module) -> Iterator[None]:
+    """A context in which no part of ``model`` runs compiled."""
+    compiled = {part: part._compiled_call_impl for part in model.modules() if part._compiled_call_impl is not None}
+    for part in compiled:
+        part._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for part, call in compiled.items():
+            part._compiled_call_impl = call
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards each part is in the mode it was in, frozen parts too."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training

@@ -1,0 +1,106 @@
+"""Loops over user-defined batches, of which one rank has more than another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ...common.messages import warn
+from .agreement import Agreement
+from .prepared_optimizer import PreparedScheduler
+
+if TYPE_CHECKING:
+    from ..accelerator import Accelerator
+
+
+class _JoinedAgreement(Agreement):
+    """Votes of ranks that may leave the loop at different times.
+
+    Args:
+        accelerator: whose loaders tell whether the ranks are in step.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator.world, accelerator.strategy)
+        self._cursor = accelerator.cursor
+
+    def vote(self, weight: float | Tensor | None) -> None:
+        if self._cursor.micro is None:
+            raise ValueError(
+                "inside join_uneven_inputs, backward(loss, weight=...) needs batches of a prepared DataLoader: a rank "
+                "that has left the loop can't take part in adding up the weights. Leave out weight=."
+            )
+        super().vote(weight)
+
+
+@contextmanager
+def join_uneven_inputs(
+    accelerator: Accelerator, joinables: Iterable[Any], even_batches: bool | None = None
+) -> Iterator[None]:
+    """See `Accelerator.join_uneven_inputs`."""
+    if even_batches is not None and not isinstance(even_batches, bool):
+        raise TypeError(f"even_batches={even_batches!r} must be True, False or None.")
+    if isinstance(joinables, nn.Module) or not isinstance(joinables, Iterable):
+        raise TypeError(
+            f"join_uneven_inputs takes a list of prepared models, not a {type(joinables).__name__}: pass [model]."
+        )
+    joinables = list(joinables)
+    for value in joinables:
+        if not isinstance(value, nn.Module) and not hasattr(value, "step"):
+            raise TypeError(f"join_uneven_inputs takes prepared models (and optimizers), not {type(value).__name__}.")
+    if even_batches or accelerator.world.size == 1:
+        yield
+        return
+    agreement, accelerator.agreement = accelerator.agreement, _JoinedAgreement(accelerator)
+    try:
+        with accelerator.strategy.join([value for value in joinables if isinstance(value, nn.Module)]):
+            yield
+    finally:
+        accelerator.agreement = agreement
+    _catch_up(accelerator)
+
+
+def _catch_up(accelerator: Accelerator) -> None:
+    """Give optimizers and schedulers of ranks that took fewer steps the state of the rank that took the most.
+
+    torch evens out parameters and buffers only: moments that differ would part the replicas at the next step.
+    """
+    optimizers, schedulers = accelerator.optimizers, accelerator.schedulers
+    own = [o.taken for o in optimizers]
+    every = accelerator.world.gather_objects((own, accelerator._count))
+    if all(counts == every[0] for counts in every):
+        return
+    if any(count for _, count in every):
+        warn(
+            "join_uneven_inputs: the batches ended inside a group of gradient_accumulation_steps on some rank; "
+            "the gradients of that unfinished group are dropped."
+        )
+        accelerator.drop_gradients()
+        accelerator._count = 0
+    taken = [counts for counts, _ in every]
+    if all(counts == taken[0] for counts in taken):
+        return
+    source = max(range(len(taken)), key=lambda rank: sum(taken[rank]))
+    state = None
+    if accelerator.process_index == source:
+        state = {
+            "optimizers": [(o.taken, o.skipped, o.state_dict()) for o in optimizers],
+            "schedulers": [(s.state_dict(), getattr(s, "since", None)) for s in schedulers],
+            "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
+        }
+    state = accelerator.world.broadcast(state, source)
+    if own == taken[source]:
+        return
+    for optimizer, (count, skipped, values) in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(values)
+        optimizer.taken, optimizer.skipped = count, skipped
+    for scheduler, (values, since) in zip(schedulers, state["schedulers"], strict=True):
+        if isinstance(scheduler, PreparedScheduler):
+            scheduler.resume(values, since, scheduler.advances, same_batch=True)
+        else:
+            scheduler.load_state_dict(values)
+    if accelerator.scaler is not None:
+        accelerator.scaler.load_state_dict(state["scaler"])

@@ -1,0 +1,77 @@
+"""What gradients are multiplied and divided by: float16's loss scale, and the weights that a loop reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...strategies import Strategy
+from ...strategies.distributed import local
+
+
+class LossScale:
+    """torch's ``GradScaler``, for any number of optimizers that share a backward.
+
+    torch's ``update`` changes the scale and forgets which gradients were unscaled, so it may only run once all
+    optimizers of a group have stepped. Nobody knows which one is the last, hence it runs before the next loss.
+
+    Args:
+        scaler: the scaler.
+        strategy: lets the processes agree on an overflow.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler, strategy: Strategy) -> None:
+        self.scaler = scaler
+        self._strategy = strategy
+        self._due = False
+        self._unscaled: set[int] = set()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the scale."""
+        self.settle()
+        return self.scaler.scale(loss)
+
+    def settle(self) -> None:
+        """Adapt the scale to the steps that were taken, if that is still to do."""
+        if self._due:
+            self._due = False
+            self._unscaled.clear()
+            self.scaler.update()
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Divide the scale out of the optimizers' gradients, once."""
+        for optimizer in optimizers:
+            if id(optimizer) not in self._unscaled:
+                self.scaler.unscale_(optimizer)
+                for flag in self._overflows(optimizer):
+                    self._strategy.agree_on_overflow(flag)
+                self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
+        """Step unless a gradient overflowed; returns what the optimizer did, and whether it was skipped."""
+        self.unscale((optimizer,))
+        skipped = any(flag.item() for flag in self._overflows(optimizer))
+        self._due = True
+        arguments = () if closure is None else (closure,)
+        return self.scaler.step(optimizer, *arguments), skipped
+
+    def _overflows(self, optimizer: Optimizer) -> Iterable[Tensor]:
+        """Whether gradients overflowed, per device; the only place where torch keeps it. `update` reads it too."""
+        return self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+
+
+def divide_gradients(parameters: Iterable[Tensor], weight: float | Tensor, size: int) -> None:
+    """Turn gradients of weighed sums, averaged over ``size`` processes, into those of the weighed mean.
+
+    Where nothing weighs anything, the gradient is zero.
+    """
+    # Once each, also where two models share a parameter.
+    gradients = [local(p.grad) for p in dict.fromkeys(parameters) if p.grad is not None]
+    if gradients:
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        weight = torch.as_tensor(weight, device=gradients[0].device, dtype=dtype)
+        torch._foreach_mul_(gradients, torch.where(weight > 0, size / weight, 0.0))

@@ -1,0 +1,152 @@
+"""An optimizer's state under the names of its parameters, so that it is known whose it is, and fits any layout."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...strategies.distributed import cut_like, is_sharded
+from ..checkpoint import OptimizerState, Stored
+from ..parameter_names import own_name
+
+State = dict[str, Any]
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Its parameters, in the order in which torch counts them in a state."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def parameter_names(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[str]:
+    """A name for each of its parameters: the model's own, or ``parameter 3`` for the fourth if no model has it."""
+    known: dict[int, str] = {}
+    for number, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            known.setdefault(id(parameter), own_name(name) if number == 0 else f"{number}:{own_name(name)}")
+    return [known.get(id(p), f"parameter {index}") for index, p in enumerate(parameters_of(optimizer))]
+
+
+def of_no_model(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[Tensor]:
+    """Those of its parameters that no model has."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    return [parameter for parameter in parameters_of(optimizer) if id(parameter) not in known]
+
+
+def class_of(optimizer: Optimizer) -> str:
+    """The name of its class."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def named(state: State, optimizer: Optimizer, names: list[str]) -> OptimizerState:
+    """A state as ``optimizer.state_dict()`` returns it, by name.
+
+    Args:
+        state: its tensors may be this process's parts.
+        optimizer: whose it is.
+        names: what `parameter_names` returned.
+    """
+    others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    slots = state["state"]
+    return {
+        "class": class_of(optimizer),
+        "shapes": {name: list(p.shape) for name, p in zip(names, parameters_of(optimizer), strict=True)},
+        "formats": {name: p.dtype for name, p in zip(names, parameters_of(optimizer), strict=True)},
+        "groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
+        "slots": {names[i]: slots[i] for i in range(len(names)) if i in slots},
+        "unnamed": {key: value for key, value in slots.items() if not _is_index(key, names)},
+        "others": others,
+    }
+
+
+def _is_index(key: Any, names: list[str]) -> bool:
+    return isinstance(key, int) and 0 <= key < len(names)
+
+
+def differences(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> list[str]:
+    """What keeps a state that `named` returned from being this optimizer's, one line each."""
+    lines = []
+    if saved["class"] != class_of(optimizer):
+        lines.append(f"optimizer: {saved['class']} in the checkpoint, {class_of(optimizer)} in this run")
+    shapes = {name: list(p.shape) for name, p in zip(names, parameters_of(optimizer), strict=True)}
+    lines += [f"missing: {name}" for name in shapes if name not in saved["shapes"]]
+    lines += [f"unexpected: {name}" for name in saved["shapes"] if name not in shapes]
+    lines += [
+        f"{name}: {tuple(there)} in the checkpoint, {tuple(shapes[name])} in this run"
+        for name, there in saved["shapes"].items()
+        if name in shapes and there != shapes[name]
+    ]
+    if not lines and _grouping(saved["groups"]) != _grouping(_groups_by_name(optimizer, names)):
+        lines.append(f"the parameters are in other groups: {len(saved['groups'])} of them in the checkpoint")
+    return lines
+
+
+def _groups_by_name(optimizer: Optimizer, names: list[str]) -> list[State]:
+    left = iter(names)
+    return [{**group, "params": list(itertools.islice(left, len(group["params"])))} for group in optimizer.param_groups]
+
+
+def _grouping(groups: list[State]) -> list[frozenset[str]]:
+    return [frozenset(group["params"]) for group in groups]
+
+
+def _counterpart(group: State, saved: list[State]) -> State:
+    """Return the saved group that a group's parameters were in; the group itself if they were in none or in several."""
+    owners = [there for there in saved if not set(group["params"]).isdisjoint(there["params"])]
+    return owners[0] if len(owners) == 1 else group
+
+
+def numbered(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> State:
+    """A state that `named` returned, as ``optimizer.load_state_dict`` wants it: this process's parts of it.
+
+    Where the two differ it is what fits: the slots of parameters of the same name and shape, the others begin anew; and
+    the options of the one saved group that a group's parameters were in, as a schedule counts on the rate it has left.
+    """
+    parameters = dict(zip(names, parameters_of(optimizer), strict=True))
+    index = {name: i for i, name in enumerate(names)}
+    now = _groups_by_name(optimizer, names)
+    alike = _grouping(saved["groups"]) == _grouping(now)
+    options = saved["groups"] if alike else [_counterpart(group, saved["groups"]) for group in now]
+    groups = [
+        {**_taken(there, None), "params": [index[name] for name in here["params"]]}
+        for here, there in zip(now, options, strict=True)
+    ]
+    fits = [name for name, shape in saved["shapes"].items() if name in index and shape == list(parameters[name].shape)]
+    formats = saved["formats"]
+    slots = {index[n]: _taken(saved["slots"][n], parameters[n], formats[n]) for n in fits if n in saved["slots"]}
+    rest = _taken({"others": saved["others"], "unnamed": saved["unnamed"]}, None)
+    return {**rest["others"], "state": {**slots, **rest["unnamed"]}, "param_groups": groups}
+
+
+def keep_formats(optimizer: Optimizer, state: State) -> None:
+    """Give each slot the format it was saved in; ``load_state_dict`` casts it to the parameter's.
+
+    torch 2.13 spares the step count alone: NAdam keeps a float32 product beside float64 parameters.
+    """
+    for index, parameter in enumerate(parameters_of(optimizer)):
+        slots = optimizer.state.get(parameter, {})
+        for name, saved in state["state"].get(index, {}).items():
+            now = slots.get(name)
+            if isinstance(now, Tensor) and isinstance(saved, Tensor) and now.dtype != saved.dtype:
+                slots[name] = saved.to(now.device)
+
+
+def _taken(value: Any, parameter: Tensor | None, was: torch.dtype | None = None) -> Any:
+    """A nested state with its tensors in memory; those of the parameter's shape are laid out as it is.
+
+    What had the parameter's format, which ``was`` another one, changes with it; counts and products do not.
+    """
+    if isinstance(value, Mapping):
+        return {key: _taken(item, parameter, was) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_taken(item, parameter, was) for item in value)
+    if not isinstance(value, Stored):
+        return value
+    alike = is_sharded(parameter) and value.shape == parameter.shape  # type: ignore[union-attr]
+    tensor = cut_like(value, parameter) if alike else value.read()
+    changes = parameter is not None and tensor.dtype == was and (tensor.ndim or not parameter.ndim)
+    return tensor.to(parameter.dtype) if changes else tensor  # type: ignore[union-attr]

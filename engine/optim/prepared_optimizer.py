@@ -1,0 +1,221 @@
+"""Optimizers and schedulers that act at the end of a group of micro-batches, and only there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from ...common.messages import warn
+from .resume_options import built_options
+
+if TYPE_CHECKING:
+    from ..accelerator import Accelerator
+
+
+class PreparedOptimizer(Optimizer):
+    """The user's optimizer, whose ``step`` and ``zero_grad`` do nothing inside a group of micro-batches.
+
+    Holds no state of its own: groups, state and defaults are the wrapped optimizer's.
+    """
+
+    def __init__(self, optimizer: Optimizer, accelerator: Accelerator) -> None:
+        self.optimizer = optimizer
+        self.built = self.held = built_options(optimizer)  # by the script; and those that hold, which a resume changes
+        self.taken = 0  # steps in this process
+        self.skipped = 0
+        self._accelerator = accelerator
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.optimizer.defaults
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """At the end of a group: take the step, unless a float16 gradient overflowed."""
+        accelerator = self._accelerator
+        if not accelerator.sync_gradients:
+            return None
+        if accelerator.unfinished:
+            accelerator.finish_gradients()
+        if self in accelerator.unreduced:
+            accelerator.reduce_gradients(self)
+        skipped = False
+        if accelerator.loss_scale is not None:
+            result, skipped = accelerator.loss_scale.step(self.optimizer, closure)
+        else:
+            result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        accelerator.optimizer_step_was_skipped = skipped
+        self.taken += not skipped
+        self.skipped += skipped
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """At the end of a group: drop the gradients."""
+        if self._accelerator.sync_gradients:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        # Hooks, and what an optimizer of one's own adds.
+        if name == "optimizer" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
+
+    def __getstate__(self) -> Any:
+        raise TypeError("a prepared optimizer is bound to its Accelerator; pickle its state_dict() instead.")
+
+
+class PreparedScheduler:
+    """The user's scheduler, advanced by its optimizer's steps that really happened.
+
+    A script sizes its schedule by the loader it wrote, whose batches the processes share: one optimizer step takes one
+    batch per process. So each call advances the schedule by that many steps, as in Accelerate, and by one with
+    ``split_batches``. The rate then follows the samples seen, on any number of processes.
+
+    Attributes:
+        advances: steps of the schedule per call.
+    """
+
+    def __init__(self, scheduler: Any, accelerator: Accelerator) -> None:
+        self.scheduler = scheduler
+        self.advances = 1 if accelerator.split_batches else accelerator.data_world.size
+        self._accelerator = accelerator
+        self._seen = (0, 0)
+        self._warned = False
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance, unless inside a group, or if all of the optimizer's steps since the last call were skipped.
+
+        Args:
+            args, kwargs: for the wrapped scheduler's ``step``: a metric or an epoch, which it is told once.
+        """
+        if not self._accelerator.sync_gradients:
+            return
+        taken, skipped = self.since
+        if skipped and not taken:
+            return
+        self._seen = self._counts()
+        if args or kwargs:
+            # Told one value of a metric twice, ReduceLROnPlateau would count an epoch without improvement.
+            self.scheduler.step(*args, **kwargs)
+            return
+        if taken > 1 and self.advances > 1:
+            self._warn(
+                f"{type(self.scheduler).__name__}.step() was called after {taken} optimizer steps. A prepared "
+                f"scheduler advances by {self.advances} per call, one for each process, so a schedule that counts "
+                f"epochs runs {self.advances} times too fast. Use Accelerator(step_scheduler_with_optimizer=False) "
+                "for it."
+            )
+        if self._has_ended():
+            self._warn(
+                f"{type(self.scheduler).__name__} has taken its total_steps={self.scheduler.total_steps}; the learning "
+                f"rate stays at {self.scheduler.get_last_lr()[0]:.3g}. It takes {self.advances} per optimizer step: "
+                "raise total_steps."
+            )
+        for _ in range(self.advances):
+            # OneCycleLR raises beyond its end, which the last, short batches of epochs can reach.
+            if not self._has_ended():
+                self.scheduler.step()
+
+    def _has_ended(self) -> bool:
+        total = getattr(self.scheduler, "total_steps", None)
+        return total is not None and getattr(self.scheduler, "last_epoch", -1) >= total
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(text)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped scheduler's state."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the wrapped scheduler."""
+        self.scheduler.load_state_dict(state_dict)
+
+    @property
+    def since(self) -> tuple[int, int]:
+        """The steps that its optimizer has taken, and those it skipped, since this was called last."""
+        taken, skipped = self._counts()
+        return taken - self._seen[0], skipped - self._seen[1]
+
+    def resume(self, state: dict[str, Any], since: tuple[int, int], advances: int, *, same_batch: bool) -> None:
+        """Continue a saved schedule.
+
+        Args:
+            state: the scheduler's own.
+            since: what `since` was.
+            advances: what `advances` was.
+            same_batch: an optimizer step takes as many samples as in the run that saved. With another number of
+                processes each then has a batch of another size, and the schedule's steps have another length.
+        """
+        self.scheduler.load_state_dict(state)
+        taken, skipped = self._counts()
+        self._seen = (taken - since[0], skipped - since[1])
+        if same_batch and advances != self.advances and not self._convert(advances):
+            self.advances = advances  # what the schedule's length is counted in was saved with it
+
+    def _convert(self, saved_advances: int) -> bool:
+        """Count the position in this script's steps, if the schedule is sized in them.
+
+        Only functions are not in a checkpoint, but the script's: the saved rate tells whether they depend on the number
+        of processes.
+        """
+        scheduler = self.scheduler
+        if not isinstance(scheduler, LambdaLR):
+            return False
+        position, rest = divmod(scheduler.last_epoch * self.advances, saved_advances)
+        if rest:
+            return False
+        converted, unchanged = (
+            all(
+                math.isclose(base * function(at), rate, rel_tol=1e-9, abs_tol=1e-15)
+                for base, function, rate in zip(
+                    scheduler.base_lrs, scheduler.lr_lambdas, scheduler.get_last_lr(), strict=True
+                )
+            )
+            for at in (position, scheduler.last_epoch)
+        )
+        if unchanged and not converted:
+            return False
+        scheduler.last_epoch, scheduler._step_count = position, position + 1
+        return True
+
+    def _counts(self) -> tuple[int, int]:
+        own = getattr(self.scheduler, "optimizer", None)
+        known = [o for o in self._accelerator.optimizers if own is o or own is o.optimizer]
+        return sum(o.taken for o in known), sum(o.skipped for o in known)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)

@@ -1,0 +1,130 @@
+"""Whether the processes still hold the same model, bit for bit."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...strategies import World
+from ...strategies.distributed import is_shard, meant_to_be_equal
+from .agreement import Agreement
+
+if TYPE_CHECKING:
+    from ..accelerator import Accelerator
+
+_PART = 1 << 20  # elements that are digested at a time, so that little memory is needed
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ReplicasDiffer(RuntimeError):
+    """Parameters that must be the same on all processes are not; says which ones, and where."""
+
+
+def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> None:
+    """Compare the models of all processes, which all must ask.
+
+    What a strategy shards is left out, as every process holds another part of it.
+
+    Args:
+        models: the user's own modules.
+        world: the processes that hold replicas.
+        buffers: compare these too.
+
+    Raises:
+        ReplicasDiffer: on every process, with the names, the ranks, and how far the first ones are apart.
+    """
+    if world.size == 1:
+        return
+    models = list(models)
+    prefixes = [""] if len(models) == 1 else [f"model {n} ({type(m).__name__}): " for n, m in enumerate(models)]
+    tensors = {
+        prefix + name: tensor
+        for prefix, model in zip(prefixes, models, strict=True)
+        for name, tensor in _replicated(model, buffers)
+    }
+    # The form goes along as a number, so that the usual case is one exchange of little.
+    forms = [f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items()]
+    own = zlib.crc32("\n".join(forms).encode()), _digests(tensors.values())
+    parts = world.gather_objects(own)
+    if all(part == own for part in parts):
+        return
+    if any(form != own[0] for form, _ in parts):
+        raise ReplicasDiffer(_other_forms(world.gather_objects(forms)))
+    columns = zip(tensors, zip(*(digests for _, digests in parts), strict=True), strict=True)
+    differing = {name: column for name, column in columns if len(set(column)) > 1}
+    first, column = next(iter(differing.items()))
+    source = max(range(world.size), key=column.count)  # one of the majority; the lowest rank where there is none
+    distances = world.gather_objects(_distance(tensors[first], world, source))
+    odd = [rank for rank in range(world.size) if column[rank] != column[source]]
+    apart = ", ".join(f"{distances[rank]:.3g} on rank {rank}" for rank in odd[:8])
+    names = ", ".join(list(differing)[:8]) + (f" and {len(differing) - 8} more" if len(differing) > 8 else "")
+    raise ReplicasDiffer(
+        f"{len(differing)} of {len(tensors)} parameters are not the same on all processes: {names}. {first} is not "
+        f"what rank {source} has; the largest difference is {apart}. Call what prepare returned, not the model that "
+        "was given to it (only that reduces gradients), and change weights on all processes alike."
+    )
+
+
+def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
+    """In debug mode: let the first and every N-th step of ``optimizer`` be followed by a comparison."""
+    debug = accelerator.world.debug
+    if debug is None or not debug.replicas or accelerator.world.size == 1:
+        return
+    every, taken = debug.replicas, 0
+
+    def stepped(*_: Any) -> None:
+        nonlocal taken
+        if type(accelerator.agreement) is not Agreement:
+            return  # inside join_uneven_inputs, where a process may have no more steps to take
+        if taken % every == 0 and meant_to_be_equal(accelerator.strategy):
+            accelerator.check_replicas()
+        taken += 1
+
+    optimizer.register_step_post_hook(stepped)
+
+
+def _replicated(model: nn.Module, buffers: bool) -> list[tuple[str, Tensor]]:
+    named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
+    return [(name, t.detach()) for name, t in named if not is_shard(t) and t.device.type != "meta"]
+
+
+def _digests(tensors: Iterable[Tensor]) -> list[int]:
+    """A number for the bits of each tensor, read from the device at once."""
+    generator = torch.Generator().manual_seed(0)  # of its own: nobody else's draws may depend on a check
+    # Odd, as an even weight would lose the highest bit.
+    weights = torch.randint(-(2**62), 2**62, (_PART,), generator=generator) | 1
+    by_device: dict[torch.device, Tensor] = {}
+    digests = [_digest(t, by_device.setdefault(t.device, weights.to(t.device))) for t in tensors]
+    return torch.stack([d.cpu() for d in digests]).tolist() if digests else []
+
+
+def _digest(tensor: Tensor, weights: Tensor) -> Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    bits = tensor.contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in bits.split(_PART):
+        # Weighed by place, modulo 2**64: neither an exchange of values nor changes that cancel out go unseen.
+        total = total * 6364136223846793005 + (part.long() * weights[: part.numel()]).sum()
+    return total
+
+
+def _distance(tensor: Tensor, world: World, source: int) -> float:
+    other = world.broadcast_tensor(tensor.clone().contiguous(), source)
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return (tensor.cpu().to(wide) - other.cpu().to(wide)).abs().max().item()
+
+
+def _other_forms(forms: list[list[str]]) -> str:
+    rank = next(rank for rank, other in enumerate(forms) if other != forms[0])
+    only = [
+        f"rank {one} has {', '.join(missing[:4])}{' ...' * (len(missing) > 4)}"
+        for one, missing in ((0, sorted({*forms[0]} - {*forms[rank]})), (rank, sorted({*forms[rank]} - {*forms[0]})))
+        if missing
+    ]
+    return f"the processes do not hold the same parameters: {'; '.join(only) or 'their order differs'}."

@@ -1,0 +1,343 @@
+"""Optimizers and schedules as the script built them, compared with those of a checkpoint when a run is resumed."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from ...common.messages import announce, warn
+from ...common.validation import choose
+from ..checkpoint import TrainState
+
+if TYPE_CHECKING:
+    from ..accelerator import Accelerator
+    from .prepared_optimizer import PreparedOptimizer
+
+SCHEDULES = ("saved", "script")
+"""What ``schedule=`` may say of a resume."""
+
+State = dict[str, Any]
+
+# How an optimizer computes, not what; torch chooses some of these itself.
+_HOW = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+# Where a scheduler stands, and what follows from its other arguments or from the optimizer's options.
+_POSITION = {"last_epoch", "T_cur", "T_i", "base_lrs", "optimizer", "best", "num_bad_epochs", "cooldown_counter"}
+_NESTED = {"_schedulers", "_milestones"}  # `SequentialLR` keeps its arguments under these names
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+_SHOWN = 12
+
+
+class BuiltSchedule:
+    """A scheduler as it was before its first step in this process.
+
+    Attributes:
+        state: a copy of its ``state_dict``.
+        arguments: what the script built it with, as far as its state tells, by dotted name.
+        held: the arguments that hold; those of a resumed run are what it began with.
+        options: those of its optimizer's groups, to which it has added its own.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.state: State = copy.deepcopy(scheduler.state_dict())
+        self.arguments: State = dict(_arguments(self.state))
+        self.held = self.arguments
+        driven = getattr(scheduler, "optimizer", None)
+        self.options = built_options(driven) if isinstance(driven, Optimizer) else []
+
+
+class LoadedOptimizer(NamedTuple):
+    """An optimizer that is about to be loaded.
+
+    Attributes:
+        optimizer: the user's own.
+        state: for its ``load_state_dict``.
+        options: what `built_options` was when the saved run began; None if the checkpoint does not say.
+        groups: how many groups of parameters it has in the checkpoint.
+    """
+
+    optimizer: Optimizer
+    state: State
+    options: list[State] | None
+    groups: int
+
+
+def built_options(optimizer: Optimizer) -> list[State]:
+    """Return the plain options of an optimizer's groups, such as ``lr`` and ``weight_decay``."""
+    return [
+        {name: _plain(value) for name, value in group.items() if name not in _HOW and _is_plain(_plain(value))}
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else None
+    return list(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | str | None)
+
+
+def _numbers(value: Any) -> list[int | float]:
+    """Return a list of numbers as it is; of anything else, which a damaged file may hold, nothing."""
+    plain = _plain(value)
+    return plain if isinstance(plain, list) and all(isinstance(item, int | float) for item in plain) else []
+
+
+def _arguments(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Counter):  # the milestones of `MultiStepLR`
+        value = sorted(value.elements())
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if key not in _POSITION and (key in _NESTED or not str(key).startswith("_")):
+                yield from _arguments(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+        for number, item in enumerate(value):
+            yield from _arguments(item, f"{name}[{number}]")
+    elif _is_plain(value := _plain(value)):
+        yield name, value
+
+
+# -- what differs --------------------------------------------------------------------------------------------------
+
+
+def compare(accelerator: Accelerator, path: Path, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
+    """Warn once if the script builds other optimizers or schedules than the run began with that saved a checkpoint.
+
+    Args:
+        accelerator: with what the script has prepared.
+        path: the checkpoint.
+        optimizers: those that are about to be loaded, with their states.
+        state: the part of the checkpoint that holds the schedulers.
+
+    Raises:
+        ValueError: if the saved schedule ends before the script's, so that torch would end the run there.
+    """
+    lines = _other_options(accelerator, optimizers)
+    schedules, rates = _other_schedules(accelerator, state)
+    lines += schedules
+    if not (lines or rates):
+        return
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    text = "\n  ".join([*lines[:_SHOWN], *more, *rates])
+    if _ends_early(accelerator, state):
+        raise ValueError(
+            f"{path} was saved with a schedule that ends before this script's:\n  {text}\nOneCycleLR can't be stepped "
+            "beyond its total_steps. To follow the script's schedule from here on, resume with schedule='script'; to "
+            "follow the saved one to its end, with schedule='saved'."
+        )
+    if lines:
+        text += "\nThe saved values hold. schedule='script' takes learning rate and schedule from the script instead."
+    warn(f"{path} was saved by a run with another optimizer configuration or schedule:\n  {text}")
+
+
+def _other_options(accelerator: Accelerator, optimizers: list[LoadedOptimizer]) -> list[str]:
+    lines = []
+    for optimizer, _, there, _ in optimizers:
+        groups = _prepared(accelerator, optimizer).built
+        if there is None or len(there) != len(groups):
+            continue
+        for number, (before, now) in enumerate(zip(there, groups, strict=True)):
+            scheduled = "initial_lr" in before and "initial_lr" in now  # then ``lr`` is the schedule's first value
+            where = f" group {number}" if len(groups) > 1 else ""
+            lines += [
+                f"{type(optimizer).__name__}{where}: {'lr' if name == 'initial_lr' else name} {_shown(before[name])} "
+                f"in the checkpoint, {_shown(now[name])} in this script"
+                for name in now
+                if name in before and not (name == "lr" and scheduled) and _differ(before[name], now[name])
+            ]
+    return lines
+
+
+def _prepared(accelerator: Accelerator, optimizer: Optimizer) -> PreparedOptimizer:
+    return next(one for one in accelerator.optimizers if one.optimizer is optimizer)
+
+
+def _other_schedules(accelerator: Accelerator, state: TrainState) -> tuple[list[str], list[str]]:
+    """Return in what the schedules differ; and what functions, which are the script's in any case, say otherwise."""
+    lines, rates = [], []
+    for scheduler, built, saved, kind, there in _pairs(accelerator, state):
+        now, before = built.arguments, there if isinstance(there, dict) else {}
+        lines += [
+            f"{kind}: {name.replace('_milestones', 'milestones')} {_shown(before[name])} in the checkpoint, "
+            f"{_shown(now[name])} in this script"
+            for name in now
+            if name in before and _differ(before[name], now[name])
+        ]
+        if isinstance(scheduler, LambdaLR):
+            rates += _other_rates(scheduler, saved)
+    return lines, rates
+
+
+def _other_rates(scheduler: LambdaLR, saved: State) -> list[str]:
+    """Compare the functions of a schedule, which no checkpoint holds, at the step that the checkpoint stands at."""
+    step, before, bases = saved.get("last_epoch"), _numbers(saved.get("_last_lr")), _numbers(saved.get("base_lrs"))
+    if not isinstance(step, int) or not len(before) == len(bases) == len(scheduler.lr_lambdas):
+        return []
+    rates = [base * function(step) for base, function in zip(bases, scheduler.lr_lambdas, strict=True)]
+    if all(math.isclose(old, new, rel_tol=1e-5, abs_tol=1e-12) for old, new in zip(before, rates, strict=True)):
+        return []
+    return [
+        f"LambdaLR: lr {_shown(before)} in the checkpoint, {_shown(rates)} by this script's function at its step "
+        f"{step}. Functions are not saved: the script's holds from the next step on"
+    ]
+
+
+def _pairs(accelerator: Accelerator, state: TrainState) -> Iterator[tuple[Any, BuiltSchedule, State, str, Any]]:
+    """Each scheduler with what it was built as, its saved state, its kind, and its arguments in the saved run."""
+    known = state.get("schedules_built")
+    arguments = known if isinstance(known, list) else []
+    for number, (scheduler, built) in enumerate(zip(accelerator.schedulers, accelerator.schedules_built, strict=True)):
+        if number >= len(state["schedulers"]):
+            return
+        own = getattr(scheduler, "scheduler", scheduler)
+        kind = type(own).__qualname__
+        if kind == state["scheduler_kinds"][number] and isinstance(saved := state["schedulers"][number], dict):
+            yield own, built, saved, kind, arguments[number] if number < len(arguments) else None
+
+
+def _ends_early(accelerator: Accelerator, state: TrainState) -> bool:
+    return any(
+        kind == "OneCycleLR" and any(end < built.state["total_steps"] for end in _numbers([saved.get("total_steps")]))
+        for _, built, saved, kind, _ in _pairs(accelerator, state)
+    )
+
+
+def _differ(before: Any, now: Any) -> bool:
+    return bool(before != now and not (before != before and now != now))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]" if len(value) != 1 else _shown(value[0])
+    return repr(value)
+
+
+def is_scheduled(accelerator: Accelerator, optimizer: Optimizer) -> bool:
+    """Return whether a scheduler drives an optimizer."""
+    prepared = _prepared(accelerator, optimizer)
+    return any(getattr(scheduler, "optimizer", None) in (optimizer, prepared) for scheduler in accelerator.schedulers)
+
+
+# -- the script's schedule -----------------------------------------------------------------------------------------
+
+
+def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
+    """Put the script's learning rates and schedules into states that are about to be loaded.
+
+    Each schedule is stepped, on a copy, as often as the saved one was. So the rate is what a run would have now that
+    had followed the script's schedule from its first step.
+
+    Args:
+        accelerator: with what the script has prepared.
+        optimizers: those that are about to be loaded, with their states, which are changed.
+        state: the part of the checkpoint that holds the schedulers; it is changed.
+
+    Raises:
+        ValueError: if a schedule of the script can't be brought to where the saved one is.
+    """
+    pairs = list(_pairs(accelerator, state))
+    for optimizer, saved, *_ in optimizers:
+        prepared = _prepared(accelerator, optimizer)
+        driving = [pair for pair in pairs if getattr(pair[0], "optimizer", None) in (optimizer, prepared)]
+        groups, options = saved["param_groups"], driving[-1][1].options if driving else prepared.built
+        if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler, *_ in driving):
+            warn(
+                f"schedule='script': ReduceLROnPlateau follows measurements, so {_name(optimizer)} keeps what is saved."
+            )
+            continue
+        if len(options) != len(groups):
+            raise ValueError(
+                f"schedule='script' can't set the learning rate of {_name(optimizer)}: it was built with "
+                f"{len(options)} groups of parameters, and has {len(groups)} in the checkpoint."
+            )
+        stand_in = _Groups(options)
+        for scheduler, built, there, kind, _ in driving:
+            copied = _stepped(scheduler, built, there, kind, stand_in)
+            there.clear()
+            there.update(copy.deepcopy(copied.state_dict()))
+        for group, before, now in zip(groups, options, stand_in.param_groups, strict=True):
+            group.update({name: now[name] for name in now if name in _RATES or now[name] != before.get(name)})
+        rates = _shown([group["lr"] for group in stand_in.param_groups])
+        announce(f"schedule='script': {_name(optimizer)} resumes with lr {rates}, from this script's schedule")
+
+
+class _Groups:
+    """What a scheduler needs of an optimizer."""
+
+    def __init__(self, options: list[State]) -> None:
+        self.param_groups = copy.deepcopy(options)
+        self.defaults: State = {}
+        self._opt_called = True
+
+    def step(self) -> None:
+        """Do nothing; schedulers look whether it is there."""
+
+
+def _stepped(scheduler: Any, built: BuiltSchedule, saved: State, kind: str, optimizer: _Groups) -> Any:
+    """A copy of ``scheduler`` over ``optimizer``, from its beginning to where ``saved`` is."""
+    first, last = _position(built.state), _position(saved)
+    if not isinstance(scheduler, LRScheduler) or first is None or last is None or last < first:
+        raise ValueError(
+            f"schedule='script' can't bring this script's {kind} to where the checkpoint's is: its state does not say "
+            "how often it was stepped. Resume with schedule='saved'."
+        )
+    copied = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
+    copied.load_state_dict(copy.deepcopy(built.state))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch expects a step of the optimizer before each
+            for _ in range(last - first):
+                copied.step()
+    except ValueError as error:
+        raise ValueError(
+            f"schedule='script': this script's {kind} can't be brought to step {last}, where the checkpoint is: {error}"
+        ) from error
+    return copied
+
+
+def _position(state: State) -> int | None:
+    nested = state.get("_schedulers")
+    if "last_epoch" not in state and isinstance(nested, list) and nested:
+        return _position(nested[0])
+    found = state.get("last_epoch")
+    return found if isinstance(found, int) else None
+
+
+def _name(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def hold(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: TrainState, script: bool) -> None:
+    """Note whose options and arguments hold from here on, so that later checkpoints name them.
+
+    Args:
+        accelerator: with what the script has prepared.
+        optimizers: those that were loaded.
+        state: the part of the checkpoint that holds the schedulers.
+        script: the learning rates and schedules are the script's; other options are the saved ones nevertheless.
+    """
+    for optimizer, _, options, _ in optimizers:
+        prepared = _prepared(accelerator, optimizer)
+        if options is not None and len(options) == len(prepared.built):
+            own = [{name: group[name] for name in group if script and name in _RATES} for group in prepared.built]
+            prepared.held = [{**there, **rates} for there, rates in zip(options, own, strict=True)]
+    for _, built, _, _, there in _pairs(accelerator, state):
+        built.held = there if isinstance(there, dict) and not script else built.arguments
+
+
+def check_schedule(schedule: str | None) -> str | None:
+    """Return ``schedule`` if it is a word for one."""
+    return None if schedule is None else choose("schedule", schedule, SCHEDULES)

@@ -1,0 +1,404 @@
+"""One process among the others: who it is, and what it exchanges with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..common.durations import parse_duration
+from ..common.messages import nearest
+from ..strategies import World
+from ..strategies.distributed import DistributedType, backend_of, connected, current_world, disconnect, distributed_type
+from . import collectives as exchange
+from .collectives import split
+from .data import Cursor
+
+if TYPE_CHECKING:
+    from .accelerator import Accelerator
+    from .data import Loader
+
+
+class Process:
+    """The part of an `Accelerator` that speaks to the other processes. A world of one answers at once.
+
+    Args:
+        world: all processes.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.data_world = world  # those with different data, where several processes work on one sample
+        self.cursor = Cursor()
+        self._trigger = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.world.device
+
+    @property
+    def num_processes(self) -> int:
+        """Processes in all."""
+        return self.world.size
+
+    @property
+    def process_index(self) -> int:
+        """This process's rank."""
+        return self.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This process's rank on its machine."""
+        return self.world.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank zero."""
+        return self.world.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.world.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self.world.rank == self.world.size - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.world.size > 1
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes work together, in one word."""
+        return distributed_type(self.world, bool(getattr(getattr(self, "strategy", None), "sharded", False)))
+
+    @property
+    def backend(self) -> str | None:
+        """What carries tensors between the processes: ``"gloo"``, ``"nccl"``; None where there is one process."""
+        return backend_of(self.world)
+
+    # -- exchange ------------------------------------------------------------------------------------------------
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here."""
+        self.world.barrier()
+
+    def end_training(self) -> None:
+        """Wait for everyone at the end of a run."""
+        self.wait_for_everyone()
+
+    def gather(self, tensor: Any, sync_grads: bool = False) -> Any:
+        """Concatenate every process's tensors along dimension 0, on every process.
+
+        With ``sync_grads=True`` a loss may be computed on the whole global batch, as contrastive losses need it
+        (SimCLR, CLIP): gradients flow back to the process each row came from. The gradient of a row is the sum of what
+        the losses of all processes say, and DDP and FSDP average the parameters' gradients over the processes. So a
+        loss that every process computes on the whole gathered batch gives exactly the gradient of one process with
+        that batch; multiply it by nothing. So does the mean loss of each process's own rows against all.
+
+        Args:
+            tensor: a tensor, or tensors nested in dicts, lists or tuples; row counts may differ.
+            sync_grads: let gradients flow back. All processes must then use the result in their loss. A sample that is
+                only there to keep the processes in step, where the last batch has fewer samples than there are
+                processes, is left out.
+        """
+        if not sync_grads:
+            return exchange.gather(tensor, self.world)
+        micro = self.cursor.micro
+        stand_in = micro is not None and not micro.samples
+        return exchange.gather(tensor, self.data_world, empty=stand_in, sync_grads=True)
+
+    def gather_object(self, value: Any) -> list[Any]:
+        """Every process's values in one list, on every process; a list (or tuple) counts as its items.
+
+        What was made of the shares of `split_between_processes` comes back in the order of its inputs.
+        """
+        return exchange.gather_objects(value, self.world)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather what was computed from the current batch, each sample of the dataset once, in its order.
+
+        A 0-d tensor, such as a batch's mean loss, becomes one entry per process that had samples. Those batches may
+        differ in size, so a mean over the entries is none over the samples: gather ``(loss, len(batch))`` and weigh,
+        or ``loss.repeat(len(batch))``, with this batch's own length.
+
+        Args:
+            input_data: tensors of any row count (samples, tokens) or 0-d, nested as you like; or other objects.
+            use_gather_object: treat the value as objects even if it holds tensors.
+
+        Returns:
+            Tensors concatenated along dimension 0; what holds no tensor as one list.
+        """
+        micro = self.cursor.micro
+        stand_in = micro is not None and not micro.samples
+        if use_gather_object or not exchange.holds_tensor(input_data):
+            return exchange.gather_objects([] if stand_in else input_data, self.data_world)
+        return exchange.gather(input_data, self.data_world, empty=stand_in)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Combine tensors over the processes: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``."""
+        return exchange.reduce(tensor, self.world, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Pad tensors along ``dim`` to the longest of any process, with ``pad_index``."""
+        return exchange.pad_across_processes(tensor, self.world, dim, pad_index, pad_first)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Give each process its share of ``inputs``; all must have the same. See `split` for what they may be.
+
+        ``gather_object`` (or ``gather``, for tensors) of the results returns them in the inputs' order; of padded
+        ones, the first ``len(inputs)`` are those of the inputs.
+
+        Args:
+            inputs: what to share out, never changed.
+            apply_padding: repeat the last input after the end, so that all shares are equally long.
+        """
+        yield split(inputs, self.world.rank, self.world.size, apply_padding)
+
+    def set_trigger(self) -> None:
+        """Raise a flag that `check_trigger` shows on every process."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process has raised the flag since the last check. All processes must ask."""
+        raised, self._trigger = self.world.any(self._trigger), False
+        return raised
+
+    def destroy_process_group(self) -> None:
+        """End the exchange between the processes, on all of them. A new Accelerator (PartialState) starts it anew."""
+        disconnect()
+
+    # -- on some processes ---------------------------------------------------------------------------------------
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on rank zero."""
+        if self.is_main_process:
+            print(*args, **kwargs)
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: run on rank zero; None elsewhere."""
+        return _run_where(function, self.is_main_process)
+
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: run on the first process of each machine; None elsewhere."""
+        return _run_where(function, self.is_local_main_process)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: run on the last rank; None elsewhere."""
+        return _run_where(function, self.is_last_process)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorator: run on rank ``process_index``; None elsewhere. Alone, this process does every one's part."""
+        if function is None:
+            return partial(self.on_process, process_index=process_index)
+        return _run_where(function, self._is(process_index, self.world.rank, self.world.size, "process_index"))
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorator: run on each machine's process ``local_process_index``; None elsewhere. See `on_process`."""
+        if function is None:
+            return partial(self.on_local_process, local_process_index=local_process_index)
+        world = self.world
+        where = self._is(local_process_index, world.local_rank, world.local_size, "local_process_index")
+        return _run_where(function, where)
+
+    def _is(self, wanted: int | None, own: int, size: int, name: str) -> bool:
+        if wanted is None:
+            raise TypeError(f"{name} says on which process to run; it is missing.")
+        if self.world.size == 1 and isinstance(wanted, int) and wanted >= 0:
+            return True
+        exchange.check_process(wanted, size, name)
+        return own == wanted
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Rank zero runs the block before the others do. If it raises there, it raises on all of them.
+
+        Raises:
+            RuntimeError: on the others, with rank zero's error in words.
+        """
+        return self._first(self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """The first process of each machine runs the block before the others do; see `main_process_first`."""
+        return self._first(self.is_local_main_process)
+
+    @contextmanager
+    def _first(self, leads: bool) -> Iterator[None]:
+        if not leads:
+            self.world.raise_together(None)
+        try:
+            yield
+        except BaseException as error:  # an exit or an interrupt too: the others would wait for good
+            if leads:
+                self.world.raise_together(error)
+            raise
+        if leads:
+            self.world.raise_together(None)
+
+
+def _run_where(function: Callable[..., Any], here: bool) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if here else None
+
+    return run
+
+
+class PartialState(Process):
+    """This process among the others, without models: for inference and scripts of all kinds.
+
+    Any number of them may exist; they share torch's default process group. Made without arguments where one is up, it
+    speaks of that one; else it connects the processes that a launcher started.
+
+    Args:
+        cpu: compute on the CPU.
+        kwargs: ``backend`` (``"gloo"`` or ``"nccl"``) and ``timeout`` (a ``timedelta``, a dict of its
+            arguments, or ``"DD:HH:MM:SS"``), to connect with.
+
+    Raises:
+        TypeError: for an argument that does not exist.
+        ValueError: for a value that can not be honoured.
+    """
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        known = {name: kwargs.pop(name) for name in ("backend", "timeout") if name in kwargs}
+        if kwargs:
+            name = next(iter(kwargs))
+            raise TypeError(
+                f"{type(self).__name__}() has no argument {name!r}.{nearest(name, ('cpu', 'backend', 'timeout'))}"
+            )
+        if known.get("timeout") is not None:
+            known["timeout"] = parse_duration("timeout", known["timeout"])
+        if connected() and not cpu and not known:
+            super().__init__(current_world())
+        else:
+            super().__init__(World.from_env("cpu" if cpu else "auto", spread=False, **known))
+
+    @property
+    def default_device(self) -> torch.device:
+        """What this process computes on."""
+        return self.device
+
+    @property
+    def initialized(self) -> bool:
+        """True: it is complete when it is made."""
+        return True
+
+    def __repr__(self) -> str:
+        lines = {
+            "Distributed environment": f"{self.distributed_type}"
+            + (f"  Backend: {self.backend}" * self.use_distributed),
+            "Num processes": self.num_processes,
+            "Process index": self.process_index,
+            "Local process index": self.local_process_index,
+            "Device": self.device,
+        }
+        return "\n".join(f"{name}: {value}" for name, value in lines.items()) + "\n"
+
+
+class AcceleratorState(PartialState):
+    """What ``accelerator.state`` is: a `PartialState` that knows the precision, and how the model is laid out.
+
+    Args:
+        mixed_precision: as the Accelerator's.
+        cpu: compute on the CPU.
+        kwargs: see `PartialState`.
+    """
+
+    strategy: Any = None
+
+    def __init__(self, mixed_precision: Any = None, cpu: bool = False, **kwargs: Any) -> None:
+        super().__init__(cpu, **kwargs)
+        self._mixed_precision = None if mixed_precision is None else str(mixed_precision)
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> AcceleratorState:
+        """The state of ``accelerator``."""
+        state = cls.__new__(cls)
+        Process.__init__(state, accelerator.world)
+        state.strategy = accelerator.strategy
+        state._mixed_precision = accelerator.mixed_precision
+        return state
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"no"``, ``"bf16"`` or ``"fp16"``.
+
+        Raises:
+            ValueError: where it was made without; an Accelerator's own is no process-wide state.
+        """
+        if self._mixed_precision is None:
+            raise ValueError(
+                "AcceleratorState() was made without mixed_precision, and each Accelerator has its own: use "
+                "accelerator.state.mixed_precision."
+            )
+        return self._mixed_precision
+
+    def __repr__(self) -> str:
+        said = "" if self._mixed_precision is None else f"\nMixed precision type: {self._mixed_precision}\n"
+        return super().__repr__() + said
+
+
+class GradientState:
+    """What ``accelerator.gradient_state`` is: where the loop stands within its accumulation group and its loader.
+
+    Args:
+        accelerator: whose loop.
+    """
+
+    adjust_scheduler = True
+    sync_with_dataloader = True
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch ends its group."""
+        return self._accelerator.sync_gradients
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self._accelerator.gradient_accumulation_steps
+
+    @property
+    def active_dataloader(self) -> Loader | None:
+        """The prepared loader whose batch is being worked on."""
+        micro = self._accelerator.cursor.micro
+        if micro is None:
+            return None
+        return next((loader for loader in self._accelerator.loaders if loader._micro is micro), None)
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether the loop is in a prepared loader."""
+        return self._accelerator.cursor.micro is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether this is the loader's last batch. Of a stream without a length nobody knows it: False."""
+        loader = self.active_dataloader
+        return loader is not None and loader.length is not None and loader.batches >= loader.length
+
+    @property
+    def remainder(self) -> int:
+        """In the last batch the samples that it holds over all processes, else -1. Nothing is ever to be cut off."""
+        micro = self._accelerator.cursor.micro
+        return micro.everyone if micro is not None and self.end_of_dataloader else -1
+
+    def __repr__(self) -> str:
+        names = ("sync_gradients", "num_steps", "end_of_dataloader", "remainder")
+        return "\n".join(f"{name}: {getattr(self, name)}" for name in names) + "\n"

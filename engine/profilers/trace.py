@@ -1,0 +1,66 @@
+"""Where the time goes: torch's profiler, with a trace of each process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...common.validation import choose
+from ..configuration import ProfileKwargs
+from ..process_state import Process
+
+
+class Profiling(Process):
+    """The part of an `Accelerator` that measures."""
+
+    profile_handler: ProfileKwargs | None
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
+        """Measure a block with torch's profiler; with a schedule, call ``step()`` of what it yields.
+
+        Args:
+            profile_handler: how; by default that of ``kwargs_handlers``.
+        """
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        profiler = _profiler(handler, self.process_index)
+        with profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            self.wait_for_everyone()
+
+
+def _profiler(handler: ProfileKwargs, rank: int) -> torch.profiler.profile:
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    activities = None
+    if handler.activities is not None:
+        known = {name.lower(): value for name, value in ProfilerActivity.__members__.items()}
+        activities = [known[choose("activities", name, known)] for name in handler.activities]
+    written = 0
+
+    def ready(profiler: Any) -> None:
+        nonlocal written
+        if handler.output_trace_dir is not None:
+            directory = Path(handler.output_trace_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            cycle = f"_{written}" if written else ""
+            profiler.export_chrome_trace(str(directory / f"profile_{rank}{cycle}.json"))
+            written += 1
+        if handler.on_trace_ready is not None:
+            handler.on_trace_ready(profiler)
+
+    return profile(
+        activities=activities,
+        schedule=None if handler.schedule_option is None else schedule(**handler.schedule_option),
+        on_trace_ready=ready if handler.output_trace_dir is not None else handler.on_trace_ready,
+        record_shapes=handler.record_shapes,
+        profile_memory=handler.profile_memory,
+        with_stack=handler.with_stack,
+        with_flops=handler.with_flops,
+        with_modules=handler.with_modules,
+    )

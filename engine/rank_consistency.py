@@ -1,0 +1,78 @@
+"""What every rank must have alike, because it decides which steps it takes and which collectives it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+from xxhash import xxh3_64
+
+from ..common.messages import named_ranks
+from ..strategies import World
+from .data import shards_itself
+
+_SHOWN = 10
+
+
+def check_same(what: str, values: Mapping[str, Any], world: World) -> None:
+    """Raise on every rank if the ranks have different values. One exchange of a digest; all ranks must call it.
+
+    Args:
+        what: what the values are of, as the error's subject: ``"the ranks are configured differently"``.
+        values: by the name that users know, plain data.
+        world: the ranks to compare.
+
+    Raises:
+        ValueError: names what differs, the values, and the ranks that have them.
+    """
+    if world.size == 1:
+        return
+    digest = xxh3_64(repr(list(values.items())).encode()).hexdigest()
+    if len(set(world.gather_objects(digest))) == 1:
+        return
+    every = world.gather_objects(dict(values))
+    lines = []
+    for name in dict.fromkeys(name for each in every for name in each):
+        ranks: dict[str, list[int]] = {}
+        for rank, each in enumerate(every):
+            ranks.setdefault(repr(each[name]) if name in each else "nothing", []).append(rank)
+        if len(ranks) > 1:
+            lines.append(f"  {name}: {', '.join(f'{value} on {named_ranks(who)}' for value, who in ranks.items())}")
+    if len(lines) > _SHOWN:
+        lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
+    raise ValueError(
+        f"{what}, so they would not take the same steps, or would wait for each other without end:\n"
+        + "\n".join(lines or ["  the order"])
+        + "\nPass the same values on every rank."
+    )
+
+
+def check_same_loaders(loaders: Iterable[Any], world: World) -> None:
+    """As `check_same`, for loaders that the ranks share: the samples of a batch, and who picks them.
+
+    The data itself is another check's, see `check_same_data`.
+    """
+    values: dict[str, Any] = {}
+    for number, loader in enumerate(loaders):
+        values[f"loader {number}"] = type(loader).__name__
+        if shards_itself(loader):
+            values[f"loader {number}, sampler"] = "each rank's own"
+            continue
+        for name in ("batch_size", "drop_last"):
+            values[f"loader {number}, {name}"] = getattr(loader, name, None)
+        for name in ("sampler", "batch_sampler"):
+            values[f"loader {number}, {name}"] = type(getattr(loader, name, None)).__name__
+    check_same("the ranks have different loaders", values, world)
+
+
+def check_same_model(model: nn.Module, world: World) -> None:
+    """As `check_same`, for the names, shapes, formats and ``requires_grad`` of a model's parameters and buffers."""
+    if world.size == 1:
+        return
+    values = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        shape = "not initialized" if is_lazy(tensor) else f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
+        values[name] = f"{shape}, trained" if tensor.requires_grad else shape
+    check_same(f"the {type(model).__name__} differs between the ranks", values, world)

@@ -1,0 +1,22 @@
+"""Weights in files that other programs wrote or read. Loading runs nothing that a file holds.
+
+`sources` recognizes a source by its content. `torch_files` reads files of ``torch.save`` through `pickle_reader`, which
+treats a pickle as a list of instructions, and `pickle_types`, the types that some names stand for. `download` fetches
+URLs. `load` puts weights into a model, `save` writes them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from . import load, save
+    from .load import Loaded, load_weights
+    from .pickle_types import check_extent
+    from .save import byte_size, in_one_move, nbytes, refuse_checkpoint, save_object, write_file, write_weights
+    from .sources import Opened, Source, open_weights, opened
+    from .torch_files import TorchFile, View
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

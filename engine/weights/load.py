@@ -1,0 +1,263 @@
+"""Weights of checkpoints that other programs wrote, into a model. Nothing in a file can make this run anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ...common.messages import warn
+from ...strategies import SingleDevice
+from ...strategies.distributed import cut_like
+from ..big_models import is_dispatched
+from ..checkpoint import read_now, some
+from ..parameter_names import own_name
+from .sources import Opened, Source, opened
+
+Rename = Callable[[str], str | None] | Mapping[str, str]
+
+_WRAPPERS = ("module.", "_forward_module.")  # what DistributedDataParallel and Fabric put before every name
+_INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # what FSDP1 puts anywhere
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load_weights` did, all by the model's names.
+
+    Attributes:
+        names: What was loaded.
+        missing: What the model has and the source has not.
+        unexpected: What the source has and the model has not.
+        reshaped: What has another shape in the source.
+    """
+
+    names: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    reshaped: tuple[str, ...] = ()
+
+
+def load_weights(
+    model: nn.Module,
+    source: Source,
+    *,
+    strict: bool = True,
+    prefix: str | None = None,
+    rename: Rename | None = None,
+    sha256: str | None = None,
+) -> Loaded:
+    """Load weights that any program wrote into a model, by name. Whatever is in the file, nothing of it is run.
+
+    Args:
+        model: The model, as it is or prepared: under any strategy each process takes its part.
+        source: A checkpoint of Treadle; a folder as Hugging Face's, with ``model.safetensors`` or
+            ``pytorch_model.bin``, whole or in shards with an index; a safetensors file; a file of ``torch.save`` with
+            a state dict, or with one under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``, as Lightning's
+            ``.ckpt``; or the URL of such a file, with ``sha256``. Each process reads (and downloads) for itself.
+        strict: The names must be exactly the model's. If not, what fits is loaded, and a warning says what isn't.
+        prefix: Take the names that begin with it, without it. Those that wrappers put there are known.
+        rename: A function from the source's name to the model's, or to None to leave it out; or a mapping of names,
+            where one that ends with ``"."`` or is empty stands for all that begin with it.
+        sha256: The digest of the file, which is compared before anything in it is looked at. A URL needs it.
+
+    Returns:
+        What was loaded and what was not.
+
+    Raises:
+        ValueError: The source is damaged, harmful or none of these, or its names or shapes are not the model's: the
+            text lists them, and says which prefix would fit. The model is as it was then.
+        OSError: It can't be downloaded.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"load_weights loads into a module, not a {type(model).__name__}.")
+    with opened(source, sha256) as found:
+        return put(model, found, strict, prefix, rename)
+
+
+def put(
+    model: nn.Module, found: Opened, strict: bool = True, prefix: str | None = None, rename: Rename | None = None
+) -> Loaded:
+    """Load what was opened into a model; see `load_weights`."""
+    own = _inside(model)
+    state = own.state_dict()
+    targets = {own_name(name): name for name in state}
+    weights = _renamed(found, prefix, rename, set(targets))
+    weights |= _tied(own, weights)
+    missing = tuple(name for name in targets if name not in weights)
+    unexpected = tuple(name for name in weights if name not in targets)
+    reshaped = tuple(name for name, key in targets.items() if name in weights and not _fits(weights[name], state[key]))
+    if strict:
+        _compare(own, found, weights, state, targets, (missing, unexpected, reshaped))
+        fitting = list(weights)
+    else:
+        fitting = [name for name in weights if name in targets and name not in reshaped]
+        if not fitting:
+            raise ValueError(f"{found.place}: nothing in it fits the model.{_advice(weights, targets)}")
+        _say_left_out(found.place, missing, unexpected, reshaped)
+    values = {}
+    for name in fitting:
+        value = read_now(weights[name]) if hasattr(weights[name], "fill") else weights[name]
+        key = targets.get(name, name)
+        values[key] = cut_like(value, state[key]) if isinstance(value, Tensor) and key in state else value
+    try:
+        own.load_state_dict(values, strict=strict)
+    except RuntimeError as error:
+        raise ValueError(f"{found.place}: does not fit the model: {error}{_advice(weights, targets)}") from error
+    return Loaded(tuple(fitting), missing, unexpected, reshaped)
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    own = SingleDevice().unwrap(model)
+    empty = [name for name, value in own.state_dict().items() if getattr(value, "is_meta", False)]
+    if empty or is_dispatched(own):
+        which = some(empty) if empty else "parts of it"
+        raise ValueError(
+            f"load_weights: the model has no memory for {which}: it was built empty, or spread over devices. "
+            "Use load_checkpoint_and_dispatch, or model.to_empty(device=...) first."
+        )
+    return own
+
+
+def _tied(own: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Names for tied parameters, of which a file may hold one name only."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in own.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(own_name(name))
+    found: dict[str, Any] = {}
+    for names in groups.values():
+        held = [name for name in names if name in weights]
+        if held and len(held) < len(names):
+            found |= {name: weights[held[0]] for name in names if name not in weights}
+    return found
+
+
+def _fits(piece: Any, tensor: Any) -> bool:
+    if not isinstance(tensor, Tensor) or is_lazy(tensor):
+        return True
+    return getattr(piece, "shape", None) == tensor.shape
+
+
+def _compare(
+    own: nn.Module,
+    found: Opened,
+    weights: Mapping[str, Any],
+    state: Mapping[str, Any],
+    targets: Mapping[str, str],
+    differences: tuple[tuple[str, ...], ...],
+) -> None:
+    """Refuse weights that are not exactly the model's."""
+    missing, unexpected, reshaped = differences
+    if not any(differences):
+        return
+    if not reshaped and _may_know_other_names(own):
+        return  # then torch itself compares, once they have renamed
+    lines = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
+    lines += [
+        f"{name}: {tuple(getattr(weights[name], 'shape', ()))} in the source, "
+        f"{tuple(state[targets[name]].shape)} in the model"
+        for name in reshaped
+    ]
+    more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
+    raise ValueError(
+        f"{found.place}: holds another model's weights:\n  "
+        + "\n  ".join(line[:300] for line in lines[:30])
+        + more
+        + f"\nWith strict=False what fits is loaded.{_advice(weights, targets)}"
+    )
+
+
+def _may_know_other_names(own: nn.Module) -> bool:
+    """Whether parts of the model have hooks of their own that change what is loaded, such as a weight norm's."""
+    hooks = [hook for part in own.modules() for hook in part._load_state_dict_pre_hooks.values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed") for hook in map(_bare, hooks))
+
+
+def _bare(hook: Any) -> Any:
+    return getattr(hook, "hook", hook)
+
+
+def _say_left_out(place: str, *left: tuple[str, ...]) -> None:
+    words = ("not in it, so the model keeps its own", "not in the model", "of another shape")
+    said = [f"{word}: {some(list(names))}" for word, names in zip(words, left, strict=True) if names]
+    if said:
+        warn(f"load_weights({place!r}, strict=False) left out what is {'; '.join(said)}.")
+
+
+def _renamed(found: Opened, prefix: str | None, rename: Rename | None, own: set[str]) -> dict[str, Any]:
+    values = found.weights | {name: value for name, value in found.others.items() if name.endswith("_extra_state")}
+    change = _renaming(rename)
+    result: dict[str, Any] = {}
+    if prefix is None:
+        values = _without_wrappers(values, own)
+    elif not any(name.startswith(prefix) for name in values):
+        raise ValueError(f"{found.place}: no name begins with prefix={prefix!r}; its names are {some(list(values))}.")
+    for name, value in values.items():
+        if prefix is not None and not name.startswith(prefix):
+            continue
+        new = change(name.removeprefix(prefix or ""))
+        if new is None:
+            continue
+        if not isinstance(new, str):
+            raise TypeError(f"rename({name!r:.100}) must be a name or None, not {new!r:.100}.")
+        if new in result:
+            raise ValueError(f"{found.place}: two names become {new!r:.100} by prefix and rename.")
+        result[new] = value
+    return result
+
+
+def _renaming(rename: Rename | None) -> Callable[[str], str | None]:
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    if not isinstance(rename, Mapping):
+        raise TypeError(f"rename must be a function or a mapping of names, not {rename!r:.100}.")
+    beginnings = sorted((old for old in rename if not old or old.endswith(".")), key=len, reverse=True)
+
+    def change(name: str) -> str:
+        if name in rename:
+            return rename[name]
+        old = next((old for old in beginnings if name.startswith(old)), None)
+        return name if old is None else rename[old] + name.removeprefix(old)
+
+    return change
+
+
+def _without_wrappers(values: dict[str, Any], own: set[str]) -> dict[str, Any]:
+    """Values under names without what wrappers put there, as far as the model's own names don't have it."""
+    values = {own_name(name): value for name, value in values.items()}
+    for inside in _INSIDE:
+        if any(inside in name for name in values) and not any(inside in name for name in own):
+            values = {name.replace(inside, ""): value for name, value in values.items()}
+    while values:
+        for wrapper in _WRAPPERS:
+            if all(name.startswith(wrapper) for name in values) and not any(n.startswith(wrapper) for n in own):
+                values = {name.removeprefix(wrapper): value for name, value in values.items()}
+                break
+        else:
+            break
+    return values
+
+
+def _advice(weights: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """What would make the names fit better, if a prefix does."""
+    if len(weights) > 100_000:
+        return ""
+
+    def beginnings(names: Mapping[str, Any]) -> set[str]:
+        parts = [name.split(".")[:-1][:6] for name in list(names)[:100]]
+        return {".".join(words[:n]) + "." for words in parts for n in range(1, len(words) + 1)}
+
+    best, advice = sum(name in own for name in weights), ""
+    for begin in sorted(beginnings(weights)):
+        count = sum(name.startswith(begin) and name.removeprefix(begin) in own for name in weights)
+        if count > best:
+            best, advice = count, f" prefix={begin!r} makes {count} of the model's {len(own)} names fit."
+    for begin in sorted(beginnings(own)):
+        count = sum(begin + name in own for name in weights)
+        if count > best:
+            best, advice = count, f" rename={{'': {begin!r}}} makes {count} of the model's {len(own)} names fit."
+    return advice

@@ -1,0 +1,273 @@
+"""What data the names in other programs' files stand for: those of torch, numpy, paths, Lightning's containers.
+
+Everything not in the table stays `Unknown`. No name here leads to another program's code; the values are ours.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+
+from .pickle_reader import Made, Name
+
+_MAX_DEPTH = 100
+_NUMPY_DTYPE = re.compile(r"(\?|b1|[iufc](1|2|4|8|16)|U\d{1,6}|S\d{1,6})")
+
+
+class Unknown(Exception):
+    """What has a name that is not in the table, or stands for no data; says the name."""
+
+
+class Reader:
+    """Turns what `pickles.read` returned into data.
+
+    Args:
+        persistent: What to make of a persistent id, which is a tuple.
+        calls: More names, and what to make of the arguments of a call of each.
+        budget: The most bytes that may be copied on the way: a file can refer to one long text a million times.
+    """
+
+    def __init__(
+        self, persistent: Callable[[Any], Any], calls: Mapping[str, Callable[..., Any]], budget: int = 2**28
+    ) -> None:
+        self.persistent = persistent
+        self.calls = {**_CALLS, **calls}
+        self.budget = budget
+        self.dropped: dict[str, str] = {}
+        self._built: dict[int, tuple[Any, Any]] = {}
+        self._open: set[int] = set()
+
+    def mapping(self, value: Any, place: str) -> dict[Any, Any]:
+        """The items of a dict that are data; what others are is noted in `dropped`, by place.
+
+        Raises:
+            ValueError: It is no dict.
+        """
+        value = self.container(value)
+        if not isinstance(value, dict):
+            raise ValueError(f"{place} is no dict")
+        found = {}
+        for name, item in value.items():
+            if isinstance(name, Name):
+                continue
+            try:
+                found[name] = self.data(item)
+            except Unknown as error:
+                self.dropped[f"{place}.{name}" if place else str(name)] = str(error)
+        return found
+
+    def container(self, value: Any) -> Any:
+        """A dict of whatever class in the file as a plain one, its items unread; anything else as it is."""
+        if isinstance(value, Made):
+            name = value.name
+            if name == "collections.OrderedDict" and value.args:  # as Python 2 wrote it
+                return _ordered(self, value.args[0]) | value.pairs
+            if name.rpartition(".")[2] in ("OrderedDict", "AttributeDict", "defaultdict"):
+                return value.pairs
+            if name == "argparse.Namespace" and isinstance(value.state, dict):
+                return value.state
+            if name == "copyreg._reconstructor" and len(value.args) == 3 and isinstance(value.args[2], dict):
+                return value.args[2] | value.pairs
+            if name == "omegaconf.dictconfig.DictConfig" and isinstance(value.state, dict):
+                return value.state.get("_content")
+        return value
+
+    def data(self, value: Any, depth: int = 0) -> Any:
+        """The data that a value stands for.
+
+        Raises:
+            Unknown: It, or something in it, is none.
+            ValueError: It contains itself, is nested too deep, or asks for more memory than it has.
+        """
+        if isinstance(value, Name):
+            return self._named(value)
+        if not isinstance(value, Made | dict | list | tuple):
+            return value
+        if id(value) in self._built:
+            return self._built[id(value)][1]
+        if id(value) in self._open or depth > _MAX_DEPTH:
+            raise ValueError("it contains itself, or is nested too deep")
+        self._open.add(id(value))
+        try:
+            built = self._build(value, depth + 1)
+        finally:
+            self._open.discard(id(value))
+        self._built[id(value)] = (value, built)  # kept alive, so that its id stays its own
+        return built
+
+    def charge(self, size: int) -> None:
+        """Count memory that is copied."""
+        self.budget -= size
+        if self.budget < 0:
+            raise ValueError("it asks for far more memory than it has data")
+
+    def _build(self, value: Any, depth: int) -> Any:
+        if isinstance(value, dict):
+            return {key: self.data(item, depth) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self.data(item, depth) for item in value)
+        if value.name == "persistent":
+            return self.persistent(*value.args)
+        if value.name == "copyreg._reconstructor" and value.args and isinstance(value.args[0], Name):
+            value = Made(value.args[0].path, value.args[1:], value.state, value.pairs, value.items)
+        if value.name.endswith(".AttributeDict"):
+            inside = self.container(value)
+            return self.data(inside if value.pairs else next((a for a in value.args if isinstance(a, dict)), {}), depth)
+        if value.name.startswith("omegaconf.") and isinstance(value.state, dict):
+            return self.data(value.state["_content" if "_content" in value.state else "_val"], depth)
+        if value.name not in self.calls:
+            raise Unknown(value.name)
+        args = [arg if isinstance(arg, Name) else self.data(arg, depth) for arg in value.args]
+        state = value.state if value.name in _WITH_STATE else None
+        try:
+            if state is not None:
+                return self.calls[value.name](self, *args, state=self.data(state, depth))
+            built = self.calls[value.name](self, *args)
+        except (TypeError, AttributeError, IndexError, OverflowError, RuntimeError, LookupError) as error:
+            raise ValueError(f"{value.name} has arguments that are none of it: {error}") from error
+        if value.pairs:
+            built.update(self.data(value.pairs, depth))
+        return built
+
+    def _named(self, name: Name) -> Any:
+        dtype = vars(torch).get(name.path[6:]) if name.path.startswith("torch.") else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise Unknown(name.path)
+
+
+def check_extent(value: Any, limit: int = 1_000_000) -> None:
+    """Refuse data that refers to its parts so often that whoever walks through it never ends.
+
+    Raises:
+        ValueError: It would be longer than ``limit`` if it were written out.
+        RecursionError: It contains itself.
+    """
+    extents: dict[int, int] = {}
+
+    def extent(part: Any) -> int:
+        if not isinstance(part, dict | list | tuple | Namespace):
+            return 1
+        if id(part) not in extents:
+            inside = vars(part) if isinstance(part, Namespace) else part
+            extents[id(part)] = 1 + sum(map(extent, inside.values() if isinstance(inside, dict) else inside))
+        return extents[id(part)]
+
+    if extent(value) > limit:
+        raise ValueError("it refers to the same things again and again, and would have no end if written out")
+
+
+def _ordered(reader: Reader, pairs: Any = ()) -> dict[Any, Any]:
+    if not isinstance(pairs, dict | list | tuple):
+        raise Unknown("a dict of something else")
+    reader.charge(100 * len(pairs))
+    try:
+        return {_text(key): value for key, value in (pairs.items() if isinstance(pairs, dict) else pairs)}
+    except (TypeError, ValueError) as error:
+        raise Unknown("a dict of something else") from error
+
+
+def _text(key: Any) -> Any:
+    if not isinstance(key, str | int | bytes | bool | float | None):
+        raise Unknown(type(key).__name__)
+    return key
+
+
+def _path(kind: type[pathlib.PurePath]) -> Callable[..., Any]:
+    def make(reader: Reader, *parts: str) -> Any:
+        reader.charge(sum(len(part) for part in parts))
+        return kind(*parts)
+
+    return make
+
+
+def _encoded(reader: Reader, text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise Unknown("_codecs.encode")
+    reader.charge(len(text))
+    return text.encode("latin-1")
+
+
+def _bytes(reader: Reader, data: bytes | str = b"", encoding: str = "latin-1") -> bytes:
+    if isinstance(data, str):
+        return _encoded(reader, data, encoding.replace("latin-1", "latin1"))
+    if not isinstance(data, bytes | bytearray):
+        raise Unknown("builtins.bytes")  # bytes(10**11) is that many zeros
+    reader.charge(len(data))
+    return bytes(data)
+
+
+def _set(kind: type) -> Callable[..., Any]:
+    def make(reader: Reader, items: Any = ()) -> Any:
+        reader.charge(100 * len(items))
+        return kind(_text(item) for item in items)
+
+    return make
+
+
+def _dtype(reader: Reader, code: Any, *_: Any, state: Any = None) -> np.dtype[Any]:
+    if not isinstance(code, str) or not _NUMPY_DTYPE.fullmatch(code):
+        raise Unknown(f"numpy.dtype({code!r:.40})")
+    dtype = np.dtype(code)
+    return dtype.newbyteorder(">") if isinstance(state, tuple) and state[1:2] == (">",) else dtype
+
+
+def _scalar(reader: Reader, dtype: np.dtype[Any], data: bytes) -> Any:
+    if not isinstance(dtype, np.dtype) or not isinstance(data, bytes) or len(data) != dtype.itemsize:
+        raise Unknown("a numpy scalar")
+    return np.frombuffer(data, dtype)[0]
+
+
+def _array(reader: Reader, *_: Any, state: Any = None) -> Any:
+    if not isinstance(state, tuple) or len(state) != 5:
+        raise Unknown("a numpy array")
+    _, shape, dtype, in_columns, data = state
+    if not isinstance(dtype, np.dtype) or not isinstance(data, bytes):
+        raise Unknown("a numpy array of objects")
+    reader.charge(len(data))
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if in_columns else "C").copy()
+
+
+def _namespace(reader: Reader, state: Any = None) -> Namespace:
+    made = Namespace()
+    vars(made).update({key: value for key, value in (state or {}).items() if isinstance(key, str)})
+    return made
+
+
+def _in(modules: tuple[str, ...], calls: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    return {f"{module}.{name}": call for module in modules for name, call in calls.items()}
+
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": _ordered,
+    "collections.Counter": _ordered,
+    "collections.defaultdict": lambda reader, factory=None: {},
+    "argparse.Namespace": _namespace,
+    "_codecs.encode": _encoded,
+    "builtins.bytes": _bytes,
+    "builtins.bytearray": _bytes,
+    "builtins.set": _set(set),
+    "builtins.frozenset": _set(frozenset),
+    "builtins.complex": lambda reader, real, imag: complex(float(real), float(imag)),
+    "datetime.timedelta": lambda reader, *parts: timedelta(*parts),
+    "torch.Size": lambda reader, sizes: torch.Size(sizes),
+    "torch.device": lambda reader, *parts: torch.device(*parts),
+    "numpy.dtype": _dtype,
+    **_in(("numpy.core.multiarray", "numpy._core.multiarray"), {"scalar": _scalar, "_reconstruct": _array}),
+    **_in(
+        ("pathlib", "pathlib._local"),
+        {
+            **dict.fromkeys(("Path", "PosixPath", "WindowsPath"), _path(pathlib.Path)),
+            **dict.fromkeys(("PurePath", "PurePosixPath"), _path(pathlib.PurePosixPath)),
+            "PureWindowsPath": _path(pathlib.PureWindowsPath),
+        },
+    ),
+}
+_WITH_STATE = {"argparse.Namespace", "numpy.dtype", *(name for name in _CALLS if name.endswith("._reconstruct"))}

@@ -1,0 +1,307 @@
+"""Files of ``torch.save``, read without ``torch.load``: names and places of tensors, and what else is plain data.
+
+`pickles` reads the pickle in it as data, so it can run nothing; tensors stay in the file until they are asked for.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import os
+import struct
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import Filed, Held, Piece, mark_of
+from . import pickle_reader as pickles
+from .pickle_types import Reader, Unknown
+
+_MAX_DIRECTORY_BYTES = 32 * 2**20  # a zip's list of entries, some 100 bytes each
+_COPIED_AT_LEAST = 2**26
+_MAGIC = 0x1950A86A20F9469CFC6C  # torch.save before 1.6, and with _use_new_zipfile_serialization=False
+_LEGACY_VERSION = 1001
+_KINDS = {
+    **{"Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16},
+    **{"Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8},
+    **{"Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128, "Untyped": torch.uint8},
+}
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Memory that the file's tensors are views of."""
+
+    dtype: torch.dtype
+    key: str
+    count: int
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor of the file: a view of one of its storages."""
+
+    storage: Storage
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Strided:
+    """A tensor that does not lie in one piece: what lies there, and how to look at it."""
+
+    base: Filed
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.base.dtype
+
+    def get(self, exact: bool = True) -> Tensor:
+        """The tensor, a view of what is mapped onto the file."""
+        return self.base.get(exact).as_strided(self.shape, self.stride)
+
+    def fill(self, out: Tensor) -> None:
+        """Copy it into ``out``."""
+        out.copy_(self.get(exact=False))
+
+
+class TorchFile:
+    """An opened file of ``torch.save``.
+
+    Attributes:
+        document: Its content as `pickles.read` returns it. `reader` makes data of it, tensors as `View`.
+        reader: Turns parts of the document into data.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            self._mark = mark_of(file.fileno())
+            size = os.fstat(file.fileno()).st_size
+            self._places: dict[str, tuple[int, int]] = {}
+            self._storages: dict[str, Storage] = {}
+            self.reader = Reader(self._storage, _TENSORS)
+            if file.read(4) == b"PK\x03\x04":
+                self.document = self._zipped(file, size)
+            else:
+                self.document = self._legacy(file, size)
+
+    def piece(self, view: Any) -> Piece | Strided:
+        """The tensor that a `View` stands for, unread.
+
+        Raises:
+            ValueError: It is no part of the file.
+        """
+        start, nbytes = self._places.get(view.storage.key, (0, -1))
+        size = view.dtype.itemsize
+        if nbytes < view.storage.count * view.storage.dtype.itemsize:
+            raise ValueError(f"its storage {view.storage.key!r:.40} is missing or too short")
+        elements, shape = math.prod(view.shape), torch.Size(view.shape)
+        if not elements:
+            return Held(torch.empty(shape, dtype=view.dtype))
+        reach = 1 + sum((length - 1) * step for length, step in zip(view.shape, view.stride, strict=True))
+        if (view.offset + reach) * size > view.storage.count * view.storage.dtype.itemsize:
+            raise ValueError("a tensor reaches beyond its storage")
+        first = start + view.offset * size
+        if reach == elements and view.stride == _contiguous(view.shape):
+            return Filed(self.path.absolute(), self._mark, view.dtype, shape, first, reach * size)
+        base = Filed(self.path.absolute(), self._mark, view.dtype, torch.Size((reach,)), first, reach * size)
+        return Strided(base, shape, view.stride)
+
+    def _storage(self, pid: Any) -> Storage:
+        kind, name, key, _, count = pid[:5] if isinstance(pid, tuple) and len(pid) in (5, 6) else (None,) * 5
+        if kind != "storage" or not isinstance(name, pickles.Name) or not isinstance(key, str) or any(pid[5:]):
+            raise ValueError("it refers to something that is no storage of a tensor")
+        word = name.path.rpartition(".")[2].removesuffix("Storage")
+        if not name.path.startswith("torch.") or word not in _KINDS:
+            raise ValueError(f"it has a storage of {name.path}, which is none of torch's")
+        found = Storage(_KINDS[word], key, _count(count))
+        if self._storages.setdefault(key, found) != found:
+            raise ValueError(f"its storage {key!r:.40} is said to be of two kinds")
+        return found
+
+    def _zipped(self, file: Any, size: int) -> Any:
+        if _directory_bytes(file, size) > _MAX_DIRECTORY_BYTES:
+            raise ValueError("its list of entries is too long for a file of weights")
+        try:
+            with zipfile.ZipFile(file) as archive:
+                entries = _checked_entries(archive.infolist())
+                root = _root(entries)
+                file.seek(0)
+                for name, entry in entries.items():
+                    self._places[name.removeprefix(f"{root}/data/")] = _place(file, entry, size)
+                order = self._small(file, f"{root}/byteorder", 16) or b"little"
+                if order.strip() != b"little":
+                    raise ValueError("it was written by a big-endian machine; save it again as safetensors")
+                data = self._small(file, f"{root}/data.pkl", pickles.MAX_BYTES)
+        except (zipfile.BadZipFile, struct.error, EOFError, NotImplementedError) as error:
+            raise ValueError(f"it is a damaged archive: {error}") from error
+        self.reader.budget = _COPIED_AT_LEAST + 4 * len(data)
+        return pickles.read(io.BytesIO(data))
+
+    def _small(self, file: Any, name: str, limit: int) -> bytes:
+        start, nbytes = self._places.get(name, (0, 0))
+        if nbytes > limit:
+            raise ValueError(f"its {name.rpartition('/')[2]} has {nbytes:,} bytes, more than the {limit:,} allowed")
+        file.seek(start)
+        return file.read(nbytes)
+
+    def _legacy(self, file: Any, size: int) -> Any:
+        # Mapped, so that only what the pickles take up is read; they come first.
+        with mmap.mmap(file.fileno(), min(size, pickles.MAX_BYTES), access=mmap.ACCESS_READ) as stream:
+            if pickles.read(stream) != _MAGIC or pickles.read(stream) != _LEGACY_VERSION:
+                raise ValueError("it is a pickle, but no file of torch.save; save weights as safetensors")
+            system = pickles.read(stream)
+            if not isinstance(system, dict) or system.get("little_endian") is not True:
+                raise ValueError("it was written by a big-endian machine; save it again as safetensors")
+            document, keys = pickles.read(stream), pickles.read(stream)
+            if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+                raise ValueError("its list of storages is damaged")
+            start = stream.tell()
+        self._follow(document)
+        for key in keys:
+            file.seek(start)
+            count = int.from_bytes(file.read(8), "little")
+            found = self._storages.get(key)
+            if found is None or count != found.count or start + 8 + count * found.dtype.itemsize > size:
+                raise ValueError(f"its storage {key!r:.40} is cut short or damaged")
+            self._places[key] = (start + 8, count * found.dtype.itemsize)
+            start += 8 + count * found.dtype.itemsize
+        return document
+
+    def _follow(self, document: Any) -> None:
+        """Note every storage, wherever it is: in old files only they say how long each is."""
+        seen: set[int] = set()
+        left = [document]
+        while left:
+            value = left.pop()
+            if id(value) in seen or not isinstance(value, pickles.Made | dict | list | tuple):
+                continue
+            seen.add(id(value))
+            if isinstance(value, dict):
+                left.extend(value.values())
+            elif isinstance(value, list | tuple):
+                left.extend(value)
+            elif value.name == "persistent":
+                self._storage(*value.args)
+            else:
+                left += [value.args, value.state, value.pairs, value.items]
+
+
+def _directory_bytes(file: Any, size: int) -> int:
+    """How long a zip's list of entries says it is, before anything reads it."""
+    file.seek(max(0, size - 2**16 - 22))
+    tail = file.read()
+    at = tail.rfind(b"PK\x05\x06")
+    if at < 0 or len(tail) < at + 22:
+        raise ValueError("it is a zip archive that was cut short")
+    found = [struct.unpack_from("<I", tail, at + 12)[0]]
+    if found == [0xFFFFFFFF]:
+        found = []
+    if tail[max(0, at - 20) : at][:4] == b"PK\x06\x07":
+        file.seek(struct.unpack_from("<Q", tail, at - 12)[0])
+        record = file.read(56)
+        if record[:4] == b"PK\x06\x06" and len(record) == 56:
+            found.append(struct.unpack_from("<Q", record, 40)[0])
+    return max(found, default=size)
+
+
+def _checked_entries(listed: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
+    entries = {entry.filename: entry for entry in listed}
+    if any("/code/__torch__" in name or name.endswith("/constants.pkl") for name in entries):
+        raise ValueError("it is a TorchScript program; save its state_dict() as safetensors instead")
+    if len(entries) != len(listed):
+        raise ValueError("two of its entries have the same name")
+    for name, entry in entries.items():
+        if name.startswith("/") or "\\" in name or ".." in name.split("/") or entry.orig_filename != name:
+            raise ValueError(f"its entry {name!r:.60} has a name that leads elsewhere")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
+            raise ValueError(f"its entry {name!r:.60} is compressed or encrypted, as torch.save never writes")
+    return entries
+
+
+def _root(entries: dict[str, zipfile.ZipInfo]) -> str:
+    roots = [name.removesuffix("/data.pkl") for name in entries if name.endswith("/data.pkl")]
+    if len(roots) != 1:
+        what = "numpy arrays" if any(name.endswith(".npy") for name in entries) else "no data.pkl"
+        raise ValueError(f"it is a zip archive with {what}, and no file of torch.save")
+    return roots[0]
+
+
+def _place(file: Any, entry: zipfile.ZipInfo, size: int) -> tuple[int, int]:
+    file.seek(entry.header_offset)
+    head = file.read(30)
+    if head[:4] != b"PK\x03\x04":
+        raise ValueError(f"its entry {entry.filename!r:.60} is not where its list says")
+    start = entry.header_offset + 30 + sum(struct.unpack_from("<HH", head, 26))
+    if start + entry.file_size > size:
+        raise ValueError(f"its entry {entry.filename!r:.60} was cut short")
+    return start, entry.file_size
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError("a tensor's size is no number")
+    return value
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    steps = [1]
+    for length in reversed(shape[1:]):
+        steps.append(steps[-1] * max(length, 1))
+    return tuple(reversed(steps)) if shape else ()
+
+
+def _tensor(
+    reader: Reader, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any, dtype: torch.dtype | None = None
+) -> View:
+    if not isinstance(storage, Storage) or not isinstance(shape, tuple) or not isinstance(stride, tuple):
+        raise ValueError("a tensor is described in a way that torch never does")
+    shape, stride = tuple(_count(n) for n in shape), tuple(_count(n) for n in stride)
+    if len(shape) != len(stride) or len(shape) > 64 or math.prod(shape) >= 2**62:
+        raise ValueError("a tensor has a shape that no tensor can have")
+    return View(storage, dtype or storage.dtype, _count(offset), shape, stride)
+
+
+def _tensor_v2(
+    reader: Reader, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None
+) -> View:
+    if metadata:
+        raise Unknown("a tensor that is conjugated or negated")
+    return _tensor(reader, storage, offset, shape, stride)
+
+
+def _tensor_v3(
+    reader: Reader, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
+) -> View:
+    if any(more) or not isinstance(dtype, torch.dtype | pickles.Name):
+        raise Unknown("a tensor of no dtype")
+    found = dtype if isinstance(dtype, torch.dtype) else reader.data(dtype)
+    return _tensor(reader, storage, offset, shape, stride, dtype=found)
+
+
+def _of_class(reader: Reader, make: Any, kind: Any, args: Any, state: Any = None) -> Any:
+    plain = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+    if not isinstance(make, pickles.Name) or getattr(kind, "path", None) not in plain or make.path not in _TENSORS:
+        raise Unknown(getattr(kind, "path", "a tensor's subclass"))
+    return _TENSORS[make.path](reader, *args)
+
+
+_TENSORS: dict[str, Any] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": lambda reader, data, grad, hooks: data,
+    "torch._utils._rebuild_parameter_with_state": lambda reader, data, grad, hooks, state: data,
+    "torch._tensor._rebuild_from_type_v2": _of_class,
+}

@@ -1,0 +1,292 @@
+"""Accelerate's words for how a model lies on the world, and the strategies that they mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import Any
+
+from ..common.validation import check_int, choose
+from .ddp import DDP
+from .distributed import World
+from .registry import resolve_strategy
+from .strategy import Strategy
+
+
+class DDPCommunicationHookType(StrEnum):
+    """How gradients are pressed together on their way between the processes."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+@dataclass
+class DistributedDataParallelKwargs:
+    """How replicas average their gradients: arguments of ``torch.nn.parallel.DistributedDataParallel``.
+
+    Args:
+        comm_hook: how gradients are pressed together: ``"no"``, ``"fp16"``, ``"bf16"``, ``"power_sgd"``,
+            ``"batched_power_sgd"``.
+        comm_wrapper: ``"fp16"`` or ``"bf16"`` around a PowerSGD hook.
+        comm_state_option: arguments of torch's ``PowerSGDState``.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: Any = DDPCommunicationHookType.NO
+    comm_wrapper: Any = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def strategy(self) -> DDP:
+        """The strategy it stands for.
+
+        Raises:
+            ValueError: for ``dim`` or ``check_reduction``, which torch itself no longer reads.
+        """
+        for name, default in (("dim", 0), ("check_reduction", False)):
+            if getattr(self, name) != default:
+                raise ValueError(f"{name}={getattr(self, name)!r} has no effect in torch any more; leave it out.")
+        return DDP(
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            bucket_cap_mb=self.bucket_cap_mb,
+            broadcast_buffers=self.broadcast_buffers,
+            comm_hook=getattr(self.comm_hook, "value", self.comm_hook),
+            comm_wrapper=getattr(self.comm_wrapper, "value", self.comm_wrapper),
+            comm_state=self.comm_state_option or None,
+        )
+
+
+ReplicaKwargs = DistributedDataParallelKwargs  # for those above, who do not ask which strategy it is
+
+
+@dataclass
+class ParallelismConfig:
+    """A grid of processes: replicas x shards x tensor parallel parts; the product is the number of processes.
+
+    Raises:
+        ValueError: for dimensions that are not there, such as context or sequence parallel ones.
+    """
+
+    dp_replicate_size: int = 1
+    dp_shard_size: int = 1
+    tp_size: int = 1
+    cp_size: int = 1
+    cp_backend: Any = None
+    sp_size: int = 1
+    sp_backend: Any = None
+    tp_handler: Any = None
+    cp_handler: Any = None
+    sp_handler: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
+            size = getattr(self, name)
+            if size is None:
+                setattr(self, name, 1)
+            else:
+                check_int(name, size, 1)
+        for name in ("cp_size", "sp_size"):
+            if getattr(self, name) != 1:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: Treadle does not split a sequence over processes. Use "
+                    "dp_shard_size and tp_size, which split the model."
+                )
+        for name in ("tp_handler", "cp_handler", "sp_handler", "cp_backend", "sp_backend"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}= has no meaning here: sizes say all that a strategy needs.")
+
+    @property
+    def total_size(self) -> int:
+        """Processes that the grid needs."""
+        return self.dp_replicate_size * self.dp_shard_size * self.tp_size
+
+    def check(self, world: World) -> None:
+        """See that the grid fits ``world``.
+
+        Raises:
+            ValueError: if it needs another number of processes.
+        """
+        if self.total_size != world.size:
+            raise ValueError(
+                f"parallelism_config: {self.dp_replicate_size} (dp_replicate) x {self.dp_shard_size} (dp_shard) x "
+                f"{self.tp_size} (tp) = {self.total_size} processes, but this run has {world.size}."
+            )
+
+    @property
+    def shards(self) -> bool:
+        """Whether a model is split, rather than copied, over some of the processes."""
+        return self.dp_shard_size > 1 or self.tp_size > 1
+
+
+_SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+# What the sharding does by nature, so that asking for it changes nothing.
+_ALWAYS: dict[str, tuple[Any, ...]] = {
+    "fsdp_version": (None, 1, 2),
+    "backward_prefetch": (None, "BACKWARD_PRE", "NO_PREFETCH"),
+    "limit_all_gathers": (None, True),
+    "use_orig_params": (None, True),
+    "sync_module_states": (None, True),
+    "forward_prefetch": (None, False),
+    "cpu_ram_efficient_loading": (None, False),
+    "activation_checkpointing_offload": (None, False),
+    "ignored_modules": (None,),
+    "state_dict_type": (None,),
+    "state_dict_config": (None,),
+    "optim_state_dict_config": (None,),
+    "param_init_fn": (None,),
+}
+_INSTEAD = {
+    "cpu_ram_efficient_loading": "build the model in accelerator.init_module() and load a checkpoint",
+    "param_init_fn": "build the model in accelerator.init_module()",
+    "state_dict_type": "save_state, save_model and get_state_dict write what any strategy can read",
+    "state_dict_config": "save_state, save_model and get_state_dict write what any strategy can read",
+    "optim_state_dict_config": "save_state writes what any strategy can read",
+}
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """How a model is sharded, in Accelerate's words for both versions of FSDP; the work is done by FSDP2.
+
+    Args:
+        sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"HYBRID_SHARD"`` (shards within a machine),
+            ``"NO_SHARD"`` (replicas), or torch's enum.
+        reshard_after_forward: drop gathered weights after forward; or a name as above.
+        auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a function.
+        transformer_cls_names_to_wrap: names of the classes that become one shard each.
+        min_num_params: parameters from which a module becomes one shard.
+        cpu_offload: keep shards in host memory.
+        activation_checkpointing: compute activations again in backward, for each shard.
+        mixed_precision_policy: torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``).
+
+    Raises:
+        ValueError: for what is not honoured, by name.
+    """
+
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = None
+    ignored_modules: Any = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool | None = True
+    use_orig_params: bool | None = None
+    param_init_fn: Any = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: Any = None
+    min_num_params: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, accepted in _ALWAYS.items():
+            value = getattr(self, name)
+            if getattr(value, "name", value) not in accepted:
+                instead = _INSTEAD.get(name)
+                raise ValueError(f"{name}={value!r} is not honoured here: {instead or 'leave it out'}.")
+        sharding = self.sharding_strategy
+        if sharding is None and isinstance(self.reshard_after_forward, str | Enum):
+            sharding, self.reshard_after_forward = self.reshard_after_forward, None
+        name = str(getattr(sharding, "name", sharding or "FULL_SHARD")).upper().lstrip("_")
+        self._sharding = choose("sharding_strategy", name, _SHARDING)
+        self._wrap = self._policy()
+
+    def _policy(self) -> Any:
+        policy = self.auto_wrap_policy
+        if policy is not None and not isinstance(policy, str):
+            return policy  # torch's own are understood too
+        if policy is not None:
+            choose("auto_wrap_policy", policy.lower(), _POLICIES)
+        names = self.transformer_cls_names_to_wrap
+        if policy in (None, "transformer_based_wrap") and names:
+            return frozenset(name.strip() for name in (names.split(",") if isinstance(names, str) else names))
+        if policy in (None, "size_based_wrap") and self.min_num_params:
+            return self.min_num_params
+        if policy == "size_based_wrap":
+            raise ValueError("auto_wrap_policy='size_based_wrap' needs min_num_params.")
+        return (lambda _: False) if policy == "no_wrap" else "auto"
+
+    def strategy(self, world: World, parallelism: ParallelismConfig | None = None) -> Strategy:
+        """The strategy it stands for in ``world``."""
+        if self._sharding == "NO_SHARD":
+            return DDP()
+        from .fsdp import FSDP
+
+        reshard = self.reshard_after_forward
+        if reshard is None:
+            reshard = self._sharding not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
+        replicas = world.size // world.local_size if self._sharding.startswith("HYBRID") else 1
+        offload = getattr(self.cpu_offload, "offload_params", self.cpu_offload)
+        return FSDP(
+            auto_wrap_policy=self._wrap,
+            activation_checkpointing_policy=True if self.activation_checkpointing else None,
+            reshard_after_forward=reshard,
+            cpu_offload=bool(offload) if isinstance(offload, bool | None) else True,
+            mixed_precision=_policy_of(self.mixed_precision_policy),
+            data_parallel_replicate=replicas if parallelism is None else parallelism.dp_replicate_size,
+            tensor_parallel_size=1 if parallelism is None else parallelism.tp_size,
+        )
+
+
+def _policy_of(value: Any) -> Any:
+    if value is None or (hasattr(value, "cast_forward_inputs") and hasattr(value, "output_dtype")):
+        return value
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if hasattr(value, "param_dtype") and hasattr(value, "reduce_dtype"):  # FSDP1's
+        return MixedPrecisionPolicy(param_dtype=value.param_dtype, reduce_dtype=value.reduce_dtype)
+    raise TypeError(f"mixed_precision_policy={value!r} must be torch.distributed.fsdp.MixedPrecisionPolicy.")
+
+
+def choose_strategy(
+    strategy: str | Strategy,
+    world: World,
+    plugin: FullyShardedDataParallelPlugin | None = None,
+    parallelism: ParallelismConfig | None = None,
+    replicas: DistributedDataParallelKwargs | None = None,
+) -> Strategy:
+    """Return the one strategy that all of these together mean.
+
+    Raises:
+        ValueError: if they contradict each other, or a grid does not fit the world.
+    """
+    if parallelism is not None:
+        parallelism.check(world)
+    given = [
+        name
+        for name, value in (
+            ("strategy", None if isinstance(strategy, str) and strategy == "auto" else strategy),
+            ("fsdp_plugin or parallelism_config", plugin or (parallelism if parallelism and parallelism.shards else 0)),
+            ("DistributedDataParallelKwargs", replicas),
+        )
+        if value
+    ]
+    if replicas is not None and strategy == "ddp":
+        given.remove("strategy")
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} both say how the model lies on the processes; give one of them.")
+    if plugin is not None:
+        return plugin.strategy(world, parallelism)
+    if parallelism is not None and parallelism.shards:
+        return FullyShardedDataParallelPlugin().strategy(world, parallelism)
+    if replicas is not None:
+        return replicas.strategy()
+    return resolve_strategy(strategy, world)

@@ -1,0 +1,13 @@
+"""Replicas: every rank holds the whole model and averages its gradients with the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .coalesced import average
+    from .ddp import DDP, unused_parameters_allowed
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

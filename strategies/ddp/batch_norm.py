@@ -1,0 +1,129 @@
+"""Batch normalisation over the samples of all processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..distributed import World
+
+_KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass(frozen=True)
+class TorchSyncBatchNorm:
+    """As a plugin of a Trainer the same as its ``sync_batchnorm=True``."""
+
+
+def synchronise(module: nn.Module, world: World) -> None:
+    """Put a synchronised layer in the place of every BatchNorm layer within ``module``.
+
+    The new layers hold the very parameters, buffers and hooks of the old ones, under the same names.
+
+    Raises:
+        ValueError: where ``module`` itself is such a layer, or one is of a class of its own.
+    """
+    # torch's SyncBatchNorm refuses the CPU, up to 2.13 at least.
+    kind: type[_BatchNorm] = GlobalBatchNorm if world.device.type == "cpu" else nn.SyncBatchNorm
+    if isinstance(module, _BatchNorm):
+        raise ValueError("sync_batchnorm=True can't replace the whole model: put the BatchNorm layer inside a module.")
+    made: dict[nn.Module, nn.Module] = {}
+    for name, parent in list(module.named_modules()):
+        for child_name, child in list(parent._modules.items()):
+            if not isinstance(child, _BatchNorm) or type(child) is kind:
+                continue
+            if type(child) not in (*_KNOWN, nn.SyncBatchNorm):
+                where = f"{name}.{child_name}" if name else child_name
+                raise ValueError(
+                    f"sync_batchnorm=True knows BatchNorm1d, 2d and 3d; {where} is a {type(child).__name__}, which may "
+                    "compute something else. Make it one of these, or synchronise it yourself."
+                )
+            if child not in made:
+                made[child] = _turned_into(kind, child, world.group)
+            parent._modules[child_name] = made[child]
+
+
+def _turned_into(kind: type[_BatchNorm], layer: _BatchNorm, group: Any) -> _BatchNorm:
+    new = kind.__new__(kind)
+    new.__dict__.update(layer.__dict__)
+    new.process_group = getattr(layer, "process_group", None) or group
+    return new
+
+
+class GlobalBatchNorm(_BatchNorm):
+    """``SyncBatchNorm`` that works on the CPU: statistics of all processes' samples, each counting the same."""
+
+    process_group: Any
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"batch normalisation takes inputs of at least 2 dimensions, not {input.dim()}.")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See ``torch.nn.SyncBatchNorm``."""
+        if not self.training or not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        output, mean, var, total = _Normalise.apply(input, self.weight, self.bias, self.eps, self.process_group)
+        if self.track_running_stats and self.running_mean is not None:
+            assert self.running_var is not None
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+            self.running_var.lerp_((var * (total / (total - 1))).to(self.running_var.dtype), share)
+        return output
+
+
+class _Normalise(torch.autograd.Function):
+    """One exchange forward (mean, squared deviations, count of each process), one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any) -> Any:
+        dims, shape = [0, *range(2, x.dim())], [1, -1] + [1] * (x.dim() - 2)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        channels, count = x.size(1), x.numel() // max(x.size(1), 1)
+        own = wide.new_zeros(2 * channels + 1)
+        if count:
+            own[:channels] = wide.mean(dims)
+            own[channels:-1] = (wide - own[:channels].view(shape)).square_().sum(dims)
+            own[-1] = count
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, own, group)
+        every = torch.stack(parts)
+        means, deviations, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
+        total = counts.sum()
+        if total < 2:
+            raise ValueError("batch normalisation needs more than one value per channel over all processes to train.")
+        mean = (means * counts).sum(0) / total
+        # From each process's own mean: the difference of two sums of squares would lose half of the digits.
+        var = (deviations + counts * (means - mean).square()).sum(0) / total
+        inverse = (var + eps).rsqrt()
+        normal = (wide - mean.view(shape)) * inverse.view(shape)
+        ctx.save_for_backward(normal, weight, inverse, total)
+        ctx.dims, ctx.shape, ctx.group = dims, shape, group
+        ctx.dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(mean, var, total)
+        out = normal if weight is None else normal * weight.view(shape)
+        out = out if bias is None else out + bias.view(shape)
+        return out.to(x.dtype), mean, var, total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
+        normal, weight, inverse, total = ctx.saved_tensors
+        gradient = gradient.to(normal.dtype)
+        own = torch.stack((gradient.sum(ctx.dims), (gradient * normal).sum(ctx.dims)))
+        sums = own.clone()
+        dist.all_reduce(sums, group=ctx.group)
+        plain, along = (sums / total).view(2, *ctx.shape)
+        factor = inverse if weight is None else inverse * weight
+        to_input = (gradient - plain - normal * along) * factor.view(ctx.shape)
+        to_weight = None if weight is None else own[1].to(weight.dtype)
+        to_bias = None if ctx.bias_dtype is None else own[0].to(ctx.bias_dtype)
+        return to_input.to(ctx.dtype), to_weight, to_bias, None, None

@@ -1,0 +1,103 @@
+"""How gradients travel between the replicas: compressed, or as a function of the user's says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...common.messages import announce
+from ...common.validation import choose
+from ..distributed import World
+
+_NAMES = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")
+
+
+class CommHook:
+    """One choice of ``comm_hook``, checked when it is made, put to use when a model is wrapped.
+
+    Args:
+        hook: a name, a function for torch's ``register_comm_hook``, or None.
+        state: what the function gets as its first argument; for PowerSGD also a dict of ``PowerSGDState``'s arguments.
+        wrapper: ``"fp16"``, ``"bf16"`` or a function: what is sent is cast before and after ``hook``.
+    """
+
+    def __init__(self, hook: Any, state: Any = None, wrapper: Any = None) -> None:
+        self.hook = hook if hook is None or callable(hook) else choose("comm_hook", hook, _NAMES)
+        self.wrapper = wrapper if wrapper is None or callable(wrapper) else choose("comm_wrapper", wrapper, _NAMES[:3])
+        self.state = state
+        self.hook = None if self.hook == "no" else self.hook
+        self.wrapper = None if self.wrapper == "no" else self.wrapper
+        if self.hook == "batched_power_sgd" or getattr(self.hook, "__name__", "") == "batched_powerSGD_hook":
+            # Since pytorch/pytorch#75157, seen in 2.6 and 2.13: it hands 2-d matrices to a function for 3-d ones.
+            raise ValueError(
+                "comm_hook='batched_power_sgd' is broken in torch: it raises an AssertionError in its first compressed "
+                "step. Use comm_hook='power_sgd'."
+            )
+        if self.hook is None and (self.wrapper is not None or state):
+            what = "comm_state" if self.wrapper is None else "comm_wrapper"
+            raise ValueError(f"{what} is for a comm_hook, and none is given: add comm_hook=, or leave it out.")
+        if self.hook in ("fp16", "bf16") and state:
+            raise ValueError(f"comm_hook={str(self.hook)!r} has no state: leave out comm_state={state!r}.")
+        if getattr(self.hook, "__name__", "") == "post_localSGD_hook":
+            raise ValueError(
+                "comm_hook=post_localSGD_hook only stops the reduction; use DDP(local_sgd_steps=K, local_sgd_start=S), "
+                "which averages the parameters as well."
+            )
+
+    def __bool__(self) -> bool:
+        return self.hook is not None
+
+    def register(self, module: torch.nn.parallel.DistributedDataParallel, world: World) -> None:
+        """Let ``module`` reduce its gradients this way."""
+        hook, state = self._resolved(world)
+        if callable(self.wrapper):
+            hook = self.wrapper(hook)
+        elif self.wrapper is not None:
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+            hook = getattr(default_hooks, f"{self.wrapper}_compress_wrapper")(hook)
+
+        def send(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
+            return hook(state, bucket)
+
+        module.register_comm_hook(state, send)
+
+    def _resolved(self, world: World) -> tuple[Callable[..., Any], Any]:
+        if callable(self.hook):
+            return self.hook, self.state
+        if self.hook == "fp16":
+            return scaled_fp16, world.group
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        if self.hook == "bf16":
+            return default_hooks.bf16_compress_hook, world.group
+        announce("PowerSGD's error memory is not part of checkpoints: a resumed run begins a new one")
+        if self.state is not None and not isinstance(self.state, dict):
+            return powerSGD_hook.powerSGD_hook, self.state
+        # torch's epsilon is 0, with which a gradient that is all zero becomes NaN.
+        options = {"process_group": world.group, "orthogonalization_epsilon": 1e-8, **(self.state or {})}
+        return powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(**options)
+
+
+def scaled_fp16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket in float16, scaled by its largest element on any process.
+
+    Unscaled, as torch's hook sends it, a gradient that is multiplied by a count of tokens passes float16's 65504.
+    """
+    buffer = bucket.buffer()
+    if not buffer.numel():
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+    largest = buffer.abs().max()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    scale = torch.where(largest > 0, largest, torch.ones_like(largest))
+    small = buffer.div(scale).div_(dist.get_world_size(group)).half()
+
+    def grow(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        return buffer.copy_(future.value()[0]).mul_(scale)
+
+    return dist.all_reduce(small, group=group, async_op=True).get_future().then(grow)

@@ -1,0 +1,456 @@
+"""Replicas that average their gradients: torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ...common.messages import announce, nearest
+from ...common.validation import check_positive
+from ..distributed import World
+from ..forward_router import Ballot, Router
+from ..precision import Precision
+from ..strategy import Strategy
+from .batch_norm import synchronise
+from .bucket_order import ReadyOrder
+from .coalesced import average_gradients
+from .comm_hooks import CommHook
+from .errors import explained
+from .join import joined
+from .local_sgd import checked
+from .zero import Shards
+
+_OTHER_NAMES = {  # Lightning's and Accelerate's
+    "ddp_comm_hook": "comm_hook",
+    "ddp_comm_state": "comm_state",
+    "comm_state_option": "comm_state",
+    "ddp_comm_wrapper": "comm_wrapper",
+    "model_averaging_period": "local_sgd_steps",
+}
+
+
+class _Replica(DistributedDataParallel):
+    """A DDP module through which the attributes of the user's model stay within reach.
+
+    Attributes:
+        apart: how many contexts are open in which gradients stay local.
+
+    Args:
+        router: runs the user's model.
+        advance: called before each forward of a training step, which may wait for other ranks.
+        options: of torch's module.
+    """
+
+    def __init__(self, router: Router, advance: Callable[[], None], **options: Any) -> None:
+        super().__init__(router, **options)
+        self._advance = advance
+        names = [name for name, p in router.named_parameters() if p.requires_grad]  # the reducer's order
+        self._names = [name.removeprefix("module.").replace("_orig_mod.", "") for name in names]
+        self.apart = 0
+        self.ready: ReadyOrder | None = None
+
+    def primed(self) -> bool:
+        """Whether a backward may go without a reduction; a static graph has to be seen in one with it first."""
+        return not self.static_graph or self._static_graph_delay_allreduce_enqueued
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        local: AbstractContextManager[Any] = nullcontext()
+        if torch.is_grad_enabled():  # a rank may evaluate by itself
+            self._advance()
+        elif self._join_config.enable:  # else ranks that have left the loop wait for this forward's backward
+            local = self.no_sync()
+        try:
+            with local:
+                return super().forward(*args, **kwargs)
+        except RuntimeError as error:
+            better = self.explain(error)
+            if better is None:
+                raise
+            raise better from error
+
+    def check(self) -> None:
+        """See that no reduction is under way still: torch itself would say so in the next forward, if there is one.
+
+        Raises:
+            ValueError: names the parameters that got no gradient.
+        """
+        if self.ready is not None and self.ready.watching:
+            self.ready.settle()
+        try:
+            self.reducer._check_reducer_finalized()  # 0.1 us
+        except RuntimeError as error:
+            raise (self.explain(error) or error) from error
+
+    def explain(self, error: BaseException) -> ValueError | None:
+        """What to raise instead of an error of torch's reducer; None for any other error."""
+        return explained(error, self._names, self.find_unused_parameters)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class DDP(Strategy):
+    """One whole copy of the model on every process; gradients are averaged during backward.
+
+    Args:
+        find_unused_parameters: let some parameters take no part in a step, at the cost of a walk over the graph.
+        static_graph: every step computes the same graph, unused parameters included, which then cost no walk; also
+            allows what is ready more than once (re-entrant checkpointing).
+        gradient_as_bucket_view: gradients live in the buffers they are sent in: saves memory of their size.
+        bucket_cap_mb: size of these buffers in MiB; torch's default is 25.
+        broadcast_buffers: give every process rank zero's buffers (BatchNorm's statistics) before each forward.
+        comm_hook: how gradients are sent: ``"fp16"``, ``"bf16"``, ``"power_sgd"``, or a function for torch's
+            ``register_comm_hook``. What the processes agree on is never compressed.
+        comm_state: for a function its first argument; for PowerSGD torch's ``PowerSGDState``, or a dict of its
+            arguments (``{"matrix_approximation_rank": 2, "start_powerSGD_iter": 10}``).
+        comm_wrapper: ``"fp16"`` or ``"bf16"``: cast what ``comm_hook`` sends as well.
+        sync_batchnorm: BatchNorm layers see the samples of all processes, on the CPU too.
+        zero: keep each parameter's optimizer state on one process only (ZeRO stage 1). Training is bit-equal.
+        local_sgd_steps: after ``local_sgd_start`` steps, reduce no gradients: each process steps alone, and parameters
+            are averaged every so many optimizer steps, and before an evaluation or a checkpoint.
+        local_sgd_start: optimizer steps before that.
+        other: Lightning's and Accelerate's names of these: ``ddp_comm_hook``, ``ddp_comm_state``,
+            ``ddp_comm_wrapper``, ``comm_state_option``, ``model_averaging_period``.
+
+    Raises:
+        TypeError: for an argument that does not exist, with the nearest one that does.
+        ValueError: for arguments that contradict each other.
+    """
+
+    name = "ddp"
+    distributed = True
+
+    def __init__(
+        self,
+        find_unused_parameters: bool = False,
+        *,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool = True,
+        comm_hook: Any = None,
+        comm_state: Any = None,
+        comm_wrapper: Any = None,
+        sync_batchnorm: bool = False,
+        zero: bool = False,
+        local_sgd_steps: int | None = None,
+        local_sgd_start: int = 0,
+        **other: Any,
+    ) -> None:
+        given = {
+            "comm_hook": comm_hook,
+            "comm_state": comm_state,
+            "comm_wrapper": comm_wrapper,
+            "local_sgd_steps": local_sgd_steps,
+        }
+        _take_other_names(given, other)
+        if bucket_cap_mb is not None:
+            check_positive("bucket_cap_mb", bucket_cap_mb, "or None for torch's default")
+        self.options: dict[str, Any] = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "bucket_cap_mb": bucket_cap_mb,
+            "broadcast_buffers": broadcast_buffers,
+        }
+        self.own_buffers = not broadcast_buffers
+        self.comm_hook = CommHook(given["comm_hook"], given["comm_state"], given["comm_wrapper"])
+        self.sync_batchnorm = sync_batchnorm
+        self.zero = zero
+        self.local_steps = checked(given["local_sgd_steps"], local_sgd_start)
+        if self.local_steps is not None:
+            clashes = {"zero": zero, "comm_hook": bool(self.comm_hook), "static_graph": static_graph}
+            for clash in (name for name, on in clashes.items() if on):
+                raise ValueError(
+                    f"local_sgd_steps={self.local_steps.every} contradicts {clash}: it needs the processes in every "
+                    "step. Leave out one of them."
+                )
+
+    def attach(self, world: World, precision: Precision) -> None:
+        """See `Strategy.attach`. On one process there is nothing to average, and nothing is wrapped."""
+        super().attach(world, precision)
+        self.delays_sync = world.size > 1
+        self._ballot: Ballot | None = None
+        self._carrying: _Replica | None = None
+        self._by_ballot = False
+        self._replicas: WeakSet[_Replica] = WeakSet()
+        self._newest: WeakValueDictionary[int, _Replica] = WeakValueDictionary()
+        self._shards: WeakKeyDictionary[Optimizer, Shards] = WeakKeyDictionary()
+        self._stepping: Optimizer | None = None
+        if self.local_steps is not None and precision.scaled:
+            raise ValueError(
+                f"local_sgd_steps={self.local_steps.every} can't run with float16's loss scale, where each process "
+                "would skip steps of its own: use bf16, or leave it out."
+            )
+        asked = {"comm_hook": self.comm_hook, "zero": self.zero, "local_sgd_steps": self.local_steps}
+        idle = [name for name, value in asked.items() if value]
+        if world.size == 1 and idle:
+            announce(f"one process only: DDP's {', '.join(idle)} changes nothing")
+
+    def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
+        """See `Strategy.wrap`. With ``step``, what the processes must agree on rides in the gradient reduction."""
+        if self.world.size == 1 or not (step or any(p.requires_grad for p in module.parameters())):
+            return super().wrap(module)
+        self.place(module)
+        if self.sync_batchnorm:
+            synchronise(module, self.world)
+        device = self.world.device
+        ballot = None
+        if step and not self.comm_hook:  # a compressed count is no count
+            double = all(p.dtype == torch.float64 for p in module.parameters())
+            ballot = self._ballot = Ballot(device, torch.float64 if double else torch.float32)
+        router = Router(module, self.precision.context(device), self.precision.compute is not None, ballot)
+        places = [device] if device.type == "cuda" else None
+        replica = _Replica(
+            router, self.world.advance, device_ids=places, process_group=self.world.group, **_for_torch(self.options)
+        )
+        if self.comm_hook:
+            self.comm_hook.register(replica, self.world)
+        fixed = bool(self.comm_hook) or replica.static_graph or replica.find_unused_parameters
+        replica.ready = ReadyOrder(replica, fixed)
+        if ballot is not None:
+            self._carrying = replica
+        self._replicas.add(replica)
+        self._newest[id(module)] = replica  # a model is wrapped anew when other parameters are trained
+        self.set_gradient_sync(replica, True)
+        return replica
+
+    def replicate(self, module: nn.Module) -> nn.Module:
+        """See `Strategy.replicate`. There is nothing that would reduce in backward."""
+        if self.world.size == 1:
+            return super().wrap(module)
+        if self.comm_hook or self.local_steps is not None:
+            raise ValueError("DDP(comm_hook, local_sgd_steps) need the automatic optimization: leave them out.")
+        self.place(module)
+        if self.sync_batchnorm:
+            synchronise(module, self.world)
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.world.broadcast_tensor(tensor.detach())
+        return super().wrap(module)
+
+    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """See `Strategy.reduce_gradients`."""
+        average_gradients(parameters, self.world)
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """See `Strategy.wrap_optimizer`. It stays the user's own object; hooks around its step do the rest."""
+        super().wrap_optimizer(optimizer)
+        if self.world.size == 1:
+            return optimizer
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        models = [model for model, replica in self._newest.items() if not own.isdisjoint(replica.parameters())]
+
+        def check(*_: Any) -> None:
+            for replica in filter(None, map(self._newest.get, models)):
+                replica.check()
+
+        optimizer.register_step_pre_hook(check)
+        if self.zero and optimizer not in self._shards:
+            self._shards[optimizer] = Shards(optimizer, self.world)
+        if self.local_steps is not None:
+            if self._stepping not in (None, optimizer):
+                raise ValueError("local_sgd_steps counts the steps of one optimizer, and there are several.")
+            self._stepping = optimizer
+            optimizer.register_step_post_hook(self._stepped)
+        return optimizer
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        assert self.local_steps is not None
+        self.local_steps.stepped(optimizer, self.world)
+        for replica in self._replicas:
+            self.set_gradient_sync(replica, True)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return an error of torch's reducer, raised in a backward, in words that help; any other as it is."""
+        found = (replica.explain(error) for replica in self._replicas)
+        return next((better for better in found if better is not None), error)
+
+    # -- when gradients are reduced ------------------------------------------------------------------------------
+
+    def set_gradient_sync(self, module: nn.Module, on: bool) -> None:
+        """See `Strategy.set_gradient_sync`; this is the switch behind torch's own ``no_sync``."""
+        replica = _replica(module)
+        if replica is None:
+            return
+        if replica.apart or (self.local_steps is not None and self.local_steps.alone):
+            on = False
+        elif not on and not replica.primed():
+            # torch learns a static graph in a first reduced backward, or fails. To reduce a part of a group is exact:
+            # the mean of what is the same everywhere and of what is added to it.
+            on = True
+        replica.require_backward_grad_sync = on  # type: ignore[assignment]
+
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        """See `Strategy.no_sync`. Within it `set_gradient_sync` has no effect."""
+        replica = _replica(module)
+        if replica is None:
+            yield
+            return
+        if not replica.primed():
+            raise ValueError(
+                "static_graph=True needs a first backward with reduction, so gradients can't stay local before it. "
+                "Leave out static_graph, or no_sync for the first step."
+            )
+        before = replica.require_backward_grad_sync
+        replica.apart += 1
+        replica.require_backward_grad_sync = False  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            replica.apart -= 1
+            replica.require_backward_grad_sync = before
+
+    @contextmanager
+    def sync_in_backward(self, module: nn.Module) -> Iterator[None]:
+        """See `Strategy.sync_in_backward`."""
+        replica = _replica(module)
+        if replica is None:
+            yield
+            return
+        if replica.find_unused_parameters or replica.static_graph:
+            what = "static_graph" if replica.static_graph else "find_unused_parameters"
+            raise ValueError(
+                f"{what}=True looks at the graph in forward, too late for a forward in no_sync: leave it out."
+            )
+        before = replica.require_backward_grad_sync
+        replica.require_backward_grad_sync = True  # type: ignore[assignment]
+        replica.reducer.prepare_for_backward([])  # what a forward outside no_sync ends with
+        try:
+            yield
+        finally:
+            replica.require_backward_grad_sync = before
+
+    def steps_apart(self, module: nn.Module) -> Any:
+        """See `Strategy.steps_apart`."""
+        if self.zero or self.local_steps is not None:
+            what = "zero=True" if self.zero else "local_sgd_steps"
+            raise ValueError(f"DDP({what}) exchanges parameters in its own steps: leave it out to step apart.")
+        return self.no_sync(module)
+
+    def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        """See `Strategy.join`."""
+        exchanges = {
+            "comm_hook": self.comm_hook,  # divides by the world size, not by the number of ranks that are left
+            "sync_batchnorm": self.sync_batchnorm,
+            "zero": self.zero,
+            "local_sgd_steps": self.local_steps,
+        }
+        active = [f"{name}=..." for name, on in exchanges.items() if on]
+        return self._unjoined(f"DDP({', '.join(active)})") if active else joined(models)
+
+    # -- what the processes agree on -----------------------------------------------------------------------------
+
+    def start_agreement(self, votes: Tensor) -> None:
+        """See `Strategy.start_agreement`. With a ballot, the coming backward is the exchange, if it reduces."""
+        ballot, replica = self._ballot, self._carrying
+        self._by_ballot = ballot is not None and replica is not None and replica.require_backward_grad_sync
+        if self._by_ballot:
+            ballot.value = votes.to(ballot.carrier.dtype)  # type: ignore[union-attr]
+        else:
+            super().start_agreement(votes)
+
+    def agreement(self) -> Tensor:
+        """See `Strategy.agreement`."""
+        if not self._by_ballot:
+            return super().agreement()
+        ballot, replica = self._ballot, self._carrying
+        assert ballot is not None
+        assert replica is not None
+        replica.check()
+        summed = ballot.carrier.grad
+        assert summed is not None, "the step's loss did not carry the ballot"
+        ballot.carrier.grad = None
+        ballot.clear()
+        return summed * self.world.size  # DDP averages
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        if self.local_steps is not None and self._stepping is not None and self.world.size > 1:
+            self.local_steps.meet(self._stepping, self.world)
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """See `Strategy.sync_buffers`. Processes that have stepped alone get one model."""
+        self._meet()
+        super().sync_buffers(module)
+
+    def model_state(self, module: nn.Module) -> dict[str, Any]:
+        """See `Strategy.model_state`. Processes that have stepped alone get one model."""
+        self._meet()
+        return super().model_state(module)
+
+    def reduction_order(self, module: nn.Module) -> list[int]:
+        """See `Strategy.reduction_order`."""
+        replica = _replica(module)
+        return [] if replica is None or replica.ready is None else replica.ready.order
+
+    def take_reduction_order(self, module: nn.Module, order: list[int]) -> None:
+        """See `Strategy.take_reduction_order`."""
+        replica = _replica(module)
+        if replica is not None and replica.ready is not None:
+            replica.ready.rehearse(order)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """See `Strategy.optimizer_state`."""
+        if self.local_steps is not None and self.world.size > 1:
+            return self.local_steps.state_dict(optimizer, self.world)
+        return super().optimizer_state(optimizer)
+
+    def keeps_apart(self, optimizer: Optimizer) -> bool:
+        """See `Strategy.keeps_apart`."""
+        return optimizer in self._shards
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """See `Strategy.load_optimizer_state`."""
+        if optimizer in self._shards:
+            self._shards[optimizer].load_state_dict(optimizer, state)
+            return
+        super().load_optimizer_state(optimizer, state)
+        if self.local_steps is not None:
+            self.local_steps.load_state_dict(state)
+            for replica in self._replicas:
+                self.set_gradient_sync(replica, True)
+
+
+def _replica(module: nn.Module) -> _Replica | None:
+    """The replica in what `wrap` returned, or in that after ``torch.compile``; None where nothing is reduced."""
+    if not isinstance(module, _Replica):
+        module = module._modules.get("_orig_mod") or module
+    return module if isinstance(module, _Replica) else None
+
+
+def unused_parameters_allowed(flag: bool) -> Callable[[], DDP]:
+    """A factory for the registry's ``ddp_find_unused_parameters_*`` names."""
+    return lambda: DDP(find_unused_parameters=flag)
+
+
+def _take_other_names(given: dict[str, Any], other: dict[str, Any]) -> None:
+    """Move the arguments in ``other`` to the names they have here."""
+    for alias, value in other.items():
+        name = _OTHER_NAMES.get(alias)
+        if name is None:
+            valid = [*inspect.signature(DDP.__init__).parameters, *_OTHER_NAMES]
+            raise TypeError(f"DDP() has no argument {alias!r}.{nearest(alias, set(valid) - {'self', 'other'})}")
+        if value is not None and given[name] is not None:
+            raise ValueError(f"{alias}= is another name of {name}=; give one of them.")
+        given[name] = value if value is not None else given[name]
+
+
+def _for_torch(options: dict[str, Any]) -> dict[str, Any]:
+    """The options in torch's names: since 2.13 ``broadcast_buffers`` is called otherwise, and warns."""
+    options = dict(options)
+    keep = options.pop("broadcast_buffers")
+    new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    return options if keep else {**options, "forward_sync_buffers" if new else "broadcast_buffers": False}

@@ -1,0 +1,91 @@
+"""Post-local SGD: gradients are averaged at first, later each process steps alone and the parameters are averaged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...common.validation import check_int
+from ..distributed import World
+from .coalesced import average
+
+
+class LocalSteps:
+    """How far a run is, and when its processes meet.
+
+    Args:
+        every: optimizer steps from one average of the parameters to the next.
+        start: optimizer steps before that, with gradients that are averaged as usual.
+
+    Attributes:
+        count: optimizer steps so far.
+    """
+
+    def __init__(self, every: int, start: int) -> None:
+        self.every = every
+        self.start = start
+        self.count = 0
+        self._apart = False  # some step was taken alone since the last average
+
+    @property
+    def alone(self) -> bool:
+        """Whether the next step is taken without the others."""
+        return self.count >= self.start
+
+    def stepped(self, optimizer: Optimizer, world: World) -> None:
+        """Count a step of ``optimizer``; average its parameters if it is time."""
+        self._apart = self.alone
+        self.count += 1
+        if self._apart and (self.count - self.start) % self.every == 0:
+            self.meet(optimizer, world)
+
+    def meet(self, optimizer: Optimizer, world: World) -> None:
+        """Give all processes one model now, if they have gone apart."""
+        if self._apart:
+            average(_trained(optimizer), world)
+            self._apart = False
+
+    def state_dict(self, optimizer: Optimizer, world: World) -> dict[str, Any]:
+        """The optimizer's state, averaged on all processes, so that a run that is resumed goes on as this one does."""
+        self.meet(optimizer, world)
+        if self.alone:
+            slots = dict(_slots(optimizer))
+            keys = world.gather_objects(list(slots))
+            shared = set(keys[0]).intersection(*keys)
+            average([slots[key] for key in keys[0] if key in shared], world)
+        return {**optimizer.state_dict(), "local_sgd_count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the count up again; the state of another strategy has none, and the first steps begin anew."""
+        self.count = state.get("local_sgd_count", 0)
+        self._apart = False
+
+
+def _trained(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _slots(optimizer: Optimizer) -> list[tuple[tuple[int, str], Tensor]]:
+    """What the optimizer has gathered for each parameter, by place and name; step counts are the same everywhere."""
+    found = []
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.ndim and value.is_floating_point():
+                found.append(((number, name), value))
+    return found
+
+
+def checked(every: Any, start: Any) -> LocalSteps | None:
+    """What ``local_sgd_steps`` and ``local_sgd_start`` ask for.
+
+    Raises:
+        ValueError: names the argument, the value and the rule.
+    """
+    for name, value, least in (("local_sgd_steps", every, 1), ("local_sgd_start", start, 0)):
+        if value is not None:
+            check_int(name, value, least)
+    if every is None and start:
+        raise ValueError(f"local_sgd_start={start} needs local_sgd_steps, the steps between two averages.")
+    return None if every is None else LocalSteps(every, start)

@@ -1,0 +1,88 @@
+"""Optimizer state in parts: each process steps its share of the parameters and sends the others the result (ZeRO-1).
+
+Nothing is rebuilt: the user's own optimizer steps, with fewer parameters in its groups. So any class, any option of a
+group and every scheduler that holds it work, and what is computed is bit-equal to the plain optimizer. torch's
+``ZeroRedundancyOptimizer`` builds a second optimizer from class and defaults, starts without state, and gathers a
+state by pickle on one process only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..distributed import World
+from .coalesced import broadcast
+
+
+class Shards:
+    """Which process keeps the state of which parameter of one optimizer.
+
+    Args:
+        optimizer: the user's optimizer; what it has gathered so far for other processes' parameters is dropped.
+        world: the processes.
+
+    Raises:
+        ValueError: for an optimizer that treats all its parameters as one vector.
+    """
+
+    def __init__(self, optimizer: Optimizer, world: World) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("zero=True can't share out LBFGS, which treats its parameters as one; use zero=False.")
+        self.world = world
+        self.owner: dict[Tensor, int] = {}
+        self._load = [0] * world.size
+        self._whole: list[list[Tensor]] | None = None
+        self._assign(optimizer)
+        for parameter in [p for p in optimizer.state if self.owner.get(p, world.rank) != world.rank]:
+            del optimizer.state[parameter]
+        optimizer.register_step_pre_hook(self._narrow)
+        optimizer.register_step_post_hook(self._exchange)
+
+    def _assign(self, optimizer: Optimizer) -> None:
+        """Give each parameter that has no owner yet to the process with the least, the largest first."""
+        new = [p for group in optimizer.param_groups for p in group["params"] if p not in self.owner]
+        for parameter in sorted(new, key=lambda p: p.numel(), reverse=True):
+            rank = self._load.index(min(self._load))
+            self.owner[parameter] = rank
+            self._load[rank] += parameter.numel()
+
+    def _narrow(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before a step: leave only this process's parameters in the groups."""
+        self._widen(optimizer)  # a step that raised left them narrow
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        replaced: Any = None
+        if closure is not None:  # it may zero and clip, so it needs the whole groups
+            with torch.enable_grad():
+                loss = closure()
+            replaced = (optimizer, lambda: loss), {}
+        self._assign(optimizer)
+        rank, owner = self.world.rank, self.owner
+        self._whole = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if owner[p] == rank]
+        return replaced
+
+    def _widen(self, optimizer: Optimizer) -> None:
+        if self._whole is not None:
+            for group, parameters in zip(optimizer.param_groups, self._whole, strict=True):
+                group["params"] = parameters
+            self._whole = None
+
+    def _exchange(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """After a step: send what this process has stepped, and take what the others have."""
+        self._widen(optimizer)
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        for source in range(self.world.size):
+            broadcast([p for p in trained if self.owner[p] == source], self.world, source)
+
+    def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take this process's part of a whole state."""
+        self._assign(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        others = {i for i, p in enumerate(parameters) if self.owner[p] != self.world.rank}
+        kept = {key: value for key, value in state["state"].items() if key not in others}
+        optimizer.load_state_dict({**state, "state": kept})

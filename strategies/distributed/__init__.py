@@ -1,0 +1,22 @@
+"""The processes of a run: who they are, what they exchange, and how their calls are checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from . import process_group
+    from .collective_debug import DistributedOperationException, is_shard, meant_to_be_equal
+    from .current import backend_of, connected, current_place, current_world, disconnect
+    from .device_mesh import TENSOR, Layout
+    from .devices import ACCELERATORS, Devices
+    from .dtensor import Whole, clip_to_norm, cut_like, is_sharded, local, own_class, piece_of, whole
+    from .launch_environment import LaunchEnvironment, variables_set
+    from .retry import DONE, RETRY, Attempts
+    from .tracebacks import formatted, hide_frames
+    from .world import World
+    from .world_type import DistributedType, distributed_type
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,0 +1,341 @@
+"""``TREADLE_DEBUG=1``: before every exchange the processes compare what they are about to do."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...common.messages import named_ranks, warn
+from ..ddp import DDP
+from ..strategy import Strategy
+from .launch_environment import DebugEnvironment
+from .world import World
+
+_NOT_THE_USERS = ("treadle", "torch", "lightning_utilities", "contextlib", "functools")
+# Commonly written on two branches: `if main: prepare(); wait() else: wait()`, and who sends and who receives.
+_MAY_STAND_APART = ("barrier", "broadcast", "broadcast_tensor")
+_ENDED = "has ended"
+_SAME, _NOTE, _DIFFERENT, _MISSING = "=", "~", "!", "?"  # the first letter of what a meeting came to
+
+
+class DistributedOperationException(RuntimeError):
+    """The processes do not make the same call: says for each what it does, and in which line."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One process's part in an exchange, as others get to see it.
+
+    Attributes:
+        operation: which of World's exchanges, with what it is given: ``"all_reduce sum"``.
+        value: type, shape and device of the tensor; empty for objects.
+        name: what the user called: ``"gather"``, ``"fit"``.
+        inside: where in Treadle, if that is not ``name`` itself.
+        path: the user's file.
+        line: the user's line, and the function that it is in.
+    """
+
+    operation: str
+    value: str = ""
+    name: str = ""
+    inside: str = ""
+    path: str = ""
+    line: str = ""
+
+    def __str__(self) -> str:
+        what = f"{self.operation} of {self.value}" if self.value else self.operation
+        return " ".join(filter(None, (what, self.place)))
+
+    @property
+    def place(self) -> str:
+        """Where it stands, in words."""
+        name = f"in {self.name}" if self.name else ""
+        inside = f"({self.inside})" if self.inside else ""
+        return " ".join(filter(None, (name, inside, f"at {self.path}:{self.line}" if self.path else "")))
+
+    @property
+    def stands(self) -> tuple[str, ...]:
+        """What tells one place from another.
+
+        The folder does not, as machines may keep the same file elsewhere, and our own lines do not, as one function
+        may have a branch for who leads.
+        """
+        return (Path(self.path).name, self.line, re.sub(r":\d+", "", self.inside))
+
+    @classmethod
+    def here(cls, operation: str, value: torch.Tensor | None = None) -> Call:
+        """What is being called, as the stack shows it."""
+        form = "" if value is None else f"{str(value.dtype)[6:]} {list(value.shape)} on {value.device.type}"
+        frame: FrameType | None = sys._getframe(1)
+        outer = inner = None
+        while frame is not None and (module := str(frame.f_globals.get("__name__"))).split(".")[0] in _NOT_THE_USERS:
+            if module.startswith("treadle."):
+                outer = frame
+                if inner is None and module not in (__name__, World.__module__):
+                    inner = frame
+            frame = frame.f_back
+        name = "" if outer is None else outer.f_code.co_name
+        inside = "" if inner is None or inner is outer else f"{_shown(inner, Path(inner.f_code.co_filename).name)}"
+        if frame is None:
+            return cls(operation, form, name, inside)
+        path = frame.f_code.co_filename
+        with contextlib.suppress(ValueError, OSError):  # not below, or a working directory that is gone
+            path = str(Path(path).relative_to(Path.cwd()))
+        return cls(operation, form, name, inside, path, _shown(frame))
+
+
+def _shown(frame: FrameType, file: str = "") -> str:
+    return f"{file}{':' if file else ''}{frame.f_lineno} {frame.f_code.co_name}"
+
+
+class Meeting:
+    """Where the processes of a group lay their calls side by side: torch's store, which also answers while some miss.
+
+    Calls are counted in the store, per process, so that several Worlds over one group are one sequence. Who comes last
+    compares and leaves the verdict; so does who waits in vain. There is one verdict on each call, and all obey it.
+
+    Args:
+        store: shared by the processes.
+        ranks: the group's processes, by their rank in the whole world.
+        own: this process's position among them.
+        timeout: seconds to wait for the others.
+    """
+
+    def __init__(self, store: dist.Store, ranks: Sequence[int], own: int, timeout: float) -> None:
+        self._store = store
+        self._ranks = ranks
+        self._own = own
+        self._timeout = timeout
+        self._note = ""
+        self._broken = ""
+        self._process = os.getpid()
+        atexit.register(self.leave)
+
+    def arrive(self, call: Call) -> None:
+        """Wait for the others' calls.
+
+        Raises:
+            DistributedOperationException: on every process, if one makes another call, has ended, or does not come.
+        """
+        if self._broken:
+            raise DistributedOperationException(self._broken)
+        try:
+            number, last = self._register(call)
+            verdict = self._compare(number) if last else self._await(number)
+        except dist.DistNetworkError as error:
+            raise DistributedOperationException(
+                f"{call}: what the processes compare their calls in is gone ({error}); the process that keeps it, "
+                "usually rank 0, has ended."
+            ) from None
+        kind, text = verdict[:1], verdict[1:]
+        if kind == _NOTE:
+            self._note = text
+            warn(text)
+        elif kind != _SAME:
+            self._broken = text if kind == _MISSING else ""
+            raise DistributedOperationException(text)
+
+    def leave(self) -> None:
+        """This process ends: a call that the others still make, or wait in, has no partner any more."""
+        if os.getpid() != self._process:
+            return
+        with contextlib.suppress(RuntimeError):  # the store may be gone with the process that kept it
+            if self._store.add(f"left {self._own}", 1) > 1:
+                return
+            error = getattr(sys, "last_value", None)
+            how = _ENDED if error is None else f"{_ENDED} with {type(error).__name__}: {error}"
+            before = self._call(self._own)
+            number, last = self._register(Call(f"{how}; its last call was {before[1]}" if before else how))
+            if last:
+                self._compare(number)
+
+    def _register(self, call: Call) -> tuple[int, bool]:
+        number = self._store.add(f"calls of {self._own}", 1)
+        self._store.set(f"call of {self._own}", json.dumps([number, asdict(call)]))
+        return number, self._store.add(f"{number} here", 1) == len(self._ranks)
+
+    def _call(self, position: int) -> tuple[int, Call] | None:
+        if not self._store.check([f"call of {position}"]):
+            return None
+        number, call = json.loads(self._store.get(f"call of {position}"))
+        return number, Call(**call)
+
+    def _compare(self, number: int) -> str:
+        calls = [known[1] for position in range(len(self._ranks)) if (known := self._call(position)) is not None]
+        for name in ("here", "verdict"):  # all have read these, or they would not be here
+            self._store.delete_key(f"{number - 1} {name}")
+        return self._settle(number, verdict_on(calls, self._ranks, self._note))
+
+    def _settle(self, number: int, verdict: str) -> str:
+        """Leave the verdict, unless another process was faster; returns the one that counts."""
+        return self._store.compare_set(f"{number} verdict", "", verdict).decode()
+
+    def _await(self, number: int) -> str:
+        # Asked for again and again, as the store's own wait holds up signal handlers and prints when it times out.
+        deadline, pause = time.monotonic() + self._timeout, 0.0001
+        while time.monotonic() < deadline:
+            if self._store.check([f"{number} verdict"]):
+                return self._store.get(f"{number} verdict").decode()
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.05)
+        known = [self._call(position) for position in range(len(self._ranks))]
+        return self._settle(number, _MISSING + self._missing(number, known))
+
+    def _missing(self, number: int, known: Sequence[tuple[int, Call] | None]) -> str:
+        here = {rank: str(at[1]) for rank, at in zip(self._ranks, known, strict=True) if at and at[0] >= number}
+        away = {
+            rank: f"not here; its last call was {at[1]}" if at else "not here; it has made no call so far"
+            for rank, at in zip(self._ranks, known, strict=True)
+            if not at or at[0] < number
+        }
+        return (
+            f"{named_ranks(list(away))} did not come within {self._timeout:g} s to a call that needs all processes:\n"
+            f"{_listed({**here, **away})}\n"
+            "A call that only some processes make (`if accelerator.is_main_process:`) never ends; one process may also "
+            "have failed, wait in a call of its own (a backward pass of DDP), or need more time: TREADLE_DEBUG_TIMEOUT "
+            f"sets the seconds.{_before(self._note)}"
+        )
+
+
+def verdict_on(calls: Sequence[Call], ranks: Sequence[int], note: str = "") -> str:
+    """What the processes are told about their calls, in the order of ``ranks``; the first letter is the kind."""
+    listed = _listed({rank: str(call) for rank, call in zip(ranks, calls, strict=True)})
+    gone = [rank for rank, call in zip(ranks, calls, strict=True) if call.operation.startswith(_ENDED)]
+    if len(gone) == len(calls):
+        return _SAME
+    if gone:
+        what = f"{named_ranks(gone)} will not come to a call that needs all processes"
+        return f"{_MISSING}{what}:\n{listed}{_before(note)}"
+    same = {
+        "the call": len({(call.operation, call.name) for call in calls}) == 1,
+        "the tensor": len({call.value for call in calls}) == 1,
+        "the line": len({call.stands for call in calls}) == 1,
+    }
+    if all(same.values()):
+        return _SAME
+    if same["the call"] and same["the tensor"] and calls[0].operation.split()[0] in _MAY_STAND_APART:
+        return (
+            f"{_NOTE}The processes meet in a {calls[0].operation} from different lines:\n{listed}\n"
+            "That is fine if it is meant so; otherwise some process left out a call."
+        )
+    differ = " and ".join(what for what, alike in same.items() if not alike)
+    helps = (
+        "Types and shapes must agree: pad_across_processes makes shapes equal; gather takes different lengths in "
+        "dimension 0."
+        if same["the call"] and same["the line"]
+        else "All processes must make the same calls in the same order: look for one under a condition that holds on "
+        "some of them only."
+    )
+    return f"{_DIFFERENT}the processes make calls that differ in {differ}:\n{listed}\n{helps}{_before(note)}"
+
+
+def _before(note: str) -> str:
+    return f"\nEarlier: {note}" if note else ""
+
+
+def _listed(said: dict[int, str]) -> str:
+    """One line for all ranks that say the same."""
+    who: dict[str, list[int]] = {}
+    for rank in sorted(said):
+        who.setdefault(said[rank], []).append(rank)
+    return "\n".join(f"  {named_ranks(ranks)}: {text}" for text, ranks in who.items())
+
+
+def meant_to_be_equal(strategy: Strategy) -> bool:
+    """Whether the replicas are one model after each step; not where each process steps alone for a while."""
+    return not (isinstance(strategy, DDP) and strategy.local_steps is not None and strategy.local_steps.alone)
+
+
+def is_shard(tensor: torch.Tensor) -> bool:
+    """Whether this process holds a part of ``tensor`` only, so that there is nothing to compare."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+class DebugWorld(World):
+    """A World whose processes compare each call before they make it. ``World(...)`` is one under ``TREADLE_DEBUG=1``.
+
+    Args:
+        debug: what is asked for. Default: what the environment says.
+        place: see `World`.
+    """
+
+    def __init__(self, *, debug: DebugEnvironment | None = None, **place: Any) -> None:
+        super().__init__(**place)
+        self.debug = debug or DebugEnvironment.read() or DebugEnvironment()
+        if self.size == 1:
+            return
+        ranks = list(range(self.size)) if self.group is None else dist.get_process_group_ranks(self.group)
+        name = "world" if self.group is None else f"{self.group.group_name} {ranks[0]}"
+        # Private, but in every torch from 1.x to 2.13: the one store that whoever made the group made it with.
+        store = dist.PrefixStore(f"treadle debug/{name}", dist.distributed_c10d._get_default_store())
+        self._meeting = Meeting(store, ranks, self.rank, self.debug.timeout)
+
+    def _compare(self, operation: str, tensor: torch.Tensor | None = None) -> None:
+        if self.size > 1:
+            self._meeting.arrive(Call.here(operation, tensor))
+
+    def mesh(self, **dimensions: int) -> DeviceMesh:
+        """See `World.mesh`."""
+        if tuple(dimensions.items()) not in self._meshes:  # only the first one is an exchange
+            self._compare(" ".join(("mesh", *(f"{name}={size}" for name, size in dimensions.items()))))
+        return super().mesh(**dimensions)
+
+    def meet(self, call: str) -> None:
+        """Compare the call, as every other: that names what the missing ranks do instead, with their lines."""
+        self._compare("meet")
+
+    def barrier(self) -> None:
+        """See `World.barrier`."""
+        self._compare("barrier")
+        super().barrier()
+
+    def all_reduce(self, tensor: torch.Tensor, operation: str = "sum") -> torch.Tensor:
+        """See `World.all_reduce`."""
+        self._compare(f"all_reduce {operation}", tensor)
+        return super().all_reduce(tensor, operation)
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> dist.Work | None:
+        """See `World.start_all_reduce`."""
+        self._compare("start_all_reduce", tensor)
+        return super().start_all_reduce(tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """See `World.all_gather`."""
+        self._compare("all_gather", tensor)
+        return super().all_gather(tensor)
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `World.reduce_scatter`."""
+        self._compare("reduce_scatter", tensor)
+        return super().reduce_scatter(tensor)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """See `World.gather_objects`."""
+        self._compare("gather_objects")
+        return super().gather_objects(value)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """See `World.broadcast`."""
+        self._compare(f"broadcast from {source}")
+        return super().broadcast(value, source)
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """See `World.broadcast_tensor`."""
+        self._compare(f"broadcast_tensor from {source}", tensor)
+        return super().broadcast_tensor(tensor, source)

@@ -1,0 +1,63 @@
+"""Which devices of this machine a run wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...common.validation import choose
+
+Devices = int | str | Sequence[int]
+ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
+
+
+def device_type(accelerator: str) -> str:
+    choose("accelerator", accelerator, ACCELERATORS)
+    if accelerator == "auto":
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    kind = "cuda" if accelerator == "gpu" else accelerator
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"accelerator={accelerator!r} but torch sees no CUDA device. Use accelerator='cpu' or 'auto'.")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("accelerator='mps' but torch sees no MPS device. Use accelerator='cpu' or 'auto'.")
+    return kind
+
+
+def device_of(kind: str, index: int) -> torch.device:
+    return torch.device("cuda", index) if kind == "cuda" else torch.device(kind)
+
+
+def wanted_devices(kind: str, devices: Devices) -> list[int] | None:
+    """The device indices of this machine's processes, or None to leave it to the launcher."""
+    rule = "devices must be a number of at least 1, -1 for all, a list of indices, a string such as '0,2', or 'auto'"
+    if devices == "auto":
+        return None
+    if isinstance(devices, str):
+        try:
+            indices = [int(part) for part in devices.split(",") if part.strip()]
+        except ValueError:
+            raise ValueError(f"devices={devices!r}: {rule}.") from None
+        devices = indices if "," in devices else indices[0] if indices else 0
+    if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
+        raise TypeError(f"devices={devices!r} is a {type(devices).__name__}: {rule}.")
+    available = torch.cuda.device_count() if kind == "cuda" else None
+    if isinstance(devices, int):
+        if devices == -1:
+            devices = available or 1
+        if devices < 1:
+            raise ValueError(f"devices={devices}: {rule}.")
+        chosen = list(range(devices))
+    else:
+        chosen = [*devices]  # type: ignore[list-item]
+    if any(isinstance(index, bool) or not isinstance(index, int) or index < 0 for index in chosen):
+        raise ValueError(f"devices={devices!r}: {rule}.")
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise ValueError(f"devices={devices!r} names no device or one twice: {rule}.")
+    if available is not None and max(chosen) >= available:
+        raise ValueError(f"devices={devices!r} but torch sees {available} CUDA device(s), numbered from 0.")
+    if kind == "mps" and len(chosen) > 1:
+        raise ValueError(f"devices={devices!r}, but there is one MPS device.")
+    return chosen

@@ -1,0 +1,249 @@
+"""Calls that all processes must make, such as a save: one that only some of them make is an error, not a hang.
+
+Every process announces in torch's store that it has entered the call, and waits there for the others. That takes as
+long as they need, unless one of them can't come any more: it has entered another such call, it has ended, or it has
+gone on to a later training step or exchange, which in turn waits for those that are here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ...common.messages import warn
+
+if TYPE_CHECKING:
+    from .world import World
+
+_FIRST_LOOK = 2.0  # seconds after which a process that waits looks for what keeps the others
+_STANDING = 3.0  # seconds for which one that has gone on must stand still
+_FIRST_WORD = 60.0  # seconds after which the wait is worth a warning
+_MOST_LOOKED_AT = 64  # ranks that each process which waits looks at, beside those of its machine
+
+
+class SharedCount:
+    """A counter that other processes of this machine can read, whatever this process is waiting in.
+
+    It lies in memory that belongs to a file without a name, so nothing is left when the process ends. It is Linux's;
+    elsewhere the counter is private.
+
+    Attributes:
+        values: the counter, as a sequence of one number.
+        place: where others find it; "" where they can't.
+    """
+
+    def __init__(self) -> None:
+        self.values: Any = [0]
+        self.place = ""
+        self.pid = os.getpid()
+        with contextlib.suppress(AttributeError, OSError):
+            descriptor = os.memfd_create("treadle")
+            os.ftruncate(descriptor, 8)
+            self.values = memoryview(mmap.mmap(descriptor, 8)).cast("q")
+            self.place = f"/proc/{self.pid}/fd/{descriptor}"
+
+    def advance(self) -> None:
+        """Count: this process enters a training step or an exchange. 0.13 us."""
+        self.values[0] += 1
+
+
+_count: list[SharedCount] = []
+
+
+def shared_count() -> SharedCount:
+    """Return this process's own counter."""
+    if not _count or _count[0].pid != os.getpid():
+        _count[:] = [SharedCount()]
+    return _count[0]
+
+
+def _read(place: str) -> int | None:
+    """Return another process's counter; None if that process has ended."""
+    try:
+        with open(place, "rb") as file:
+            return int.from_bytes(file.read(8), "little", signed=True)
+    except FileNotFoundError:
+        return None
+
+
+def _host() -> str:
+    """Return what tells machines, and containers with processes of their own, from each other."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+class Arrivals:
+    """Where the processes of one process group announce calls that need all of them.
+
+    Args:
+        store: shared by the processes.
+        rank: this process's.
+        size: how many there are.
+        local_size: how many there are on this machine.
+        timeout: how long a call waits for the others.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, local_size: int, timeout: timedelta) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._seconds = timeout.total_seconds()
+        first = rank - rank % local_size
+        self._near = {*range(min(size, _MOST_LOOKED_AT)), *range(first, min(size, first + local_size))} - {rank}
+        self._count = shared_count()
+        self._number, self._before = 0, int(self._count.values[0])  # of the last call: its number, and the count then
+        self._host = _host()
+        self._announce("")
+        self._store.set(f"place of {rank}", json.dumps([self._host, self._count.place]))
+        atexit.register(self.leave)
+
+    def leave(self) -> None:
+        """This process ends."""
+        if os.getpid() == self._count.pid:
+            with contextlib.suppress(RuntimeError):  # the store may be gone with the process that kept it
+                self._store.set(f"{self._rank} has ended", "")
+
+    def meet(self, call: str) -> None:
+        """Announce that this process has entered ``call``, and wait until all have.
+
+        Raises:
+            RuntimeError: if another process can't come any more, or does not within the timeout; names the ranks.
+        """
+        moved = int(self._count.values[0]) - self._before
+        self._number += 1
+        arrived = f"{self._number} {call}"
+        try:
+            self._announce(call)
+            if self._store.add(arrived, 1) < self._size:
+                self._wait(call, arrived, moved)
+        except dist.DistNetworkError as error:
+            raise RuntimeError(
+                f"{call} needs all processes, and the one that keeps what they announce, usually rank 0, has ended "
+                f"({error})."
+            ) from None
+        except BaseException:
+            self._number -= 1  # the next call may be one that all make
+            with contextlib.suppress(RuntimeError):
+                self._store.add(arrived, -1)
+                self._announce("")
+            raise
+        self._before += moved
+
+    def _announce(self, call: str) -> None:
+        count = int(self._count.values[0])
+        self._store.set(f"call of {self._rank}", json.dumps([self._number, call, count]))
+
+    def _wait(self, call: str, arrived: str, moved: int) -> None:
+        began = time.monotonic()
+        next_look, warned, pause = began + _FIRST_LOOK, False, 0.0005
+        standing: dict[int, tuple[int, float]] = {}
+        while self._store.add(arrived, 0) < self._size:
+            now = time.monotonic()
+            if now >= next_look or now >= began + self._seconds:
+                timed_out = now >= began + self._seconds
+                missing = self._look(range(self._size) if timed_out else sorted(self._near), call, moved, standing)
+                if any(missing.values()) or timed_out:
+                    raise RuntimeError(self._text(call, missing, now - began))
+                if missing and not warned and now >= began + _FIRST_WORD:
+                    warned = True
+                    warn(f"{call} has waited {now - began:.0f} s for {_named(missing)}, which has not called it yet.")
+                next_look = now + 1.0
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.05 + self._size / 5000)
+
+    def _look(
+        self, ranks: Iterable[int], call: str, moved: int, standing: dict[int, tuple[int, float]]
+    ) -> dict[int, str]:
+        """Return the ranks that are not here, with the reason why they can't come; "" where they still may."""
+        missing = {}
+        for rank in ranks:
+            if rank == self._rank:
+                continue
+            known = self._get(f"call of {rank}")
+            number, other, count = known or (-1, "", 0)
+            if (number, other) != (self._number, call):
+                if number == self._number and other:
+                    missing[rank] = f"calls {other}"
+                elif self._store.check([f"{rank} has ended"]):
+                    missing[rank] = "has ended"
+                else:
+                    missing[rank] = self._gone_on(rank, count + moved, standing) if known else ""
+        return missing
+
+    def _gone_on(self, rank: int, expected: int, standing: dict[int, tuple[int, float]]) -> str:
+        """Say so if a process of this machine is further than this one was when it came here, and stands still."""
+        host, place = self._get(f"place of {rank}") or ("", "")
+        if not place or host != self._host:
+            return ""
+        try:
+            count = _read(place)
+        except OSError:  # not readable for this user
+            return ""
+        if count is None:
+            return "has ended"
+        if count <= expected:
+            return ""
+        now = time.monotonic()
+        if standing.get(rank, (None, 0.0))[0] != count:
+            standing[rank] = count, now
+        return "has gone on, and waits in a later step or exchange" if now - standing[rank][1] >= _STANDING else ""
+
+    def _get(self, key: str) -> Any:
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _text(self, call: str, missing: dict[int, str], seconds: float) -> str:
+        here = [
+            rank for rank in range(self._size) if rank not in missing and (rank in self._near or rank == self._rank)
+        ]
+        reasons = "; ".join(
+            f"{_named([rank for rank in missing if missing[rank] == why])} "
+            f"{why or f'has not called it within {seconds:.0f} s'}"
+            for why in dict.fromkeys(missing.values())
+        )
+        return (
+            f"{call} needs all processes, but {_named(here)} called it and {reasons}. Call it on every rank, not under "
+            "`if trainer.is_global_zero:` or `if accelerator.is_main_process:`; each file is written once all the same."
+        )
+
+
+_current: list[tuple[weakref.ref[Any], int, Arrivals]] = []
+
+
+def arrivals_of(world: World) -> Arrivals:
+    """Return where the processes of torch's present process group meet; several worlds over one group share it."""
+    group, pid = dist.group.WORLD, os.getpid()
+    if not _current or _current[0][0]() is not group or _current[0][1] != pid:  # a group may be made anew
+        forget_arrivals()
+        # Private, but in every torch from 1.x to 2.13: the store that the group was made with.
+        store = dist.PrefixStore("treadle arrivals", dist.distributed_c10d._get_default_store())
+        made = Arrivals(store, world.rank, world.size, world.local_size, world.timeout)
+        # No reference to the group: a rank that waits in it is freed by its end, which comes with the last one.
+        _current.append((weakref.ref(group), pid, made))
+    return _current[0][2]
+
+
+def forget_arrivals() -> None:
+    """Let go of the store that the processes met in: their process group ends."""
+    for *_, earlier in _current:
+        atexit.unregister(earlier.leave)
+    _current.clear()
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0, 1, 2 and 5 more``."""
+    listed = list(ranks)
+    more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+    return f"rank{'s' * (len(listed) > 1)} {', '.join(map(str, listed[:8]))}{more}"

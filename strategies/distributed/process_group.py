@@ -1,0 +1,159 @@
+"""The process group: made once, and ended so that no process aborts at exit."""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ...common.version import __version__
+from .matching_calls import forget_arrivals
+from .tracebacks import forget_store, report_uncaught
+
+
+def connect(
+    device: torch.device,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    address: tuple[str, int] | None = None,
+    run_id: str = "",
+    backend: str | None = None,
+) -> None:
+    """Join the process group of ``size`` processes as ``rank``, or check that the one that is there is this one.
+
+    Args:
+        device: where this process computes.
+        rank: this process among all.
+        size: number of processes.
+        timeout: how long a collective may wait for the others.
+        address: host and port on which rank 0 listens. Default: what MASTER_ADDR and MASTER_PORT say.
+        run_id: keeps runs apart that meet at the same address.
+        backend: what carries tensors. Default: gloo on the host, nccl beside it on GPUs.
+
+    Raises:
+        ValueError: if a group is there in which this process is another rank, ``address`` or ``backend`` can't be
+            used, or rank 0 runs other versions.
+    """
+    if backend == "nccl" and device.type != "cuda":
+        raise ValueError(f"backend='nccl' carries tensors between GPUs, and this process computes on {device.type}.")
+    if dist.is_initialized() and backend is not None and backend not in dist.get_backend_config():
+        raise ValueError(f"backend={backend!r}, but the processes are connected by {dist.get_backend_config()}.")
+    if not dist.is_initialized():
+        # gloo stays beside nccl, so that objects and host tensors travel without touching the GPU.
+        if backend in (None, "nccl"):
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        # DistributedDataParallel imports it, and its functions have the group of that moment as default arguments: one
+        # that never ends, whose sockets stay open (seen in torch 2.6 to 2.13). Imported before, they have none.
+        import torch.distributed.nn.functional  # noqa: F401
+
+        store: dist.Store = dist.HashStore()  # nobody to meet: no address and no port is needed
+        if size > 1:
+            store = meeting_place(rank, size, timeout, address)
+            # A group that comes after another one must not read the addresses that the first one's processes left.
+            number = store.add(f"treadle/{run_id}/groups of {rank}", 1)
+            store = dist.PrefixStore(f"treadle/{run_id}/{number}", store)
+            _check_versions(store, rank)
+        forget_store()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        if size > 1:
+            report_uncaught(dist.PrefixStore("uncaught", store), rank, size)
+        # With the store, which ends with its last reference: the next group's processes meet there again.
+        atexit.unregister(disconnect)  # with the store of the group before
+        atexit.register(disconnect, store)
+    if (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        raise ValueError(
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in the process group that is "
+            f"already initialised, but rank {rank} of {size} by its environment."
+        )
+
+
+def _check_versions(store: dist.Store, rank: int) -> None:
+    """See that every process runs rank zero's torch and Treadle; others may exchange something else, or nothing."""
+    own = f"torch {torch.__version__}, treadle {__version__}"
+    if rank == 0:
+        store.set("versions", own)
+    elif (first := store.get("versions").decode()) != own:
+        raise ValueError(f"rank {rank} runs {own} (on {socket.gethostname()}), but rank 0 {first}: install the same.")
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """Say how long a collective of the processes may wait for the others, also where they are connected already."""
+    dist.distributed_c10d._set_pg_timeout(timeout)  # torch 2.13 has no public way
+
+
+def meeting_place(rank: int, size: int, timeout: timedelta, address: tuple[str, int] | None = None) -> dist.Store:
+    """A store that all processes of the run see; each call makes a connection of its own to it."""
+    if address is not None:
+        return _meet(address, rank, timeout)
+    store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    return store
+
+
+def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPStore:
+    host, port = address
+    try:
+        socket.getaddrinfo(host, port)  # torch would try again until the timeout
+    except OSError as error:
+        raise ValueError(
+            f"rank 0 should listen on {host!r}, but this machine knows no such host ({error}). "
+            "Set MASTER_ADDR to an address of the machine of rank 0."
+        ) from None
+    try:
+        return dist.TCPStore(
+            host, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+    except dist.DistNetworkError as error:
+        if rank != 0:
+            raise
+        raise ValueError(
+            f"rank 0 can't listen on port {port} ({error}). Set MASTER_PORT to a free one, on all processes."
+        ) from None
+
+
+def disconnect(store: dist.Store | None = None) -> None:
+    """End the process group, so that the next `connect` makes another."""
+    forget_arrivals()
+    forget_store()
+    await_gloo_threads()
+    # After an uncaught exception the other ranks may be gone, and a backend's shutdown would wait for them.
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
+    await_gloo_threads()
+
+
+def await_gloo_threads(limit: float = 1.0) -> None:
+    """Let gloo's threads put down what they hold, for at most ``limit`` seconds.
+
+    One of them may still hold the last reference to a tensor, and needs the GIL to let go of it. Before the group's
+    destruction: torch 2.6 joins the threads there without releasing the GIL, which never ends (seen in 3 of 3 runs of
+    100 groups, five small reductions each). And after it, as DistributedDataParallel keeps the process group beyond
+    its destruction: while the interpreter ends, to ask for the GIL aborts the process ("terminate called without an
+    active exception", exit status 134), after all its work was done: seen in 1 of 6 runs of torch 2.13 on two cores.
+    """
+    tasks = Path("/proc/self/task")
+    deadline, at_rest = time.monotonic() + limit, 0
+    while tasks.exists() and at_rest < 3 and time.monotonic() < deadline:
+        time.sleep(0.002)  # without the GIL, which they may be waiting for
+        mine = str(threading.get_native_id())
+        name, _ = _thread(tasks / mine)
+        others = [_thread(task) for task in tasks.iterdir() if task.name != mine]
+        # In torch 2.6 gloo's threads have no name of their own, but that of the thread which started them.
+        states = [state for other, state in others if "gloo" in other or other == name]
+        at_rest = 0 if "R" in states else at_rest + 1
+
+
+def _thread(task: Path) -> tuple[str, str]:
+    """Name and state of a thread; ``"R"`` is one that runs or wants to. Both empty for one that is gone."""
+    try:
+        name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+    except OSError:
+        return "", ""
+    return name, rest.split()[0]

@@ -1,0 +1,120 @@
+"""How an attempt ended on every process, learned through a store: it works where a collective is broken or stuck."""
+
+from __future__ import annotations
+
+import gc
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from . import process_group as connection
+from .current import current_place, current_world, disconnect
+from .launch_environment import LaunchEnvironment
+from .tracebacks import PeerFailed
+
+DONE, RETRY = "done", "retry"
+
+
+class Attempts:
+    """The attempts of one call, made on all processes. A process that is alone gets an answer at once.
+
+    A process that fails inside a step leaves the others waiting in a collective. So it reports here, then ends its
+    connection, which breaks off the others' waiting; they find its report and know the cause. The next attempt has a
+    new process group. gloo's collectives break off so; nccl's do not, and a process that waits in one reports late.
+
+    Args:
+        patience: how long a process that failed waits for the others' reports.
+
+    Raises:
+        ValueError: if the processes could not be connected again.
+    """
+
+    def __init__(self, patience: timedelta = timedelta(minutes=1)) -> None:
+        self.patience = patience
+        self.rank, self.size, _ = current_place()
+        self._number = 0
+        if self.size == 1:
+            return
+        launched = LaunchEnvironment.read()
+        if launched is None:
+            raise ValueError(
+                "the processes were started by no launcher that Treadle knows, so they could not be connected again "
+                "after a failure. Start them with torchrun or `treadle launch`."
+            )
+        self._device = current_world().device.type if dist.is_initialized() else None
+        # Not the group's own connection to the store, which ends with the group.
+        store = connection.meeting_place(self.rank, self.size, timedelta(minutes=30), launched.address)
+        call = store.add(f"treadle/{launched.run_id}/calls of {self.rank}", 1)
+        self._store = dist.PrefixStore(f"treadle/{launched.run_id}/call {call}", store)
+
+    def begin(self) -> None:
+        """A new attempt."""
+        self._number += 1
+
+    def report(self, outcome: str) -> None:
+        """Say how this process's attempt ended: `DONE`, `RETRY`, or what went wrong."""
+        if self.size > 1:
+            self._store.set(f"{self._number}/{self.rank}", outcome)
+            self._store.get(f"{self._number}/{self.rank}")  # now the others can see it
+
+    def someone_retries(self) -> bool:
+        """Whether another process has reported `RETRY`. Waits for nobody."""
+        names = [f"{self._number}/{rank}" for rank in range(self.size) if rank != self.rank]
+        return any(self._store.check([name]) and self._store.get(name).decode() == RETRY for name in names)
+
+    def agree(self) -> bool:
+        """Once this process is `DONE`: whether all are; False asks for another attempt.
+
+        Raises:
+            PeerFailed: if another process failed for good.
+        """
+        if self.size == 1:
+            return True
+        outcomes = self._outcomes(timedelta(days=365))
+        failed = [(rank, text) for rank, text in enumerate(outcomes) if text not in (DONE, RETRY)]
+        if failed:
+            raise PeerFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
+        return RETRY not in outcomes
+
+    def start_over(self) -> None:
+        """Free what the attempt has left behind, and connect the processes anew.
+
+        Raises:
+            RuntimeError: if a process does not report in time, or failed for good (`PeerFailed`).
+        """
+        gc.collect()
+        if self.size > 1:
+            _cut_off_replicas()
+            disconnect()
+            gc.collect()
+            outcomes = self._outcomes(self.patience)
+            failed = [(rank, text) for rank, text in enumerate(outcomes) if text not in (DONE, RETRY)]
+            if failed:
+                raise PeerFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
+            if self._device is not None:
+                current_world(self._device)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _outcomes(self, limit: timedelta) -> list[str]:
+        names = [f"{self._number}/{rank}" for rank in range(self.size)]
+        try:
+            self._store.wait(names, limit)
+        except (RuntimeError, dist.DistError):
+            silent = [rank for rank, name in enumerate(names) if not self._store.check([name])]
+            raise RuntimeError(
+                f"rank(s) {', '.join(map(str, silent))} did not report within {limit.total_seconds():g} s how this "
+                "attempt ended: they may wait in a collective that nothing breaks off."
+            ) from None
+        return [self._store.get(name).decode() for name in names]
+
+
+def _cut_off_replicas() -> None:
+    """Let every replica that is left go of the process group; it could not be used again, and would keep it open."""
+    for value in gc.get_objects():
+        # By type: an isinstance would wake proxies and lazy modules.
+        if issubclass(type(value), DistributedDataParallel):
+            for name in ("logger", "reducer", "process_group"):
+                value.__dict__.pop(name, None)

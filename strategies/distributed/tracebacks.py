@@ -1,0 +1,242 @@
+"""Uncaught errors, printed short and once per job: user frames in full, framework frames counted.
+
+Errors keep their type, their object and their whole traceback, so ``except``, debuggers and ``pdb.pm()`` see all of it.
+Only printing changes:
+
+- In a script the interpreter prints through ``sys.excepthook``. Treadle's takes the place of Python's own, or of the
+  one that torch installs with each process group, but of no other: who has chosen a hook keeps it. It is installed
+  with the first Trainer, and where processes connect. Errors that no frame of Treadle's took part in are left to the
+  hook before it.
+- pytest, IPython and notebooks leave out frames that have a local variable ``__tracebackhide__``.
+
+``TREADLE_FULL_TRACEBACK=1`` disables both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+from ..launch import is_alive
+
+VARIABLE = "TREADLE_FULL_TRACEBACK"
+PATIENCE = 3.0  # seconds that a rank waits for another's words; the launcher ends a job some seconds after a failure
+_PACKAGE = __name__.partition(".")[0]
+_FRAMEWORKS = (_PACKAGE, "torch", "contextlib", "runpy")
+_TORCHS_HOOK = "torch.distributed.distributed_c10d"
+
+
+class PeerFailed(RuntimeError):
+    """Raised on ranks that did not fail themselves, with the rank and the words of the first that did."""
+
+
+class Store(Protocol):
+    """The part of a torch store that is used here."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Increase a counter; returns its new value."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key for all ranks."""
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key."""
+
+    def wait(self, keys: list[str], timeout: Any) -> None:
+        """Wait until all keys are set; raises a RuntimeError after the timeout."""
+
+
+def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
+    """Print uncaught errors short and, over all ranks, once. Does nothing where a hook was chosen by the user.
+
+    Args:
+        store: where the ranks learn of each other's errors; None: each prints its own.
+        rank: this process among all.
+        size: world size.
+    """
+    if isinstance(sys.excepthook, Uncaught):
+        if store is None:
+            return  # what a process group installed knows more
+        forget_store()
+    hook = sys.excepthook
+    standard = hook is sys.__excepthook__ or getattr(hook, "__module__", "") == _TORCHS_HOOK
+    if standard and not is_full():
+        sys.excepthook = Uncaught(hook, store, rank, size)
+
+
+def forget_store() -> None:
+    """Let go of the store: its process group ends, or torch is about to wrap the hook for another one."""
+    if isinstance(sys.excepthook, Uncaught):
+        sys.excepthook = sys.excepthook.previous
+
+
+def is_full() -> bool:
+    """Tell whether the user wants to see every frame, on every rank."""
+    return os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+class Uncaught:
+    """An excepthook.
+
+    The first rank to come here prints its error; a rank with the same error prints nothing, and one with another error
+    a line. No rank leaves before the first has printed: launchers end a job as soon as one rank is gone.
+
+    Args:
+        previous: the hook in whose place this one is.
+        store: see `report_uncaught`.
+        rank: this process among all.
+        size: world size.
+    """
+
+    def __init__(self, previous: Callable[..., Any], store: Store | None, rank: int, size: int) -> None:
+        self.previous = previous
+        self.store = store
+        self.rank = rank
+        self.size = size
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if self.size == 1 and _PACKAGE not in _owners(error, trace).values():
+            self.previous(kind, error, trace)
+            return
+        words = f"{kind.__qualname__}: {error}"
+        earlier = self._earlier(error, words)
+        if earlier is None:
+            _write(formatted(error, trace) + self._rank_line(error))
+            if self.store is not None:
+                with contextlib.suppress(RuntimeError):  # the rank that held the store is gone, so nobody waits
+                    self.store.set("reported", "1")
+            return
+        if earlier["words"] != words and not isinstance(error, PeerFailed):
+            _write(f"rank {self.rank} of {self.size}: {words.splitlines()[0]}\n")
+        self._let_go_first(earlier)
+
+    def _rank_line(self, error: BaseException) -> str:
+        rank = f"rank {self.rank} of {self.size}"
+        known = self.size == 1 or any(rank in note for note in getattr(error, "__notes__", ()))
+        return "" if known else f"on {rank}\n"
+
+    def _earlier(self, error: BaseException, words: str) -> dict[str, Any] | None:
+        """Return what another rank has reported; None if this rank is to report."""
+        if self.store is None:
+            return None
+        found: list[dict[str, Any] | None] = []
+        # In a thread: a store whose machine is gone may answer never.
+        asking = threading.Thread(target=lambda: found.append(self._claim(error, words)), daemon=True)
+        asking.start()
+        asking.join(2 * PATIENCE + 1)
+        return found[0] if found else None
+
+    def _claim(self, error: BaseException, words: str) -> dict[str, Any] | None:
+        assert self.store is not None
+        patience = timedelta(seconds=PATIENCE)
+        if isinstance(error, PeerFailed):
+            with contextlib.suppress(RuntimeError):
+                self.store.wait(["error"], patience)  # the rank that failed comes first
+        try:
+            if self.store.add("errors", 1) == 1:
+                self.store.set("error", json.dumps({"words": words, "host": socket.gethostname(), "pid": os.getpid()}))
+                return None
+            self.store.wait(["error", "reported"], patience)
+            return dict(json.loads(self.store.get("error")))
+        except RuntimeError:
+            return None
+
+    def _let_go_first(self, earlier: dict[str, Any]) -> None:
+        """Wait until the rank that has reported is gone, so that its launcher names it as the first that failed."""
+        end = time.monotonic() + PATIENCE
+        while earlier["host"] == socket.gethostname() and is_alive(earlier["pid"]) and time.monotonic() < end:
+            time.sleep(0.01)
+
+
+def hide_frames(error: BaseException) -> None:
+    """Let pytest, IPython and notebooks leave out framework frames: those of the error, and those it will pass."""
+    if is_full():
+        return
+    frames = [frame for link in _links(error) for frame, _ in traceback.walk_tb(link.__traceback__)]
+    for frame in itertools.chain(frames, (frame for frame, _ in traceback.walk_stack(None))):
+        if _owner(frame) is not None and frame.f_code.co_name != "<module>":
+            frame.f_locals["__tracebackhide__"] = True
+
+
+def formatted(error: BaseException, trace: TracebackType | None) -> str:
+    """Return an error as Python prints it, with framework frames counted instead of shown."""
+    full = traceback.TracebackException(type(error), error, trace, compact=True)
+    if not is_full():
+        owners, hint = _owners(error, trace), itertools.chain([f" ({VARIABLE}=1 shows them)"], itertools.repeat(""))
+        for part in _parts(full):
+            part.stack = _Folded(part.stack, owners, hint)
+    return "".join(full.format())
+
+
+class _Folded(traceback.StackSummary):
+    """Frames, of which those in a framework's files are counted where they are formatted."""
+
+    def __init__(self, frames: traceback.StackSummary, owners: Mapping[str, str], hint: Iterator[str]) -> None:
+        super().__init__(frames)
+        self._owners = owners
+        self._hint = hint
+
+    def format(self, **options: Any) -> list[str]:
+        lines: list[str] = []
+        for folded, run in itertools.groupby(self, lambda frame: frame.filename in self._owners):
+            frames = list(run)
+            if folded:
+                names = " and ".join(dict.fromkeys(self._owners[frame.filename] for frame in frames))
+                many = f"{len(frames)} frame{'s' if len(frames) > 1 else ''} of {names}"
+                lines.append(f"  ... {many}{next(self._hint)}\n")
+            else:
+                lines += traceback.StackSummary.from_list(frames).format(**options)
+        return lines
+
+
+def _parts(full: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """An error as it will be printed, and those it was raised from or holds."""
+    yield full
+    for other in (full.__cause__, full.__context__, *(full.exceptions or ())):
+        if other is not None:
+            yield from _parts(other)
+
+
+def _links(error: BaseException) -> list[BaseException]:
+    """An error, and those it was raised from or holds."""
+    links: list[BaseException] = []
+    left: list[BaseException | None] = [error]
+    while left:
+        link = left.pop()
+        if link is not None and not any(link is known for known in links):
+            links.append(link)
+            left += [link.__cause__, link.__context__, *getattr(link, "exceptions", ())]
+    return links
+
+
+def _owners(error: BaseException, trace: TracebackType | None) -> dict[str, str]:
+    """The framework by file, of all frames that are a framework's."""
+    traces = [trace, *(link.__traceback__ for link in _links(error))]
+    frames = (frame for each in traces for frame, _ in traceback.walk_tb(each))
+    return {frame.f_code.co_filename: owner for frame in frames if (owner := _owner(frame)) is not None}
+
+
+def _owner(frame: FrameType) -> str | None:
+    """The framework that a frame belongs to."""
+    name = frame.f_globals.get("__name__", "")
+    if name == "__main__":  # python -m
+        name = getattr(frame.f_globals.get("__spec__"), "name", "")
+    root = str(name).partition(".")[0]
+    return root if root in _FRAMEWORKS else None
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no standard error, as for Python's own hook
+        sys.stderr.write(text)
+        sys.stderr.flush()

@@ -1,0 +1,356 @@
+"""Who am I among how many, on which device; and every exchange between processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ...common.validation import choose
+from ..launch import supervisor as launch
+from . import process_group as connection
+from .devices import Devices, device_of, device_type, wanted_devices
+from .launch_environment import DebugEnvironment, LaunchEnvironment
+from .matching_calls import arrivals_of, shared_count
+from .tracebacks import PeerFailed
+
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+class World:
+    """The processes of this run, seen from one of them. A world of one answers every call at once.
+
+    Args:
+        rank: this process among all, from 0.
+        size: number of processes.
+        local_rank: this process among those of its machine.
+        local_size: number of processes on its machine.
+        node_rank: this machine among all.
+        device: where this process computes.
+        timeout: how long a collective may wait for the others before it fails; half an hour where nothing is said.
+        group: torch's process group of these processes, where they are a part of a larger world; ``rank`` and
+            ``size`` then count within it.
+        address: host and port on which rank 0 listens. Default: what MASTER_ADDR and MASTER_PORT say.
+        run_id: keeps runs apart that meet at the same address.
+        backend: torch's name for what carries tensors. Default: gloo on the host, nccl beside it on GPUs.
+    """
+
+    debug: DebugEnvironment | None = None
+
+    def __new__(cls, **place: Any) -> World:
+        """Under ``TREADLE_DEBUG=1`` every world checks its calls; this is the only place where that is decided."""
+        if cls is World and DebugEnvironment.read() is not None:
+            from .collective_debug import DebugWorld
+
+            cls = DebugWorld
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        local_rank: int = 0,
+        local_size: int = 1,
+        node_rank: int = 0,
+        device: torch.device | None = None,
+        timeout: timedelta | None = None,
+        group: dist.ProcessGroup | None = None,
+        address: tuple[str, int] | None = None,
+        run_id: str = "",
+        backend: str | None = None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.local_rank = local_rank
+        self.local_size = local_size
+        self.node_rank = node_rank
+        self.device = device or torch.device("cpu")
+        self.timeout = timeout or _TIMEOUT
+        self.group = group
+        self._beside: World | None = None
+        self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+        self._count = shared_count() if size > 1 and group is None else None
+        if group is not None:
+            return
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if size > 1:
+            connection.connect(self.device, rank, size, self.timeout, address, run_id, backend)
+            if timeout is not None:
+                connection.set_timeout(timeout)
+            if dist.get_backend() != "fake":  # of a plan, in which nobody else is
+                arrivals_of(self)  # so that others can see where this process is
+
+    @classmethod
+    def from_env(
+        cls,
+        accelerator: str = "auto",
+        devices: Devices = "auto",
+        num_nodes: int = 1,
+        *,
+        spread: bool = True,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+    ) -> World:
+        """Find this process's place; start the missing processes when the user asked for several.
+
+        Args:
+            accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), ``"mps"``.
+            devices: how many, which (a list of indices or ``"0,2"``), ``-1`` for all, or ``"auto"``: what the launcher
+                started; else all GPUs when ``spread``, else one.
+            num_nodes: number of machines.
+            spread: whether ``"auto"`` may use several GPUs.
+            timeout: how long a collective may wait for the others before it fails.
+            backend: torch's name for what carries tensors.
+
+        Raises:
+            ValueError: when the flags contradict the environment or the machine.
+        """
+        kind = device_type(accelerator)
+        launched = LaunchEnvironment.read()
+        wanted = wanted_devices(kind, devices)
+        if launched is None:
+            if num_nodes != 1:
+                raise ValueError(
+                    f"num_nodes={num_nodes} needs a launcher on every machine: run "
+                    f"`treadle launch --nnodes {num_nodes} --rdzv-endpoint HOST:PORT script.py` on each."
+                )
+            if wanted is None:
+                count = torch.cuda.device_count() if kind == "cuda" and spread and launch.has_script() else 1
+                wanted = list(range(count))
+            if len(wanted) > 1:
+                launch.relaunch(len(wanted))
+            return cls(device=device_of(kind, wanted[0]))
+        if launched.supervisor is not None:
+            launch.die_with_parent(launched.supervisor)
+        if wanted is None:
+            wanted = list(range(launched.local_world_size))
+        launched.check(devices, len(wanted), num_nodes)
+        seen = torch.cuda.device_count() if kind == "cuda" else None
+        return cls(
+            rank=launched.rank,
+            size=launched.world_size,
+            local_rank=launched.local_rank,
+            local_size=launched.local_world_size,
+            node_rank=launched.node_rank,
+            device=device_of(kind, launched.device_index(wanted, seen)),
+            address=launched.address,
+            run_id=launched.run_id,
+            timeout=timeout,
+            backend=backend,
+        )
+
+    def mesh(self, **dimensions: int) -> DeviceMesh:
+        """Lay the processes out on a grid, the last dimension varying fastest; one grid is made once.
+
+        Args:
+            dimensions: sizes by name, whose product is the number of processes: ``mesh(replicate=2, shard=4)``.
+
+        Raises:
+            ValueError: if the product is another number.
+        """
+        if math.prod(dimensions.values()) != self.size:
+            grid = " x ".join(f"{name}={size}" for name, size in dimensions.items())
+            raise ValueError(f"a mesh of {grid} needs {math.prod(dimensions.values())} processes, not {self.size}.")
+        known = tuple(dimensions.items())
+        if known not in self._meshes:
+            connection.connect(self.device, self.rank, self.size, self.timeout)  # also a world of one
+            shape, names = tuple(dimensions.values()), tuple(dimensions)
+            self._meshes[known] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        return self._meshes[known]
+
+    def part(self, mesh: DeviceMesh) -> World:
+        """The processes along ``mesh``, a grid of one dimension in which this process is, as a world of their own."""
+        return World(
+            rank=mesh.get_local_rank(),
+            size=mesh.size(),
+            local_rank=self.local_rank,
+            local_size=self.local_size,
+            node_rank=self.node_rank,
+            device=self.device,
+            timeout=self.timeout,
+            group=mesh.get_group(),
+        )
+
+    def beside(self) -> World:
+        """The same processes with a line of their own, for a thread beside the training. All processes must ask."""
+        if self.size == 1:
+            return self
+        if self._beside is None:
+            ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
+            self._beside = World(
+                rank=self.rank,
+                size=self.size,
+                local_rank=self.local_rank,
+                local_size=self.local_size,
+                node_rank=self.node_rank,
+                timeout=self.timeout,
+                group=dist.new_group(ranks, self.timeout, "gloo"),
+            )
+        return self._beside
+
+    def forget_parts(self) -> None:
+        """Make grids and lines of their own anew: the process group they were parts of has ended."""
+        self._beside = None
+        self._meshes.clear()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is rank zero."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until every process is here."""
+        if self.size > 1:
+            self.advance()
+            dist.barrier(self.group)
+
+    def advance(self) -> None:
+        """Count: this process enters a training step or an exchange, where it may have to wait for the others."""
+        if self._count is not None:
+            self._count.advance()
+
+    def meet(self, call: str) -> None:
+        """Wait until every process has entered ``call``, for as long as they may still come.
+
+        Args:
+            call: what the user has called, for the error.
+
+        Raises:
+            RuntimeError: if some process will not come, or does not within the timeout; names the ranks.
+        """
+        if self.size > 1 and self.group is None:
+            arrivals_of(self).meet(call)
+
+    def all_reduce(self, tensor: torch.Tensor, operation: str = "sum") -> torch.Tensor:
+        """Combine ``tensor`` over all processes, in place.
+
+        Args:
+            tensor: any shape, the same on every process.
+            operation: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
+        """
+        op = _OPERATIONS[choose("operation", operation, _OPERATIONS)]
+        if self.size > 1:
+            self.advance()
+            dist.all_reduce(tensor, op, self.group)
+            if operation == "mean":
+                tensor.div_(self.size) if tensor.is_floating_point() else tensor.floor_divide_(self.size)
+        return tensor
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Begin to sum ``tensor`` over all processes, in place; wait on what is returned before reading it."""
+        return dist.all_reduce(tensor, group=self.group, async_op=True) if self.size > 1 else None
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensor of every process, in rank order; shapes must agree."""
+        if self.size == 1:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self.advance()
+        dist.all_gather(parts, tensor.contiguous(), self.group)
+        return parts
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all processes of their ``tensor[rank]``, where ``rank`` is this process's.
+
+        Args:
+            tensor: of shape (size, ...), the same on every process.
+        """
+        if self.size == 1:
+            return tensor[0]
+        own = torch.empty_like(tensor[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter_tensor(own.reshape(-1), tensor.contiguous().reshape(-1), group=self.group)
+        return own
+
+    def of_group(self, group: dist.ProcessGroup) -> World:
+        """Return the processes of a process group of the user's, in which this process is, as a world of their own.
+
+        Raises:
+            ValueError: if this process is not in it.
+        """
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ValueError(
+                f"rank {self.rank} is not in the process group that was given: it has ranks "
+                f"{dist.get_process_group_ranks(group)}. Only they may call this."
+            )
+        return World(rank=rank, size=dist.get_world_size(group), device=self.device, timeout=self.timeout, group=group)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the value of every process, in rank order, on every process."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        self.advance()
+        dist.all_gather_object(values, value, self.group)
+        return values
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Return process ``source``'s value on every process."""
+        if self.size == 1:
+            return value
+        box = [value]
+        self.advance()
+        dist.broadcast_object_list(box, self._global(source), self.group)
+        return box[0]
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Overwrite ``tensor`` with process ``source``'s, in place."""
+        if self.size > 1:
+            self.advance()
+            dist.broadcast(tensor, self._global(source), self.group)
+        return tensor
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` holds on at least one process. All processes must ask."""
+        if self.size == 1:
+            return flag
+        return bool(self.all_reduce(torch.tensor(int(flag)), "max").item())
+
+    def all(self, flag: bool) -> bool:
+        """Whether ``flag`` holds on every process. All processes must ask."""
+        return not self.any(not flag)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that every process enters; none leaves it before all are through, and all fail if one does."""
+        error: BaseException | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        self.raise_together(error)
+
+    def raise_together(self, error: BaseException | None) -> None:
+        """Raise on every process if any failed: its own error where it happened, a named one elsewhere.
+
+        Raises:
+            PeerFailed: on the processes that did not fail, with the rank and the words of the first that did.
+        """
+        if self.size > 1:
+            errors = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+            failed = [(rank, text) for rank, text in enumerate(errors) if text is not None]
+            if failed and error is None:
+                raise PeerFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
+        if error is not None:
+            raise error

@@ -1,0 +1,392 @@
+"""Shards instead of replicas: torch's fully_shard (FSDP2), also hybrid, and beside tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...common.messages import announce
+from ..distributed import TENSOR, Layout, World, clip_to_norm, cut_like, local
+from ..forward_router import Router
+from ..model_init import built_in_place
+from ..precision import Precision
+from ..strategy import Strategy
+from ..wrap_policy import Policy, check_policy, chosen_blocks, direct_parts, self_contained
+from .checks import check_device, check_parallelized, check_parameters, check_unchanged
+from .deferred_init import Tape
+from .optimizer import hand_over
+from .reshard import ShardedRouter, forget_gradients, put_away, start_anew
+
+_ROOT = "_sharded_root"
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+class FSDP(Strategy):
+    """Each process keeps a part of every parameter, its gradient and its optimizer state.
+
+    A block's parameters are gathered when it is run, and dropped afterwards. Works on CPU (gloo) and CUDA, also in one
+    process. Build big models in `Accelerator.init_module` or `TaskModule.configure_model`: then no process ever holds
+    the whole model.
+
+    Args:
+        auto_wrap_policy: which modules are gathered as one; see `wrapping.chosen_blocks`. What is in none of them is
+            gathered once per step.
+        activation_checkpointing_policy: which modules keep only their inputs and compute the rest again in backward:
+            True for those of ``auto_wrap_policy``, or a policy of its own.
+        reshard_after_forward: drop a block's parameters after forward and gather them again in backward; False
+            keeps them (faster, more memory), a number reshards to groups of that many processes.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory.
+        mixed_precision: torch's ``MixedPrecisionPolicy``. By default parameters are gathered as they are stored and
+            autocast does the rest, so that the numbers are those of one process; ``MixedPrecisionPolicy(torch.bfloat16,
+            torch.float32)`` halves what is gathered, and rounds the weights of norms too.
+        data_parallel_size: processes to share the data out to; ``"auto"`` is all that ``tensor_parallel_size`` leaves.
+        data_parallel_replicate: number of replicas; each is sharded over ``data_parallel_size`` divided by it
+            (hybrid sharding: set it to the number of machines to gather within a machine only).
+        tensor_parallel_size: processes that share the work on one sample. The model's ``parallelize(mesh)`` says how,
+            by torch's ``parallelize_module`` on that mesh of one dimension.
+        sync_each_batch: reduce gradients at every micro-batch, so that only shards of them are ever kept: less memory
+            at accumulation, more communication.
+
+    Raises:
+        ValueError: for sizes that do not divide the number of processes.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
+
+    name = "fsdp"
+    distributed = True
+    sharded = True
+    own_buffers = True
+
+    def __init__(
+        self,
+        *,
+        auto_wrap_policy: Policy = "auto",
+        activation_checkpointing_policy: Policy | bool | None = None,
+        reshard_after_forward: bool | int = True,
+        cpu_offload: bool = False,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        data_parallel_size: int | str = "auto",
+        data_parallel_replicate: int = 1,
+        tensor_parallel_size: int = 1,
+        sync_each_batch: bool = False,
+    ) -> None:
+        self.auto_wrap_policy = check_policy(auto_wrap_policy, "auto_wrap_policy")
+        recomputed = activation_checkpointing_policy
+        if recomputed is not None and not isinstance(recomputed, bool):
+            check_policy(recomputed, "activation_checkpointing_policy")
+        self.activation_checkpointing_policy = recomputed
+        if tensor_parallel_size != 1 and not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward={reshard_after_forward} with tensor_parallel_size={tensor_parallel_size}: "
+                "torch can't reshard to a part of the processes there (2.13); use True or False."
+            )
+        self.reshard_after_forward = reshard_after_forward
+        self.cpu_offload = cpu_offload
+        self.mixed_precision = mixed_precision
+        self.layout = Layout(data_parallel_size, data_parallel_replicate, tensor_parallel_size)
+        self.sync_each_batch = sync_each_batch
+        self._tapes: list[Tape] = []
+        self._recording = False
+        self._roots: WeakSet[Any] = WeakSet()
+        # The parameters before and after sharding, for optimizers that were made before.
+        self._moved: Any = WeakIdKeyDictionary()
+
+    def attach(self, world: World, precision: Precision) -> None:
+        """See `Strategy.attach`."""
+        super().attach(world, precision)
+        check_device(world.device)
+        self.device_mesh = self._mesh = self.layout.mesh(world)
+        self._data_world = self.layout.data_world(world)
+        self.delays_sync = not self.sync_each_batch
+
+    def detach(self) -> None:
+        """See `Strategy.detach`: whoever holds a grid, as each shard does, keeps its group open."""
+        self._tapes.clear()
+        self._moved.clear()
+        self._roots.clear()
+        # torch's caches of how DTensors are computed with hold the grid, and that holds the group (2.13).
+        getattr(self._mesh, "_pg_registry", {}).clear()
+        self.device_mesh = self._mesh = self._data_world = None  # type: ignore[assignment]
+
+    @property
+    def data_world(self) -> World:
+        """See `Strategy.data_world`: one process of each tensor-parallel group."""
+        return self._data_world
+
+    # -- the model -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def construction(self, empty: bool = False) -> Iterator[None]:
+        """See `Strategy.construction`: no memory for parameters; `wrap` computes each process's shards.
+
+        All processes must enter it: they draw rank zero's random numbers.
+        """
+        if self._recording:  # the context around this one remembers
+            with built_in_place(torch.device("meta"), self.precision.storage, empty):
+                yield
+            return
+        own = torch.get_rng_state()
+        shared = self.world.broadcast(own)
+        torch.set_rng_state(shared)
+        tape = Tape()
+        self._recording = True
+        try:
+            with built_in_place(torch.device("meta"), self.precision.storage, empty), tape.recording():
+                yield
+        finally:
+            self._recording = False
+            if not torch.equal(own, shared):
+                torch.set_rng_state(own)
+        self._tapes.append(tape)
+
+    def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
+        """See `Strategy.wrap`: shard the model, which stays the same object, and return what gathers its root."""
+        root = module.__dict__.get(_ROOT)
+        if root is None:
+            root = self._shard(module)
+            self._tapes = [tape for tape in self._tapes if not tape.is_done()]
+            root._layout, root._syncs = self._describe(), True
+            object.__setattr__(module, _ROOT, root)  # not as a part of the model
+        elif root._layout != self._describe():
+            raise ValueError(
+                f"this {type(module).__name__} was sharded by an earlier run as {root._layout}, this one wants "
+                f"{self._describe()}. Sharding can't be undone: build the model anew and load the weights."
+            )
+        elif root not in self._roots:
+            start_anew(root)  # the earlier run may have failed half-way
+        self._roots.add(root)
+        return root
+
+    def place(self, module: nn.Module) -> nn.Module:
+        """See `Strategy.place`: also a model that is only evaluated is sharded."""
+        return self.wrap(module)
+
+    def local_method(self, module: nn.Module, name: str) -> Any:
+        """See `Strategy.local_method`; here it exchanges all the same, as the model is not whole on any process."""
+        return self.method(self.wrap(self.unwrap(module)), name)
+
+    def compiled_parts(self, module: nn.Module) -> tuple[list[nn.Module], bool]:
+        """See `Strategy.compiled_parts`: what is gathered by itself, and the direct parts with nothing such inside."""
+        blocks = self._blocks(module)
+        rest = [part for part in direct_parts(module) if not any(block in blocks for block in part.modules())]
+        return [*blocks, *rest], True
+
+    def _describe(self) -> str:
+        return f"{self._mesh.mesh.tolist()} in {self.precision.name}"
+
+    def _shard(self, module: nn.Module) -> Any:
+        before = dict(module.named_parameters(remove_duplicate=False))
+        unbuilt = {(part, name): tensor for part in module.modules() for name, tensor in _own_tensors(part)}
+        unbuilt = {place: tensor for place, tensor in unbuilt.items() if tensor.is_meta}
+        blocks = self._blocks(module)
+        check_parameters(module, blocks, self.precision.storage)
+        self._start_alike(module)
+        if self.layout.tensor > 1:
+            self._parallelize(module)
+            blocks = self._blocks(module)  # the hook may have put other parts in
+        self._explain(module, blocks)
+        self._recompute(module, blocks)
+        for block in blocks:
+            self._build(block, unbuilt)
+            self._fully_shard(block, self.reshard_after_forward)
+        self._build(module, unbuilt)
+        # Where activations are computed again, autocast alone would keep a cast copy of the whole model until backward.
+        recomputed = self.activation_checkpointing_policy not in (None, False)
+        precision = replace(self.precision, cached=False) if recomputed else self.precision
+        router = ShardedRouter(module, precision.context(self.world.device), precision.compute is not None)
+        self._fully_shard(router, False)
+        if self.world.size > 1:
+            router.register_forward_pre_hook(self._enters, prepend=True)  # before FSDP's own, which may wait
+        own = [part for part in module.modules() if part not in blocks and hasattr(part, "reshard")]
+        router._kept = [router, *own, *(blocks if self.reshard_after_forward is not True else ())]  # type: ignore
+        after = dict(module.named_parameters(remove_duplicate=False))
+        for name, parameter in before.items():
+            if name in after:  # else the model's `parallelize` has put another in its place
+                self._moved[parameter] = after[name]
+        return router
+
+    def _enters(self, *_: Any) -> None:
+        if torch.is_grad_enabled():  # an evaluation gathers too, but a training step is what others may miss
+            self.world.advance()
+
+    def _blocks(self, module: nn.Module) -> list[nn.Module]:
+        """What is gathered apart from the rest."""
+        return self_contained(module, chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
+
+    def _explain(self, module: nn.Module, blocks: list[nn.Module]) -> None:
+        """Say which parts are kept longer than the policy promises."""
+        name, flag = type(module).__name__, f"auto_wrap_policy={self.auto_wrap_policy!r}"
+        chosen = len(chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
+        if not chosen:
+            text = f"{name} is gathered as a whole, as {flag} finds no repeated blocks in it. Name their classes to "
+            announce(f"FSDP: {text}save memory.")
+        elif len(blocks) < chosen:
+            text = f"{chosen - len(blocks)} of the {chosen} parts of {name} that {flag} finds share parameters with "
+            announce(f"FSDP: {text}others. They are gathered with the rest of the model, once per step.")
+
+    def _start_alike(self, module: nn.Module) -> None:
+        """Give every process rank zero's values: each would contribute a shard of its own ones else."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta:
+                if self.precision.storage is not None and tensor.is_floating_point():
+                    tensor.data = tensor.data.to(self.precision.storage)
+                if not tensor.is_contiguous():
+                    tensor.data = tensor.data.contiguous()  # torch shards no others (2.13)
+                self.world.broadcast_tensor(tensor.data)
+
+    def _parallelize(self, module: nn.Module) -> None:
+        if not hasattr(module, "parallelize"):
+            raise ValueError(
+                f"tensor_parallel_size={self.layout.tensor} needs {type(module).__name__}.parallelize(mesh), which "
+                "calls torch.distributed.tensor.parallel.parallelize_module on the model's parts."
+            )
+        module.parallelize(self._mesh[TENSOR])  # type: ignore[operator]
+        check_parallelized(module, self.layout.tensor)
+
+    def _recompute(self, module: nn.Module, blocks: list[nn.Module]) -> None:
+        policy = self.activation_checkpointing_policy
+        if policy is None or policy is False:
+            return
+        # The form that leaves the names of the model's parts as they are; torch has no public one (2.13).
+        from torch.distributed._composable import checkpoint
+
+        flag = "activation_checkpointing_policy"
+        chosen = blocks if policy is True else chosen_blocks(module, policy, flag)
+        if not chosen:
+            raise ValueError(f"{flag}={policy!r} finds nothing in {type(module).__name__}; name module classes.")
+        for part in chosen:
+            checkpoint(part)
+
+    def _build(self, module: nn.Module, unbuilt: dict[Any, Tensor]) -> None:
+        """Give what was built without memory its values, in ``module``'s parts that have none yet."""
+        built: dict[Tensor, Tensor] = {}  # what is tied stays tied
+        for part in module.modules():
+            for name, now in _own_tensors(part):
+                if not local(now).is_meta:
+                    continue
+                origin = unbuilt[part, name]
+                if origin not in built:
+                    built[origin] = self._value(origin, now, f"{name} of a {type(part).__name__}")
+                table = next(table for table in _tables(part) if name in table)
+                table[name] = built[origin]
+
+    def _value(self, origin: Tensor, now: Tensor, words: str) -> Tensor:
+        tape = next((tape for tape in self._tapes if tape.knows(origin)), None)
+        if tape is None:
+            raise ValueError(
+                f"{words} has neither memory nor values. Build the model in Accelerator.init_module() or in "
+                "TaskModule.configure_model, which remember them, rather than under torch.device('meta')."
+            )
+        check_unchanged(tape, origin, words)
+        value = tape.values(origin)
+        if self.precision.storage is not None and value.is_floating_point():
+            value = value.to(self.precision.storage)
+        value = cut_like(value.contiguous(), now)  # where tensor parallelism cuts it
+        if isinstance(origin, nn.Parameter):
+            return nn.Parameter(value, requires_grad=origin.requires_grad)
+        return value.to(self.world.device)
+
+    def _fully_shard(self, module: nn.Module, reshard: bool | int) -> None:
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
+
+        if isinstance(module, FSDPModule):
+            return  # by the user's own configure_model
+        policy = self.mixed_precision
+        if policy is None:
+            half = self.precision.storage in (torch.float16, torch.bfloat16)
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False)
+        elif isinstance(module, Router):  # its input is the batch, where a target or a mask is not to be rounded
+            policy = replace(policy, cast_forward_inputs=False)
+        on_cpu = self.world.device.type == "cpu"  # there everything lies in host memory already
+        offload = CPUOffloadPolicy() if self.cpu_offload and not on_cpu else OffloadPolicy()
+        mesh = self.layout.data_mesh(self._mesh)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def set_gradient_sync(self, module: Any, on: bool) -> None:
+        """See `Strategy.set_gradient_sync`."""
+        if on is not module._syncs:
+            module._syncs = on
+            module.set_requires_gradient_sync(on)
+
+    @contextmanager
+    def no_sync(self, module: Any) -> Iterator[None]:
+        """See `Strategy.no_sync`."""
+        before = module._syncs
+        self.set_gradient_sync(module, False)
+        try:
+            yield
+        finally:
+            self.set_gradient_sync(module, before)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """See `Strategy.clip_grad_norm_`; the norm is that of the whole gradients."""
+        return clip_to_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """See `Strategy.clip_grad_value_`."""
+        parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+        for gradient in (p.grad for p in parameters if p.grad is not None):
+            local(gradient).clamp_(-clip_value, clip_value)
+
+    def drop_gradients(self, module: nn.Module) -> None:
+        """See `Strategy.drop_gradients`."""
+        forget_gradients(module)
+
+    def agree_on_overflow(self, found: Tensor) -> None:
+        """See `Strategy.agree_on_overflow`.
+
+        torch's scaler asks the processes over which the first gradient is sharded (2.13). Others have parts of other
+        gradients where the work on a sample is shared.
+        """
+        if self.layout.tensor > 1:
+            self.world.all_reduce(found, "max")
+
+    def explain(self, error: BaseException) -> BaseException:
+        """See `Strategy.explain`: a backward that fails here may be followed by another one."""
+        for root in self._roots:
+            start_anew(root)
+        return error
+
+    # -- optimizers ----------------------------------------------------------------------------------------------
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """See `Strategy.wrap_optimizer`: an optimizer made before its model was sharded gets the shards."""
+        hand_over(optimizer, self._moved, self.world)
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        roots = [root for root in self._roots if any(parameter in held for parameter in root.parameters())]
+
+        def use_the_shards(*_: Any) -> None:
+            for root in roots:
+                put_away(root)
+
+        optimizer.register_step_pre_hook(use_the_shards)
+        return optimizer
+
+
+def _tables(part: nn.Module) -> tuple[dict[str, Any], ...]:
+    """Where ``part`` itself keeps parameters, buffers, and what it remembers in plain attributes."""
+    return part._parameters, part._buffers, part.__dict__
+
+
+def _own_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for table in _tables(part):
+        yield from ((name, tensor) for name, tensor in list(table.items()) if isinstance(tensor, Tensor))

@@ -1,0 +1,75 @@
+"""What sharding keeps from a forward for its backward, and how to get rid of it where none follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..forward_router import Router
+
+
+class ShardedRouter(Router):
+    """The root of a sharded model.
+
+    Where no backward will come, the model's parameters are the shards again afterwards, as its optimizer knows them.
+    And it never computes in torch's inference mode: what is gathered there first could take part in no training (2.13).
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it as any module."""
+        if torch.is_grad_enabled():
+            return super().__call__(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                return super().__call__(*args, **kwargs)
+            finally:
+                put_away(self)
+
+
+def put_away(root: Any) -> None:
+    """Drop parameters that a forward has left whole for its backward. Nothing else tells them of new values."""
+    for part in root._kept:
+        part.reshard()
+
+
+def start_anew(root: Any) -> None:
+    """Forget a forward or backward that an error has cut short."""
+    forget_gradients(root)
+    if hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
+        return
+    for state, group in _sharded_groups(root):
+        for each in (state, group):
+            each._training_state = type(each._training_state).IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        group._all_gather_result = None  # of values that may be old
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
+        group.comm_ctx.reduce_scatter_state = None
+        group._to_sharded()
+
+
+def forget_gradients(root: nn.Module) -> None:
+    """Drop the gradients of whole parameters, which wait to be reduced; an optimizer's ``zero_grad`` knows shards."""
+    for _, group in _sharded_groups(root):
+        for held in group.fsdp_params:
+            held.unsharded_accumulated_grad = None
+            if hasattr(held, "_unsharded_param"):  # after the first gathering
+                held._unsharded_param.grad = None
+
+
+def _sharded_groups(root: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """torch's records of modules and of their parameters; it has no public way to waiting gradients (2.13)."""
+    for part in root.modules():
+        get_state: Any = getattr(part, "_get_fsdp_state", None)
+        if get_state is not None:
+            state = get_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # older ones (2.6) have one group each
+                groups = [group for group in (state._fsdp_param_group,) if group is not None]
+            for group in groups:
+                yield state, group

@@ -1,0 +1,14 @@
+"""Starting the processes of a run: from a script, a notebook, the command line, on one machine or many."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from . import supervisor
+    from .notebook import debug_launcher, notebook_launcher
+    from .supervisor import is_alive
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

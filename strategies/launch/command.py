@@ -1,0 +1,243 @@
+"""`treadle launch`: start a script in several processes, on one machine or on many."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from ...common.messages import nearest
+from .rendezvous import Job, Nodes
+from .supervisor import cpus, supervise_job
+
+DESCRIPTION = """\
+Start a script in several processes, each with torchrun's variables, and wait for all of them. The first one to fail
+ends the others, on every machine; its exit status is that of this command.
+
+    treadle launch train.py                                             one process per GPU of this machine, or one
+    treadle launch --nproc-per-node 2 train.py --lr 0.1                 two processes
+    treadle launch --nnodes 2 --rdzv-endpoint node1:29400 train.py      on each of two machines
+    treadle launch --nnodes 2 --node-rank 0 --master-addr node1 train.py    the same, the machines numbered by you
+
+Precision, strategy and accumulation are said in the script. Accelerate's --num_processes (of all machines together),
+--num_machines, --machine_rank, --main_process_ip and --main_process_port work too."""
+
+_IN_CODE = "say it in the script: Trainer({0}=...) or Accelerator({0}=...)"
+_REFUSED = {
+    "mixed_precision": "say it in the script: Accelerator(mixed_precision=...) or Trainer(precision=...)",
+    "gradient_accumulation_steps": _IN_CODE.format("gradient_accumulation_steps"),
+    "use_fsdp": _IN_CODE.format("strategy"),
+    "use_deepspeed": _IN_CODE.format("strategy"),
+    "use_megatron_lm": _IN_CODE.format("strategy"),
+    "dynamo_backend": "say it in the script: torch.compile(model)",
+    "config_file": "give the options of this command instead",
+    "tpu": "there is no TPU support",
+    "start_method": "a program is started, so there is nothing to choose",
+    "gpu_ids": "set CUDA_VISIBLE_DEVICES",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = _Parser(
+        program,
+        usage=f"{program} [options] script.py [arguments of the script]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+    def add(*names: str, **how: object) -> None:
+        # Both spellings of each, as torchrun has them.
+        more = [name.replace("-", "_").replace("__", "--", 1) for name in names if "-" in name[2:]]
+        more += [name[:2] + name[2:].replace("_", "-") for name in names if "_" in name]
+        made.add_argument(*dict.fromkeys((*names, *more)), **how)  # type: ignore[arg-type]
+
+    add("--nproc-per-node", metavar="N", help="processes on this machine, or auto, gpu, cpu. Default: its GPUs, or 1")
+    add("--nnodes", "--num_machines", metavar="N[:M]", help="number of machines, or fewest and most. Default: 1")
+    add("--num_processes", type=int, metavar="N", help="processes on all machines together")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="where the machines meet: an address of one of them")
+    add("--rdzv-id", metavar="NAME", help="name of the run, the same on all machines")
+    add("--rdzv-backend", metavar="NAME", help="torch's way to meet. Default: c10d, or static with --node-rank")
+    add("--rdzv-conf", metavar="K=V,...", default="", help="more for it: join_timeout, read_timeout, is_host, ...")
+    add("--node-rank", "--machine_rank", type=int, metavar="R", help="number of this machine, with --master-addr")
+    add("--master-addr", "--main_process_ip", metavar="HOST", help="address of machine 0. Default: 127.0.0.1")
+    add("--master-port", "--main_process_port", metavar="PORT", type=int, help="a free port there. Default: 29500")
+    add("--local-addr", metavar="HOST", help="address of this machine. Default: the one it reaches the others from")
+    add("--max-restarts", type=int, metavar="N", default=0, help="start all ranks again after a failure, so often")
+    add("--monitor-interval", type=float, metavar="S", default=0.1, help="seconds between looks at other machines")
+    add("--log-dir", metavar="FOLDER", help="for the files of --redirects and --tee")
+    add(
+        "--redirects",
+        "-r",
+        metavar="0-3",
+        default="0",
+        help="write to files: 1 output, 2 error, 3 both, 0:1,1:3 of some",
+    )
+    add("--tee", "-t", metavar="0-3", default="0", help="the same, and to the terminal as well")
+    add("--module", "-m", action="store_true", help="the script is a module's name, as for python -m")
+    add("--no-python", action="store_true", help="the script is a program of its own")
+    add("--debug", action="store_true", help="TREADLE_DEBUG=1 for every rank")
+    add("--cpu", action="store_true", help="hide the GPUs of this machine from the ranks")
+    add("--multi_gpu", action="store_true", help="refuse to run without a GPU")
+    add("--standalone", action="store_true", help="one machine only, which is the default")
+    made.add_argument("script", help="script, or module with -m, or program with --no-python")
+    made.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: What follows `treadle launch`. Default: the command line.
+
+    Returns:
+        The exit status: that of the rank that failed first, 2 where the options are wrong.
+    """
+    try:
+        options = parse(sys.argv[1:] if arguments is None else arguments)
+        job = job_of(options)
+        if options.debug:
+            os.environ["TREADLE_DEBUG"] = "1"
+        if options.cpu:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return supervise_job(job)
+    except (ValueError, OSError) as error:
+        print(f"treadle launch: {error}", file=sys.stderr)
+        return 2
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads the options.
+
+    Raises:
+        ValueError: An option is unknown, with the nearest name, or belongs into the script.
+    """
+    made = parser()
+    known = [name for action in made._actions for name in action.option_strings if name.startswith("--")]
+    _check_names(made, known, arguments)
+    return made.parse_args(arguments)
+
+
+def _check_names(made: argparse.ArgumentParser, known: Iterable[str], arguments: Sequence[str]) -> None:
+    """Looks at the options before the script: argparse would take an unknown one's value for the script."""
+    flags = {name for action in made._actions if action.nargs == 0 for name in action.option_strings}
+    short = {name for action in made._actions for name in action.option_strings if len(name) == 2}
+    rest = list(arguments)
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        name, given, _ = rest.pop(0).partition("=")
+        if not name.startswith("--") and name[:2] in short:
+            name, given = name[:2], given or name[2:]
+        if (key := name.lstrip("-").replace("-", "_")) in _REFUSED:
+            raise ValueError(f"{name} is no option here: {_REFUSED[key]}.")
+        if name not in (*known, *short):
+            spelled = [option for option in known if "_" in name or "_" not in option]
+            begun = [option for option in spelled if option.startswith(name)]
+            raise ValueError(
+                f"there is no option {name}.{nearest(name, begun or spelled)} `treadle launch --help` lists them."
+            )
+        if name not in flags and not given and rest:
+            rest.pop(0)
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    """What the options ask for.
+
+    Raises:
+        ValueError: They contradict each other or this machine.
+    """
+    nodes = _nodes(options)
+    if options.multi_gpu and (options.cpu or not _gpus()):
+        raise ValueError("--multi_gpu, but torch sees no GPU here, or --cpu hides them.")
+    if options.no_python and options.module:
+        raise ValueError("--module and --no-python contradict each other.")
+    python = [] if options.no_python else [sys.executable, "-u"]  # so that words of ranks come when they are said
+    if not (options.no_python or options.module or os.path.exists(options.script)):
+        raise ValueError(f"there is no file {options.script!r} in {os.getcwd()}.")
+    if nodes is None:
+        run_id = options.rdzv_id or uuid.uuid4().hex
+    else:
+        run_id = options.rdzv_id or "none"  # torchrun's; all machines must say the same
+    return Job(
+        nproc=_nproc(options, nodes),
+        command=[*python, *(["-m"] if options.module else []), options.script, *options.arguments],
+        run_id=run_id,
+        nodes=nodes,
+        max_restarts=options.max_restarts,
+        monitor_interval=options.monitor_interval,
+        log_dir=options.log_dir,
+        redirects=options.redirects,
+        tee=options.tee,
+    )
+
+
+def _nodes(options: argparse.Namespace) -> Nodes | None:
+    """The machines, or None for this one alone."""
+    text = options.nnodes or "1"
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None:
+        raise ValueError(f"--nnodes {text!r} is not of the form N or N:M.")
+    least, most = int(match[1]), int(match[2] or match[1])
+    numbered = options.node_rank is not None or options.master_addr or options.master_port
+    if options.rdzv_endpoint and numbered:
+        raise ValueError("--rdzv-endpoint and --node-rank, --master-addr or --master-port are two ways; give one.")
+    if (least, most) == (1, 1) and not options.rdzv_endpoint:
+        if options.node_rank or options.rdzv_conf or options.local_addr:
+            raise ValueError("--node-rank, --rdzv-conf and --local-addr are for several machines: add --nnodes.")
+        return None
+    if options.standalone:
+        raise ValueError(f"--standalone is for one machine, not for --nnodes {text} or a --rdzv-endpoint.")
+    endpoint = options.rdzv_endpoint or ""
+    if numbered:
+        if options.node_rank is None:
+            raise ValueError("--master-addr and --master-port need a --node-rank for each machine, from 0.")
+        endpoint = f"{options.master_addr or '127.0.0.1'}:{options.master_port or 29500}"
+    conf = dict(part.partition("=")[::2] for part in options.rdzv_conf.split(",") if part)
+    if any(not key or not value for key, value in conf.items()):
+        raise ValueError(f"--rdzv-conf {options.rdzv_conf!r} is not of the form KEY=VALUE,KEY=VALUE.")
+    return Nodes(
+        least=least,
+        most=most,
+        endpoint=endpoint,
+        rank=options.node_rank,
+        local_addr=options.local_addr,
+        conf=conf,
+        backend=options.rdzv_backend or "",
+    )
+
+
+def _nproc(options: argparse.Namespace, nodes: Nodes | None) -> int:
+    text, total = options.nproc_per_node, options.num_processes
+    if total is not None:
+        if text is not None:
+            raise ValueError("--nproc-per-node and --num_processes say the same thing twice; give one.")
+        machines = 1 if nodes is None else nodes.most
+        if total < machines or total % machines:
+            raise ValueError(f"--num_processes {total} can't be shared out evenly among {machines} machine(s).")
+        return int(total) // machines
+    gpus = 0 if options.cpu else _gpus()
+    if text is None:
+        return gpus or 1
+    if text == "gpu" and not gpus:
+        raise ValueError("--nproc-per-node gpu, but torch sees no GPU here, or --cpu hides them.")
+    if text in ("auto", "gpu", "cpu"):
+        return gpus if gpus and text != "cpu" else cpus()
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--nproc-per-node {text!r} is no number of processes, and not auto, gpu or cpu.")
+    return int(text)
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,351 @@
+"""torch's elastic agent, made to tell who failed first, on this machine or another. Imported by a supervisor only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from .rendezvous import Job, Place
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+_POLL = 0.01  # seconds; two failures closer than this can't be told apart, and a rank's death throes take longer
+_END, _DONE, _LEFT = "treadle/end", "treadle/done", "treadle/left"  # what the machines' agents tell each other
+
+
+class Elsewhere(Exception):
+    """The run has ended on another machine: with this status, for this reason."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent, which also knows who ended first and keeps to our times for the rest.
+
+    Upstream looks every 0.1 s and can't order two failures in between. After a failure it gives the others a fixed
+    30 s, which `shutdown_timeout` does not change (torch 2.11, 2.13); that one holds after a signal to the agent, and
+    only since torch 2.13. It does not learn of a failure on another machine until its own ranks fail by that.
+    """
+
+    def __init__(self, spec: WorkerSpec, job: Job) -> None:
+        # A log directory only where asked for: a killed supervisor would leave it behind.
+        redirects, tee = Std.from_str(job.redirects), Std.from_str(job.tee)
+        super().__init__(spec, DefaultLogsSpecs(log_dir=job.log_dir or os.devnull, redirects=redirects, tee=tee))
+        self.job = job
+        self.grace = job.grace
+        self.looks = max(1, round(job.monitor_interval / _POLL))
+        self.closing = False
+        self.ends: dict[int, int] = {}  # local rank: exit code, in the order of time
+
+    def _start_workers(self, worker_group: Any) -> Any:
+        self.closing = False
+        self.ends.clear()
+        return super()._start_workers(worker_group)
+
+    def _restart_workers(self, worker_group: Any) -> None:
+        first = self.first_failure()
+        reason = f"{first}; restart {self.job.max_restarts - self._remaining_restarts} of {self.job.max_restarts}"
+        _say(reason if first else "the machines of the run have changed; starting again")
+        if first:
+            self.sweep()
+        super()._restart_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        for _ in range(self.looks):  # after each return the agent asks its store for news, which costs more than a look
+            time.sleep(_POLL)
+            if self._note_ends() or len(self.ends) == len(worker_group.workers):
+                break
+        else:
+            # Not torch's own look: one that met a failure before ours would start its 30 s.
+            self._hear()
+            return RunResult(state=WorkerState.HEALTHY)
+        if failed := [code for code in self.ends.values() if code]:
+            if self._remaining_restarts > 0:
+                self._hear()
+            else:
+                self.tell(_status(failed[0]), f"{self.first_failure()} on {socket.gethostname()}")
+            # A rank that was asked to stop did so in order, and the others may still be saving.
+            stopped = failed[0] in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+            self._close(signal.SIGTERM, self.grace if stopped else self.job.failure_grace)
+        return super()._monitor_workers(worker_group)
+
+    def _exit_barrier(self) -> None:
+        """Waits until the ranks of all machines have ended well. Upstream waits 300 s and then takes it as given."""
+        if self.several:
+            self._ask("add", _DONE, 1)
+            while self._ask("add", _DONE, 0) < self._worker_group.group_world_size:
+                time.sleep(0.05)
+                self._hear()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        # torch comes here again when a second signal broke off the first wait.
+        death_sig, self.closing = (signal.SIGKILL if self.closing else death_sig), True
+        self._close(death_sig, self.grace)
+        super()._shutdown(death_sig)
+
+    def _close(self, number: signal.Signals, seconds: float) -> None:
+        context: Any = self._pcontext
+        if context is not None:
+            context.close(number, timeout=seconds)
+
+    def _note_ends(self) -> bool:
+        """Notes who ended since the last look, and tells whether any rank has failed by now."""
+        handlers = {} if self._pcontext is None else self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
+        codes = {rank: handler.proc.poll() for rank, handler in handlers.items() if rank not in self.ends}
+        # Within one look a killed rank comes first: it is what makes others raise.
+        for rank, code in sorted(codes.items(), key=lambda end: end[1] is None or end[1] >= 0):
+            if code is not None:
+                self.ends[rank] = code
+        return any(self.ends.values())
+
+    @property
+    def several(self) -> bool:
+        """Whether there are agents on other machines that have met this one."""
+        return self._worker_group.store is not None and self._worker_group.group_world_size > 1
+
+    def global_rank(self, local_rank: int) -> int:
+        workers = self._worker_group.workers
+        return local_rank if local_rank >= len(workers) else workers[local_rank].global_rank
+
+    @property
+    def world_size(self) -> int:
+        workers = self._worker_group.workers
+        return workers[0].world_size if workers else self.job.nproc
+
+    def first_failure(self) -> str:
+        """Words for the rank of this machine that failed first; empty when none did."""
+        local = next((rank for rank, code in self.ends.items() if code), None)
+        if local is None:
+            return ""
+        code = self.ends[local]
+        hint = " (by hand, or by the system for want of memory)" if code == -signal.SIGKILL else ""
+        return f"rank {self.global_rank(local)} of {self.world_size} failed first: {_ending(code)}{hint}"
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        try:
+            return getattr(self._worker_group.store, method)(*args)
+        except RuntimeError as error:  # DistError and its kin
+            raise self._over(1, f"the machine that holds the store of the run is gone ({_line(error)})") from None
+
+    def _over(self, status: int, text: str) -> Elsewhere:
+        if status not in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+            self.grace = self.job.failure_grace  # nothing can be saved without the others
+        return Elsewhere(status, text)
+
+    def _hear(self) -> None:
+        """Raises what another machine has told."""
+        if self.several and self._ask("check", [_END]):
+            raise self._over(*json.loads(self._ask("get", _END)))
+
+    def tell(self, status: int, text: str) -> None:
+        """Tells the other machines that the run is over, unless one was faster, whose word then stands.
+
+        Raises:
+            Elsewhere: another machine was faster.
+        """
+        if self.several:
+            mine = json.dumps([status, text])
+            said = self._ask("compare_set", _END, "", mine)
+            if said.decode() != mine:
+                raise self._over(*json.loads(said))
+
+    def await_leave(self, seconds: float) -> None:
+        """Lets the others read what was told, before the store goes with the machine that holds it."""
+        if not self.several:
+            return
+        end = time.monotonic() + seconds
+        with contextlib.suppress(Elsewhere):
+            self._ask("add", _LEFT, 1)
+            while self._ask("add", _LEFT, 0) < self._worker_group.group_world_size and time.monotonic() < end:
+                time.sleep(0.05)
+
+    def sweep(self) -> None:
+        """Kills what the ranks had started, such as data workers."""
+        if self._pcontext is not None:
+            for pid in self._pcontext.pids().values():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)  # each rank leads a session of its own
+
+    def finish(self, sweep: bool) -> None:
+        """Leaves no process behind; after a failure not even what the ranks had started."""
+        if self._pcontext is None:
+            return
+        if self._note_ends() or sweep:
+            self.sweep()
+        self._close(signal.SIGKILL, 1.0)
+        self._note_ends()
+
+
+def run(job: Job, place: Place | None) -> int:
+    """Runs the job under an agent and returns its exit status; the calling process must be in the main thread."""
+    if job.nodes is not None and place is not None:
+        _say(f"waiting at {place.endpoint} for {_count(job)} machine(s), from {place.local_addr}, run id {job.run_id}")
+    stop: signal.Signals | None = None
+    elsewhere: Elsewhere | None = None
+    with _quiet():
+        rendezvous = _rendezvous(job, place)
+        agent = Agent(_spec(job, place, rendezvous), job)
+        try:
+            agent.run()
+        except SignalException as error:
+            stop = error.sigval
+        except KeyboardInterrupt:  # while the machines met
+            stop = signal.SIGINT
+        except Elsewhere as error:
+            elsewhere = error
+        except RendezvousError as error:
+            elsewhere = Elsewhere(1, f"the machines of the run did not meet, or one has left: {_line(error)}")
+        finally:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # what is left takes a moment and must be done
+            agent.finish(sweep=stop is not None or elsewhere is not None)
+            _take_leave(agent, rendezvous, stop)
+    return _verdict(agent, stop, elsewhere)
+
+
+def _take_leave(agent: Agent, rendezvous: Any, stop: signal.Signals | None) -> None:
+    nodes = agent.job.nodes
+    if stop is not None and nodes is not None and nodes.elastic:
+        return  # the others go on without this machine
+    if stop is not None:
+        with contextlib.suppress(Elsewhere):
+            agent.tell(128 + stop, f"{stop.name} was sent to {socket.gethostname()}")
+    agent.await_leave(agent.job.failure_grace + 3)
+    with contextlib.suppress(RendezvousError):
+        rendezvous.shutdown()
+
+
+def _rendezvous(job: Job, place: Place | None) -> Any:
+    nodes = job.nodes
+    if nodes is None or place is None:
+        # Port 0: the system picks a free one and the agent keeps it open, so two launches never meet.
+        alone = RendezvousParameters("c10d", "localhost:0", job.run_id, 1, 1, local_addr="localhost", is_host=True)
+        return get_rendezvous_handler(alone)
+    conf: dict[str, Any] = dict(nodes.conf)
+    if nodes.backend == "static":
+        conf["rank"] = nodes.rank
+    # torch guesses from the host's name whether it holds the store, which fails where that is a loopback address.
+    # Several agents of the endpoint's machine may try: the first to get the port holds the store.
+    tries = [conf.pop("is_host")] if "is_host" in conf else [True, False] if place.owner else [False]
+    for holds in tries if nodes.backend == "c10d" else [None]:
+        more = conf if holds is None else conf | {"is_host": holds}
+        try:
+            return get_rendezvous_handler(
+                RendezvousParameters(
+                    nodes.backend, place.endpoint, job.run_id, nodes.least, nodes.most, place.local_addr, **more
+                )
+            )
+        except RendezvousConnectionError as error:
+            cause: BaseException = error.__cause__ or error
+    raise ValueError(
+        f"nothing answered at {place.endpoint}, where the machines should meet ({_line(cause)}). Start the same "
+        f"command on the machine that has this address too, and let {place.local_addr} connect to it."
+    )
+
+
+def _spec(job: Job, place: Place | None, rendezvous: Any) -> WorkerSpec:
+    host, _, port = place.endpoint.rpartition(":") if place is not None else ("", "", "")
+    static = job.nodes is not None and job.nodes.backend == "static"
+    return WorkerSpec(
+        role="treadle",
+        local_world_size=job.nproc,
+        entrypoint=job.command[0],
+        # The agent fills in templates such as ${local_rank}; a command line must arrive as it is.
+        args=tuple(part.replace("$", "$$") for part in job.command[1:]),
+        rdzv_handler=rendezvous,
+        max_restarts=job.max_restarts,
+        monitor_interval=_POLL,
+        master_addr=host.strip("[]") if static else None,
+        master_port=int(port) if static else None,
+        local_addr="localhost" if place is None else place.local_addr,
+    )
+
+
+def _verdict(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewhere | None) -> int:
+    """Prints how it ended, unless well, and returns the exit status."""
+    # A rank that not even SIGKILL ended, as it hangs in a driver, is missing in `ends`.
+    started = agent.job.nproc if agent._worker_group.workers else 0
+    codes = dict(agent.ends) | {rank: -signal.SIGKILL for rank in range(started) if rank not in agent.ends}
+    agent.ends = codes
+    words = {agent.global_rank(rank): _ending(code) for rank, code in codes.items()}
+    first = next((rank for rank, code in codes.items() if code), None)
+    if elsewhere is not None:
+        lines, status = [str(elsewhere)], elsewhere.status
+    elif stop is not None:
+        lines, status = [f"{stop.name} was forwarded to {started} rank(s)"], 128 + stop
+    elif first is not None:
+        for rank in list(codes)[: list(codes).index(first)]:
+            words[agent.global_rank(rank)] += " before that"
+        del words[agent.global_rank(first)]
+        lines, status = [agent.first_failure()], _status(codes[first])
+    else:
+        return 0
+    _say("\n".join(lines + [f"rank {ranks}: {ending}" for ending, ranks in _grouped(words).items()]))
+    return status
+
+
+def _grouped(words: Mapping[int, str]) -> dict[str, str]:
+    return {
+        ending: ", ".join(str(rank) for rank in sorted(words) if words[rank] == ending)
+        for ending in dict.fromkeys(words.values())
+    }
+
+
+def _say(text: str) -> None:
+    print("\n".join(f"treadle: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+
+
+def _count(job: Job) -> str:
+    assert job.nodes is not None
+    return f"{job.nodes.least} to {job.nodes.most}" if job.nodes.elastic else str(job.nodes.most)
+
+
+def _line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _status(code: int) -> int:
+    return code if code >= 0 else 128 - code
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exit status {code}"
+    name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")  # not SIGRTMIN + 1
+    return f"killed by {name}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Drops what the agent logs about every rank it ends; one report of ours says it. Other messages pass."""
+    expected = ("Sending process", "Unable to shutdown process", "failed (exitcode:", "Received ")
+    loggers = [
+        logging.getLogger(f"torch.distributed.elastic.{name}") for name in ("multiprocessing.api", "agent.server.api")
+    ]
+
+    def unexpected(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(expected)
+
+    for logger in loggers:
+        logger.addFilter(unexpected)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(unexpected)

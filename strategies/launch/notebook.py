@@ -1,0 +1,353 @@
+"""Start a function in several processes: for notebooks, which have no script to run again."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...common.validation import check_int, choose
+from ..distributed import LaunchEnvironment, World, formatted, hide_frames
+from ..distributed import process_group as connection
+from .supervisor import FAILURE_GRACE, die_with_parent
+
+_ANY_PORT = "29500"  # Accelerate's default, which two notebooks would share
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = _ANY_PORT,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> None:
+    """Calls `function(*args)` in several processes and returns when all are done; Accelerate's signature.
+
+    The processes are forks, so the function may be defined in a cell and use what the session holds; but the session
+    may not have used a GPU before. Each computes with one CPU thread. One process alone runs here, without a fork.
+
+    Args:
+        function: What to run in each process. An Accelerator or a Trainer is made inside it.
+        args: Its arguments.
+        num_processes: Processes on this machine. Default: its GPUs; one where there are none.
+        mixed_precision: Only "no", which leaves it to the code: `Accelerator(mixed_precision="bf16")`.
+        use_port: Port of machine 0 where the processes meet. On one machine the default stands for any free one.
+        master_addr: Address of machine 0.
+        node_rank: Number of this machine.
+        num_nodes: Number of machines; each calls this.
+        rdzv_backend: Only "static"; `treadle launch` has the others.
+        rdzv_endpoint: `HOST:PORT` in place of `master_addr` and `use_port`.
+        rdzv_conf: Only `timeout`, in seconds, for the machines to meet.
+        rdzv_id: Name of the run; "none" for one of its own.
+        max_restarts: How often all processes are started again after a failure, on one machine.
+        monitor_interval: Seconds between looks at the processes, at most.
+        log_line_prefix_template: Not supported; None.
+
+    Raises:
+        ValueError: An argument is not supported, the session can't be forked, or an Accelerator exists already.
+        RuntimeError: A process failed; with its traceback. The others were ended.
+    """
+    conf = dict(rdzv_conf or {})
+    _refuse(mixed_precision, rdzv_backend, conf, log_line_prefix_template)
+    host, port = _meeting(rdzv_endpoint or f"{master_addr}:{use_port}")
+    _Launch(
+        function=function,
+        args=tuple(args),
+        count=torch.cuda.device_count() or 1 if num_processes is None else num_processes,
+        host=host,
+        port=0 if num_nodes == 1 and not rdzv_endpoint and str(use_port) == _ANY_PORT else port,
+        node=node_rank,
+        nodes=num_nodes,
+        run_id=uuid.uuid4().hex if rdzv_id == "none" else rdzv_id,
+        patience=float(conf.get("timeout", 900)),
+        interval=monitor_interval,
+        max_restarts=max_restarts,
+    ).run()
+
+
+def _refuse(
+    mixed_precision: str, rdzv_backend: str, rdzv_conf: Mapping[str, Any], log_line_prefix_template: str | None
+) -> None:
+    if mixed_precision != "no":
+        choose("mixed_precision", mixed_precision, ("no", "fp16", "bf16", "fp8"))
+        raise ValueError(
+            f"mixed_precision={mixed_precision!r} is said in the function: "
+            f"Accelerator(mixed_precision={mixed_precision!r}), or Trainer(precision=...)."
+        )
+    if rdzv_backend != "static" or set(rdzv_conf) - {"timeout"} or log_line_prefix_template:
+        raise ValueError(
+            f"rdzv_backend={rdzv_backend!r}, rdzv_conf={rdzv_conf!r}, log_line_prefix_template="
+            f"{log_line_prefix_template!r}: supported are 'static', a 'timeout', and None. For more put the code into "
+            "a file and use `treadle launch`, or print `accelerator.process_index` in the function."
+        )
+
+
+def _meeting(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"the processes can't meet at {host!r}, port {port!r}: needs a host and a number.")
+    return host, int(port)
+
+
+def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
+    """Calls `function(*args)` in several processes on the CPU, whatever GPUs there are; see `notebook_launcher`.
+
+    Args:
+        function: What to run in each process.
+        args: Its arguments.
+        num_processes: Number of processes. Default: 2.
+    """
+    _Launch(function=function, args=tuple(args), count=num_processes, variables={"CUDA_VISIBLE_DEVICES": ""}).run()
+
+
+@dataclass(kw_only=True)
+class _Launch:
+    """One call of a launcher."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    count: int
+    host: str = "127.0.0.1"
+    port: int = 0
+    node: int = 0
+    nodes: int = 1
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    patience: float = 900.0
+    interval: float = 0.1
+    max_restarts: int = 0
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self) -> None:
+        self._check()
+        if self.count * self.nodes == 1 and not self.variables:
+            self.function(*self.args)
+            return
+        for attempt in range(self.max_restarts + 1):
+            try:
+                return self._attempt(attempt)
+            except RuntimeError:
+                if attempt == self.max_restarts:
+                    raise
+                print(f"treadle: {traceback.format_exc()}treadle: restart {attempt + 1} of {self.max_restarts}")
+
+    def _check(self) -> None:
+        check_int("num_processes", self.count, 1)
+        check_int("num_nodes", self.nodes, 1)
+        if self.max_restarts and self.nodes > 1:
+            raise ValueError(f"max_restarts={self.max_restarts} is for one machine, not for num_nodes={self.nodes}.")
+        if not 0 <= self.node < self.nodes:
+            raise ValueError(f"node_rank={self.node} must be from 0 to {self.nodes - 1}, as num_nodes={self.nodes}.")
+        if not callable(self.function):
+            raise TypeError(f"the function to launch is a {type(self.function).__name__}, which can't be called.")
+        if (launched := LaunchEnvironment.read()) is not None:
+            raise ValueError(
+                f"this process is itself rank {launched.rank} of {launched.world_size}: a launcher inside a launched "
+                "process would start processes for each of them. Call the function directly."
+            )
+        if dist.is_initialized():
+            raise ValueError(
+                "this session has a process group already, made by an Accelerator, a Trainer or "
+                "init_process_group(). Restart it, and make the Accelerator inside the function."
+            )
+        if self.count * self.nodes > 1 or self.variables:
+            self._check_fork()
+
+    def _check_fork(self) -> None:
+        if "fork" not in multiprocessing.get_all_start_methods():
+            raise ValueError(f"{sys.platform} can't fork. Put the code into a file and use `treadle launch`.")
+        reach = _reach(self.function)
+        for name, value in reach.items():
+            if isinstance(value, World) or isinstance(getattr(value, "world", None), World):
+                raise ValueError(
+                    f"{name!r}, which the function uses, was made in this session: it would be a world of one in each "
+                    f"process. Make it inside the function."
+                )
+        if torch.cuda.is_initialized():
+            session = {**vars(sys.modules["__main__"]), **reach}
+            held = [name for name, value in session.items() if _on_gpu(value)]
+            where = f"{', '.join(map(repr, held))} lies on it" if held else "some call such as `.cuda()` came before"
+            raise ValueError(
+                f"this session has used a GPU ({where}), and what used one can't fork. Restart the session and use "
+                "GPUs only inside the function."
+            )
+
+    def _attempt(self, attempt: int) -> None:
+        context = multiprocessing.get_context("fork")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ranks: list[Any] = []
+        pipes: list[Connection] = []
+        try:
+            with _blocked_interrupt():
+                for local_rank in range(self.count):
+                    ours, theirs = context.Pipe()
+                    ranks.append(context.Process(target=self._rank, args=(local_rank, theirs, os.getpid(), attempt)))
+                    ranks[-1].start()
+                    theirs.close()
+                    pipes.append(ours)
+            # After the forks, which could not hold its threads.
+            store = dist.TCPStore(
+                self.host,
+                self.port,
+                is_master=self.node == 0,
+                timeout=timedelta(seconds=self.patience),
+                wait_for_workers=False,
+            )
+            for pipe in pipes:
+                pipe.send(store.port)
+            self._wait(ranks, pipes)
+        finally:
+            _end(ranks)
+
+    def _wait(self, ranks: list[Any], pipes: list[Connection]) -> None:
+        waiting = dict(enumerate(ranks))
+        while waiting:
+            wait([rank.sentinel for rank in waiting.values()], timeout=self.interval)
+            ended = {local: rank.exitcode for local, rank in waiting.items() if rank.exitcode is not None}
+            failed = {local: _word(pipes[local]) for local, code in ended.items() if code}
+            if failed:
+                # A killed rank comes first, then who said so first: one failure makes others raise.
+                first = min(failed, key=lambda local: (ended[local] >= 0, failed[local][0]))
+                failure = self._failure(first, ended[first], failed[first][1])
+                hide_frames(failure)
+                raise failure
+            for local in ended:
+                del waiting[local]
+
+    def _failure(self, local: int, code: int, text: str) -> RuntimeError:
+        name = f"rank {self.node * self.count + local} of {self.count * self.nodes}"
+        if text:
+            return RuntimeError(f"{name} failed:\n{text}")
+        with contextlib.suppress(ValueError):
+            return RuntimeError(f"{name} was killed by {signal.Signals(-code).name}.")
+        return RuntimeError(f"{name} ended with exit status {code}.")
+
+    def _rank(self, local_rank: int, pipe: Connection, parent: int, attempt: int) -> None:
+        """What each process does."""
+        os.setsid()  # so that ending it ends its data workers, and the notebook's interrupt reaches the parent alone
+        die_with_parent(parent)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        size = self.count * self.nodes
+        os.environ.update(
+            {
+                "RANK": str(self.node * self.count + local_rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(self.count),
+                "GROUP_RANK": str(self.node),
+                "GROUP_WORLD_SIZE": str(self.nodes),
+                "MASTER_ADDR": self.host,
+                "MASTER_PORT": str(pipe.recv()),
+                "TORCHELASTIC_RUN_ID": self.run_id,
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TREADLE_SUPERVISOR": str(parent),
+                **self.variables,
+            }
+        )
+        # The threads of the session's OpenMP did not come along, and the first parallel loop would wait for them.
+        torch.set_num_threads(1)
+        try:
+            _check_autograd()
+            self.function(*self.args)
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                return
+            own = error.__traceback__ and error.__traceback__.tb_next  # from the function on
+            words = formatted(error, own)
+            pipe.send((time.time(), words[-20_000:]))  # no more than a pipe holds: nobody reads it yet
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # the others may be gone, and a backend's end would wait for them
+        connection.disconnect()
+
+
+def _check_autograd() -> None:
+    try:
+        torch.zeros(1, requires_grad=True).sum().backward()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "this session has called backward() on its own, whose threads a fork can't have. Restart the session, and "
+            "call it only inside the function, or try things with num_processes=1."
+        ) from error
+
+
+def _reach(function: Callable[..., Any]) -> dict[str, Any]:
+    """What the function finds in the session by name, one level deep: its globals and the variables around it."""
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {}
+    session = getattr(function, "__globals__", {})
+    around = {}
+    for name, cell in zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False):
+        with contextlib.suppress(ValueError):  # not yet filled
+            around[name] = cell.cell_contents
+    return {name: session[name] for name in code.co_names if name in session} | around
+
+
+def _on_gpu(value: Any) -> bool:
+    if isinstance(value, torch.nn.Module):
+        return any(parameter.is_cuda for parameter in value.parameters())
+    return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def _word(pipe: Connection) -> tuple[float, str]:
+    """When and how a rank said it failed."""
+    with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+        if pipe.poll():
+            moment, text = pipe.recv()
+            return float(moment), str(text)
+    return float("inf"), ""
+
+
+@contextlib.contextmanager
+def _blocked_interrupt() -> Iterator[None]:
+    """Holds an interrupt back while processes start, so that none starts unnoticed."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end(ranks: list[Any]) -> None:
+    """Ends what is left: gently, and after a moment for good, with whatever the ranks had started."""
+    left = [rank for rank in ranks if rank.exitcode is None]
+    for rank in left:
+        rank.terminate()
+    end = time.monotonic() + FAILURE_GRACE
+    for rank in left:
+        rank.join(max(0.0, end - time.monotonic()))
+    if left or any(rank.exitcode for rank in ranks):
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.pid, signal.SIGKILL)
+    for rank in ranks:
+        rank.join()

@@ -1,0 +1,227 @@
+"""What to start on this machine, and how it finds the other machines of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...common.validation import check_int, check_positive
+
+GRACE = 30.0
+FAILURE_GRACE = 2.0
+_PORTS = {"c10d": 29400, "static": 29500}  # torchrun's
+_PATIENCE = 30.0  # seconds; the name of a pod is not known everywhere the moment it starts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The machines of a run and where they meet.
+
+    Args:
+        least: The run starts, and starts again, with at least so many machines.
+        most: At most so many.
+        endpoint: ``HOST:PORT`` of the store through which the machines meet; it is on the machine with this address.
+        rank: This machine's number, where the user numbers them; with this the machines are not elastic.
+        local_addr: An address of this machine that the others reach. Default: the one it reaches the endpoint from.
+        conf: More for torch's rendezvous: ``timeout``, ``join_timeout``, ``read_timeout``, ``is_host``...
+        backend: torch's name of the rendezvous. Default: ``"static"`` with a ``rank``, else ``"c10d"``.
+
+    Raises:
+        ValueError: if the numbers contradict each other, or the addresses can't be used on this machine.
+    """
+
+    least: int
+    most: int
+    endpoint: str
+    rank: int | None = None
+    local_addr: str | None = None
+    conf: Mapping[str, str] = field(default_factory=dict)
+    backend: str = ""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ValueError(
+                f"--nnodes {self.least}:{self.most}: needs at least 1, and no more than the second number."
+            )
+        if self.rank is not None and not (self.least == self.most and 0 <= self.rank < self.most):
+            raise ValueError(
+                f"--node-rank {self.rank}: needs a fixed number of machines (--nnodes N) and must be below N; "
+                f"it is --nnodes {self.least}:{self.most}."
+            )
+        if not self.endpoint:
+            raise ValueError(
+                f"--nnodes {self.most} needs a place to meet: give every machine the same --rdzv-endpoint HOST:PORT, "
+                "or --master-addr HOST with a --node-rank of its own."
+            )
+        object.__setattr__(self, "backend", self.backend or ("c10d" if self.rank is None else "static"))
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the run may go on with fewer machines."""
+        return self.least < self.most
+
+    def place(self) -> Place:
+        """Find out how this machine reaches the others.
+
+        Raises:
+            ValueError: if the endpoint's host is unknown, or ``local_addr`` is no address of this machine.
+        """
+        if self.backend not in _PORTS:  # etcd and what users registered: theirs to interpret
+            return Place(self.endpoint, self.local_addr, owner=False, interface=None)
+        host, port = _split(self.endpoint, _PORTS[self.backend])
+        target = _resolve(host, port, f"the machines should meet at {host}:{port}")
+        given = _resolve(self.local_addr, 0, f"--local-addr {self.local_addr}") if self.local_addr else None
+        if given is not None and not _is_own(given):
+            raise ValueError(f"--local-addr {self.local_addr} is no address of this machine. `ip addr` shows them.")
+        local = given or _source(target, port)
+        return Place(f"{_bracketed(target)}:{port}", local, owner=_is_own(target), interface=_interface_for(local))
+
+
+@dataclass(frozen=True)
+class Place:
+    """How this machine meets the others: the endpoint by number, its own address, whether the endpoint is its own, and
+    the network interface of its address where that is known."""
+
+    endpoint: str
+    local_addr: str | None
+    owner: bool
+    interface: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a supervisor runs.
+
+    Args:
+        nproc: Number of ranks on this machine.
+        command: The program and its arguments.
+        run_id: Name of the run, the same on all machines.
+        grace: Seconds from a forwarded signal to SIGKILL.
+        failure_grace: Seconds from SIGTERM to SIGKILL for the others, once a rank failed.
+        nodes: The machines. Default: this one alone.
+        max_restarts: How often all ranks are started again after a failure.
+        monitor_interval: Seconds between looks at what the other machines say.
+        log_dir: Where the ranks' output goes, where ``redirects`` or ``tee`` ask for files.
+        redirects: torchrun's ``--redirects``: ``"0"`` none, ``"1"`` standard output, ``"2"`` error, ``"3"`` both.
+        tee: The same, to the terminal as well.
+    """
+
+    nproc: int
+    command: list[str]
+    run_id: str
+    grace: float = GRACE
+    failure_grace: float = FAILURE_GRACE
+    nodes: Nodes | None = None
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    log_dir: str | None = None
+    redirects: str = "0"
+    tee: str = "0"
+
+    def __post_init__(self) -> None:
+        check_int("nproc", self.nproc, 1)
+        check_int("max_restarts", self.max_restarts, 0)
+        check_positive("monitor_interval", self.monitor_interval)
+        if self.log_dir is None and (self.redirects, self.tee) != ("0", "0"):
+            raise ValueError("--redirects and --tee write files: add --log-dir FOLDER.")
+        if self.nodes is not None and self.nodes.backend == "static" and self.max_restarts:
+            raise ValueError(
+                f"max_restarts={self.max_restarts} with a --node-rank: numbered machines can't meet a second time. "
+                "Use --rdzv-endpoint HOST:PORT instead."
+            )
+
+
+def _split(endpoint: str, default_port: int) -> tuple[str, int]:
+    host, colon, port = endpoint.strip().rpartition(":")
+    if not colon or "]" in port:
+        host, port = endpoint.strip(), str(default_port)
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{endpoint!r} is not of the form HOST:PORT, with a port from 1 to 65535.")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _resolve(host: str, port: int, what: str) -> str:
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError as error:
+            lasting = not isinstance(error, socket.gaierror) or error.errno == socket.EAI_FAMILY
+            if lasting or time.monotonic() > deadline:
+                raise ValueError(f"{what}, but this machine knows no host {host!r} ({error}).") from None
+            time.sleep(1)
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _datagrams(address: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
+
+
+def _is_own(address: str) -> bool:
+    with _datagrams(address) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _source(target: str, port: int) -> str:
+    """The address from which this machine reaches ``target``, by its routes; nothing is sent."""
+    with _datagrams(target) as probe:
+        try:
+            probe.connect((target, port))
+        except OSError as error:
+            raise ValueError(
+                f"this machine has no route to {target}:{port}, where the machines should meet ({error}). "
+                "Check --rdzv-endpoint or --master-addr, and the network."
+            ) from None
+        return str(probe.getsockname()[0])
+
+
+def _interface_for(address: str) -> str | None:
+    """The interface for gloo, which otherwise takes what the host's name resolves to: often a loopback address.
+
+    Raises:
+        ValueError: if it must be named and can't be found.
+    """
+    if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ:
+        return None
+    if (found := interface_of(address)) is not None:
+        return found
+    with contextlib.suppress(OSError):
+        if ipaddress.ip_address(socket.gethostbyname(socket.gethostname())).is_loopback:
+            raise ValueError(
+                f"this machine's name is a loopback address, and no network interface has {address} as its first: set "
+                "GLOO_SOCKET_IFNAME to the interface by which the others reach it (`ip addr`), or give --local-addr."
+            )
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface with this first address, or None."""
+    import fcntl
+
+    if ":" in address:
+        with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as table:
+            packed = ipaddress.ip_address(address.partition("%")[0]).packed.hex()
+            return next((line.split()[-1] for line in table if line.startswith(packed)), None)
+        return None
+    get_address = 0x8915  # SIOCGIFADDR of linux/sockios.h
+    with _datagrams(address) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # down, or without an address
+                found = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None

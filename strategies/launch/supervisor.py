@@ -1,0 +1,272 @@
+"""Start the ranks of one machine: a supervisor, itself no rank, on top of torch's own elastic agent."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from ..distributed import variables_set
+from .rendezvous import FAILURE_GRACE, GRACE, Job
+
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_TEST_RUNNERS = ("pytest", "py.test", "unittest")
+
+
+def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
+    """Runs this very script again in `nproc` ranks, and ends this process with their exit status.
+
+    This is what `Trainer(devices=2)` in a plain `python train.py` calls. Interpreter flags, `-m` and the command line
+    are kept; the code above the call runs once here and once in each rank.
+
+    Args:
+        nproc: Number of ranks.
+        grace: Seconds the ranks have to save and leave after a SIGTERM or SIGINT. Default: 30.
+
+    Raises:
+        SystemExit: Always, with the status that `supervise` describes, when the ranks have ended.
+        ValueError: There is no script to run again: a prompt, a notebook, `python -c`, a test runner. Nothing was
+            started.
+    """
+    if (config := _hydra_config()) is not None:
+        os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it, in each rank again
+    status = supervise(nproc, grace=grace)
+    for stream in (sys.stdout, sys.stderr):
+        # The reader of a pipe may be gone by now, which must not replace the ranks' status by our own.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    sys.exit(status)
+
+
+def supervise(
+    nproc: int,
+    argv: list[str] | None = None,
+    *,
+    run_id: str | None = None,
+    grace: float = GRACE,
+    failure_grace: float = FAILURE_GRACE,
+) -> int:
+    """Runs a command in `nproc` processes of this machine, with torchrun's variables, and waits for all of them.
+
+    The calling process is a supervisor and no rank. It forwards SIGTERM, SIGINT, SIGHUP and SIGQUIT to every rank
+    (those it doesn't ignore itself: `nohup` stays effective), and a second signal kills at once. The first rank to
+    fail ends the others. Every launch listens on a port of its own which the system picks.
+
+    `TREADLE_SUPERVISOR` hands each rank this process's id for `die_with_parent`. `OMP_NUM_THREADS`, where unset,
+    becomes this process's CPUs divided by `nproc`.
+
+    Args:
+        nproc: Number of ranks, at least 1.
+        argv: The command, program first. Default: this script with its flags and arguments.
+        run_id: Name of this run, `TORCHELASTIC_RUN_ID` in the ranks. Default: a random one.
+        grace: Seconds from a forwarded signal to SIGKILL. Default: 30.
+        failure_grace: Seconds which the others have from SIGTERM to SIGKILL once a rank failed. Default: 2, as they
+            can only wait for a rank that is gone.
+
+    Returns:
+        0 if every rank exited with 0; else the status of the rank that failed first in time, 128 + n for one killed
+        by signal n; 128 + n if this process got signal n, whatever the ranks then did.
+
+    Raises:
+        ValueError: `nproc` is no positive number, there is no script to run again, or this is not the main thread.
+        OSError: The program can't be started.
+    """
+    given = [] if argv is None else [str(part) for part in argv]
+    run_id = run_id or uuid.uuid4().hex
+    job = Job(nproc=nproc, command=given, run_id=run_id, grace=grace, failure_grace=failure_grace)
+    return supervise_job(dataclasses.replace(job, command=own_command(nproc)) if argv is None else job)
+
+
+def supervise_job(job: Job) -> int:
+    """Does what `supervise` describes, for a job that may span several machines; each runs its own supervisor.
+
+    Where ranks may use gloo and nothing names its network interface, it is the one by which this machine reaches the
+    others.
+
+    Returns:
+        As `supervise`; the status of the rank that failed first on any machine.
+
+    Raises:
+        ValueError: The machines can't meet as `job.nodes` says, or this is not the main thread.
+        OSError: The program can't be started.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        # Signals reach the main thread only, and Linux ends a rank with the thread that started it.
+        raise ValueError(f"devices={job.nproc} starts {job.nproc} processes, which only the main thread can supervise.")
+    # Text still in a buffer would come out after that of the ranks.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    handled = [name for name in _SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
+    variables = {
+        "TREADLE_SUPERVISOR": str(os.getpid()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus() // job.nproc)),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled),
+    }
+    place = job.nodes.place() if job.nodes is not None else None
+    if place is not None and place.interface is not None:
+        variables["GLOO_SOCKET_IFNAME"] = place.interface
+    # torch's agent starts each rank with a copy of this process's own.
+    with variables_set(variables), _signals_restored():
+        from . import elastic_agent as agent  # a second of imports, which only a supervisor has to pay
+
+        return agent.run(job, place)
+
+
+def die_with_parent(supervisor_pid: int) -> None:
+    """Makes the system kill this rank when its supervisor dies, however that dies. Does nothing off Linux.
+
+    The signal is SIGKILL: a supervisor that was itself killed can no longer end a rank which ignores or never gets to
+    handle a gentler one, and a checkpoint cut short is never published. A process that is not the supervisor's own
+    child, such as a program started by a rank, inherits the variables but is left alone.
+
+    Args:
+        supervisor_pid: The supervisor's process id, as handed down in `TREADLE_SUPERVISOR`.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    set_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if os.getppid() == supervisor_pid:
+        prctl(set_death_signal, signal.SIGKILL)
+    # The supervisor may have died before that call took effect, or before this process got here at all.
+    if os.getppid() != supervisor_pid and not is_alive(supervisor_pid):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def has_script() -> bool:
+    """Tells whether this process runs a script or module that `relaunch` could run again."""
+    return _obstacle() is None
+
+
+def own_command(nproc: int) -> list[str]:
+    """Builds the command that runs this very script again.
+
+    Args:
+        nproc: Number of ranks asked for, named in the error.
+
+    Returns:
+        Interpreter, its flags, the script's absolute path or `-m` and the module's name, then the arguments.
+
+    Raises:
+        ValueError: There is no script to run again.
+    """
+    if (obstacle := _obstacle()) is not None:
+        raise ValueError(
+            f"devices={nproc} runs this script again in {nproc} processes, but {obstacle}. Put the code into a file "
+            f"and run `python train.py` or `torchrun --nproc-per-node {nproc} train.py`, or use devices=1. "
+            f"In a notebook: `treadle.notebook_launcher(function, num_processes={nproc})`."
+        )
+    # The function behind multiprocessing's spawn. It leaves out -u, which shows only in the stream it makes.
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    if getattr(sys.__stdout__, "write_through", False):
+        flags.append("-u")
+    target = _target()
+    assert target is not None
+    return [sys.executable, *flags, *target, *_within_hydra(_arguments(target))]
+
+
+def _within_hydra(arguments: list[str]) -> list[str]:
+    """The arguments of a script; under Hydra with this process's output folder, as each rank's clock names another."""
+    config = _hydra_config()
+    if config is None:
+        return arguments
+    if getattr(getattr(config, "mode", None), "name", "") == "MULTIRUN":  # the ranks go through all its jobs
+        overrides = {"hydra.sweep.dir": _quoted(os.path.join(config.runtime.cwd, config.sweep.dir))}
+    else:
+        # What is in its .hydra is complete, and two ranks would write it at the same time.
+        overrides = {"hydra.run.dir": _quoted(config.runtime.output_dir), "hydra.output_subdir": "null"}
+    # Beside the other overrides: argparse takes those in one piece only.
+    said = [place for place, one in enumerate(arguments) if "=" in one.lstrip("~") and not one.startswith("-")]
+    end = said[-1] + 1 if said else len(arguments)
+    return [*arguments[:end], *(f"{name}={value}" for name, value in overrides.items()), *arguments[end:]]
+
+
+def _hydra_config() -> Any:
+    """Hydra's own configuration, None where no Hydra application runs."""
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    return None if hydra is None or not hydra.HydraConfig.initialized() else hydra.HydraConfig.get()
+
+
+def _quoted(text: str) -> str:
+    """A text as a value of Hydra's grammar, in which backslashes count before quotation marks only."""
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    return f"'{escaped}'"
+
+
+def _target() -> list[str] | None:
+    """What to run again: a script's absolute path, or `-m` and a module's name; None where there is no file."""
+    main = sys.modules.get("__main__")
+    name = getattr(getattr(main, "__spec__", None), "name", None)
+    if name is not None and name != "__main__":
+        return ["-m", name.removesuffix(".__main__")]
+    # That name is what a folder or zip file with a __main__.py inside runs under.
+    file = getattr(main, "__file__", None) if name is None else sys.argv[0]
+    # Absolute: the script may have changed its directory since.
+    return [os.path.abspath(file)] if file is not None and os.path.exists(file) else None
+
+
+def _arguments(target: list[str]) -> list[str]:
+    """The arguments as the interpreter got them: those in `sys.argv` may be used up by the script."""
+    given, name = sys.orig_argv, target[1] if target[0] == "-m" else sys.argv[0]
+    # Not there if a debugger stands between; then `sys.argv` is what it left for the script.
+    return given[given.index(name) + 1 :] if name in given else sys.argv[1:]
+
+
+def _obstacle() -> str | None:
+    """Says why this process can't be run again, or None if it can."""
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and ipython.get_ipython() is not None:
+        return "this is a notebook or an IPython session"
+    if hasattr(sys, "ps1"):
+        return "this is an interactive prompt"
+    target = _target()
+    if target is None:
+        return "the code came from `python -c` or standard input, which can't be read again"
+    program = os.path.basename(target[-1]).removesuffix(".exe")
+    if program in _TEST_RUNNERS:
+        return f"this is {program}, which would run its whole session again in each of them"
+    if multiprocessing.parent_process() is not None:
+        return "this is a child of multiprocessing (is `if __name__ == '__main__':` missing in the script?)"
+    return None
+
+
+def cpus() -> int:
+    """CPUs this process may use: in a container or a batch job fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+@contextlib.contextmanager
+def _signals_restored() -> Iterator[None]:
+    """Puts back the signal handlers which torch's agent replaces and keeps."""
+    before = {number: signal.getsignal(number) for number in _signal_numbers()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: set by something that is not Python
+                signal.signal(number, handler)
+
+
+def _signal_numbers() -> list[signal.Signals]:
+    return [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]

@@ -1,1 +1,0 @@
-"""From a configuration to objects: names looked up, arguments checked against signatures, then built."""

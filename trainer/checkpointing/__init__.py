@@ -1,0 +1,15 @@
+"""The Trainer's side of a checkpoint: its own state, which checkpoint to resume from, a save after a failure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from . import resolve, trainer_state
+    from .crash_snapshot import LastStep
+    from .trainer_state import own_states
+    from .words import WORDS_FOR_CHECKPOINTS
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,0 +1,235 @@
+"""The last completed optimizer step, remembered so that it can be saved when the next one fails."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...engine import Loader
+from ...engine.checkpoint import STATE, CallbackStates, TrainState
+from ...engine.checkpoint import save as snapshot
+from ...engine.checkpoint import store as checkpoint
+from ...engine.metrics import metric_state as metric_objects
+from ...strategies import World
+from ...strategies.distributed import local
+from . import trainer_state as restore
+
+if TYPE_CHECKING:
+    from ...callbacks import Callback
+    from ..core import TaskModule
+    from ..loop import Hooks
+    from ..trainer import Trainer
+
+
+class LastStep:
+    """Keeps what moves between two optimizer steps, and puts it with what does not into a checkpoint.
+
+    Parameters and the optimizer's tensors stay as the last step left them until the next one takes place, so nothing of
+    theirs is copied. Random states, the loaders' positions, buffers (batch norm's), counters, schedules, the states of
+    callbacks and what was logged move on, and are copied after every step.
+
+    It is asked on one process alone, on the way out of an error, where the others may be gone: nothing is exchanged.
+
+    Args:
+        trainer: whose run it is.
+        task: the user's task.
+
+    Raises:
+        ValueError: if rank zero alone can't save the run.
+    """
+
+    def __init__(self, trainer: Trainer, task: TaskModule) -> None:
+        accelerator = trainer.accelerator
+        self._trainer = trainer
+        self._task = task
+        self._alone = World() if accelerator.is_main_process else None
+        self._moving = self._changed = False
+        self._sums: list[Tensor] | None = None
+        self._state: dict[str, Any] = {}
+        # To look for metric objects means to walk through all modules.
+        self._counting = task if metric_objects.find(task) else None
+        if accelerator.num_processes > 1 and (why := _needs_others(trainer)):
+            raise ValueError(
+                f"save_on_exception=True saves on rank zero alone, as the others may be gone by then, but {why}. Use "
+                "every_n_train_steps with save_last=True."
+            )
+        self._buffers = [
+            (module._buffers, name)
+            for module in task.modules()
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        ]
+        self._handles = [optimizer.register_step_pre_hook(self._begins) for optimizer in trainer.optimizers]
+
+    def attach(self, hooks: Hooks) -> None:
+        """Be told of every completed step: as the last one, and before anyone begins an epoch or a validation."""
+        vars(hooks).update(
+            on_step_end=(*hooks.on_step_end, self.note),
+            on_train_epoch_start=(self.note, *hooks.on_train_epoch_start),
+            on_validation_start=(self._before_validation, *hooks.on_validation_start),
+        )
+
+    def close(self) -> None:
+        """Let go of the optimizers, which a user may keep for another run."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _begins(self, *_: Any) -> None:
+        self._moving = True
+
+    def changed(self) -> None:
+        """A callback makes the model or the optimizer another than the last step left, until the next one is noted."""
+        self._changed = True
+
+    def _before_validation(self) -> None:
+        """The step itself is over, and its validation is still to come: a run that goes on from here does it."""
+        if not self._trainer.sanity_checking:
+            self.note()
+            self._sums = _sums(self._task)  # some callbacks validate with other weights, such as averaged ones
+
+    def note(self) -> None:
+        """Remember the run as it is: a step is complete."""
+        registered = self._registered()  # asked on every process: a user's object may exchange something to know it
+        if self._alone is None:
+            return
+        trainer, accelerator = self._trainer, self._trainer.accelerator
+        self._state = {
+            "progress": copy.copy(trainer.progress),
+            "random": snapshot.own_random_state(accelerator),
+            "buffers": [
+                None if (b := buffers[name]) is None else b.detach().clone() for buffers, name in self._buffers
+            ],
+            "groups": [[_options(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
+            "shared": TrainState(
+                schedulers=[copy.deepcopy(scheduler.state_dict()) for scheduler in accelerator.schedulers],
+                scheduler_kinds=snapshot.scheduler_kinds(accelerator.schedulers),
+                schedules_built=[built.held for built in accelerator.schedules_built],
+                # The loop calls them itself, after real steps only.
+                steps_since=[(0, 0) for _ in accelerator.schedulers],
+                scheduler_advances=[1 for _ in accelerator.schedulers],
+                scaler=None,  # asked for by `save`: to know its state means to wait for the device
+                loaders=[_position(loader) for loader in accelerator.loaders if not loader.evaluation],
+                evaluation_loaders=[_position(loader) for loader in accelerator.loaders if loader.evaluation],
+                stream=None if accelerator.stream is None else accelerator.stream.state,
+                reduction_orders=snapshot.reduction_orders(accelerator),
+                registered=registered,
+            ),
+        }
+        self._moving, self._changed, self._sums = False, False, None
+
+    def _registered(self) -> dict[str, Any]:
+        trainer = self._trainer
+        own = copy.deepcopy(restore.own_states(trainer.callbacks))
+        states: dict[str, Any] = {"callbacks": CallbackStates(callbacks=own, added={}), "metrics": {}}
+        if self._alone is not None:
+            over = trainer.progress.closing
+            states["metrics"] = trainer.metrics.state_dict(self._alone, self._counting, over=over)
+        for name, value in trainer.accelerator.registered.items():
+            if name not in states and name not in ("progress", "history"):
+                states[name] = copy.deepcopy(value.state_dict())
+        return states
+
+    def amend(self, callback: Callback, **values: Any) -> None:
+        """Say what has changed in a callback's state since."""
+        if self._state:
+            self._state["shared"]["registered"]["callbacks"]["callbacks"][callback.state_key] |= values
+
+    @property
+    def step(self) -> int:
+        """The optimizer steps that were complete."""
+        return self._state["progress"].step if self._state else 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """``epoch`` and ``step``, for names."""
+        return {"epoch": self._state["progress"].epoch, "step": self.step}
+
+    @property
+    def lost(self) -> str:
+        """Why it can't be saved any more; "" if it can."""
+        trainer = self._trainer
+        if self._changed:
+            return "the error came after a callback had changed the model or its optimizer, and before the next step"
+        if self._moving and trainer.progress.unended and trainer.world_size == 1:
+            self.note()  # the step is over, but for its end; with others one may have to wait for them here
+        if self._moving:
+            return "the error came between the optimizer's next step and its end"
+        if self._sums is not None and not all(map(torch.equal, self._sums, _sums(self._task))):
+            return "the error came in a validation, for which something has put other weights into the model"
+        return ""
+
+    def save(self, path: Path, weights_only: bool) -> None:
+        """Write a checkpoint as of that step, on rank zero. Exchanges nothing.
+
+        Raises:
+            ValueError: if a weight is not finite.
+            OSError: the disk refused.
+        """
+        trainer, task, state = self._trainer, self._task, self._state
+        accelerator = trainer.accelerator
+        assert self._alone is not None
+        for (buffers, name), kept in zip(self._buffers, state["buffers"], strict=True):
+            now = buffers.get(name)
+            if kept is None or now is None or now.shape != kept.shape:
+                buffers[name] = kept
+            else:
+                now.copy_(kept)
+        for optimizer, groups in zip(trainer.optimizers, state["groups"], strict=True):
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                group.update(options)
+        restore.refuse_broken_weights(trainer, task, path)
+        parts = restore.parts_of(task, trainer.datamodule, trainer.config)
+        files = snapshot.collect(accelerator, path, parts, weights_only=True)
+        if not weights_only:
+            files |= snapshot.optimizer_files(accelerator)
+            shared = state["shared"]
+            shared["registered"]["progress"] = state["progress"].state_dict()
+            shared["registered"]["history"] = trainer.history.state_dict()  # it only grows, and much: too much to copy
+            shared["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
+            shared["registered"]["callbacks"]["added"] = restore.added_states(trainer)
+            files |= checkpoint.encode_part(STATE, shared)
+            files |= snapshot.rank_files(0, state["random"], [])
+        # Of the other processes it holds nothing, and a resume takes it for one process's.
+        info = {**snapshot.facts(accelerator), **restore.facts(state["progress"], task, trainer.datamodule)}
+        info |= {"world_size": 1, "saved_by": accelerator.num_processes}
+        snapshot.publish(self._alone, path, files, info)
+
+
+def _sums(task: nn.Module) -> list[Tensor]:
+    """What tells a model's parameters from others; on the device, read when it is compared."""
+    parameters = (local(parameter.detach()) for parameter in task.parameters())
+    return [(p.float() if p.element_size() == 1 else p).sum() for p in parameters]  # 8-bit formats can't be added up
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
+    }
+
+
+def _position(loader: Loader) -> dict[str, Any]:
+    return _kept(loader.state_dict())
+
+
+def _kept(state: dict[str, Any]) -> dict[str, Any]:
+    if "loaders" in state:
+        return {**state, "loaders": list(map(_kept, state["loaders"]))}
+    return {**state, "source": copy.deepcopy(state["source"])}  # a user's own state may be changed in place
+
+
+def _needs_others(trainer: Trainer) -> str:
+    """Why rank zero does not have all that is to be saved; "" if it does."""
+    strategy = trainer.accelerator.strategy
+    if strategy.sharded:
+        return f"with strategy={strategy.name!r} each process holds only a part of the model"
+    if any(strategy.keeps_apart(optimizer) for optimizer in trainer.optimizers):
+        return "each process holds only a part of the optimizer's state"
+    if getattr(strategy, "local_steps", None) is not None:
+        return "between two exchanges each process trains a model of its own"
+    if trainer.accelerator.save_hooks:
+        return "a hook of register_save_state_pre_hook may have to exchange something"
+    return ""

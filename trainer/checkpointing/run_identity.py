@@ -1,0 +1,144 @@
+"""Whether a checkpoint that was found in a folder belongs to the run that asks for it by a word."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...engine.checkpoint import OpenCheckpoint, weight_differences
+from ..core import DataModule, TaskModule
+from ..loop import callback_overrides, task_overrides
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+_PACKAGE = __name__.partition(".")[0]
+_MOST_VALUES = 1000  # of a configuration; the rest is not compared
+_MOST_CHARACTERS = 1000  # of one value
+
+# Hyperparameters that an ordinary resume may change, by the last part of their name. They say how long the run is, on
+# what hardware it runs, where files are and what is printed; none of them makes it another experiment.
+_LENGTHS = r"(max|min|num|n|total|num_train|train)_(epochs|iters|iterations)|epochs|max_time|t_max|patience"
+_STEPS = r"(max|min|total|train|training|num_train|num_training)_steps"
+_BATCHES = r"(.*_)?batch_size|accumulate_grad_batches|gradient_accumulation_steps|prefetch_factor"
+_HARDWARE = (
+    r"(.*_)?workers|pin_memory|persistent_workers|(n_|num_)?(gpus|devices|nodes)|device|accelerator|strategy|precision|"
+    r"world_size|num_processes|(local_)?rank|compile"
+)
+_PLACES = r"(.*_)?(dir|directory|dirpath|path|paths|root|folder|file|url|uri)|output"
+_NAMES = r"(run|experiment|project)(_name|_id)?|tags|notes|(wandb|mlflow)(_.*)?"
+_PRINTED = r"(log|print|eval|save|val)_(every|interval|freq|frequency)(_.*)?|verbose|debug|logger|progress_bar"
+_RESUME = r"ckpt(_path)?|checkpoint|resume(_.*)?"
+_MAY_DIFFER = re.compile("|".join((_LENGTHS, _STEPS, _BATCHES, _HARDWARE, _PLACES, _NAMES, _PRINTED, _RESUME)), re.I)
+
+
+def class_name(cls: type) -> str:
+    """Return a class's full name, the same whether its file runs as a script or is imported."""
+    module = cls.__module__
+    if module in ("__main__", "__mp_main__"):
+        script = sys.modules.get(module)
+        spec, file = getattr(script, "__spec__", None), getattr(script, "__file__", None)
+        module = spec.name if spec is not None else Path(file).stem if file else "__main__"
+    return f"{module}.{cls.__qualname__}"
+
+
+def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, Any]:
+    """Return the plain hyperparameters of task and data module, by dotted name, as they were before the first stage.
+
+    A run may change them later (a finder, ``setup``), which the script that is started again has not done yet.
+    """
+    values: dict[str, Any] = {}
+    for owner, prefix in ((task, ""), (datamodule, "data.")):
+        if owner is not None:
+            known = owner.__dict__.setdefault("_configuration", dict(_plain_values(owner.plain_hparams())))
+            values |= {f"{prefix}{name}": value for name, value in known.items()}
+    return values
+
+
+def _plain_values(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        value = value.name
+    if isinstance(value, Mapping) and depth < 8:
+        for key in list(value)[:_MOST_VALUES]:
+            yield from _plain_values(value[key], f"{name}.{key}" if name else str(key), depth + 1)
+    elif isinstance(value, list | tuple):
+        if len(value) <= _MOST_CHARACTERS and all(isinstance(item, int | float | str | None) for item in value):
+            yield name, list(value)
+    elif isinstance(value, int | float | None) or (isinstance(value, str) and len(value) <= _MOST_CHARACTERS):
+        yield name, value
+
+
+def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
+    """Say why a checkpoint is another run's, one line each; nothing if it belongs to this one.
+
+    Compared are the task's class, its hyperparameters, and the names and shapes of its parameters.
+
+    Raises:
+        ValueError: if the checkpoint is damaged.
+    """
+    task = trainer.task
+    assert task is not None
+    saved_class = opened.manifest.info.get("task")
+    if isinstance(saved_class, str) and not _is_same_class(saved_class, type(task)):
+        return [f"task {saved_class} there, {class_name(type(task))} here"]
+    saved_values = opened.manifest.info.get("configuration")
+    lines = []
+    if isinstance(saved_values, dict):
+        values = configuration(task, trainer.datamodule)
+        lines = [
+            f"{name} {saved_values[name]!r} there, {values[name]!r} here"
+            for name in values
+            if name in saved_values and _makes_another_run(name, saved_values[name], values[name])
+        ]
+    if lines or not task.strict_loading:
+        return lines
+    return weight_differences(task, opened, complete=_is_complete(trainer, task))
+
+
+def _is_same_class(saved: str, cls: type) -> bool:
+    name = class_name(cls)
+    if not saved.endswith(f".{cls.__qualname__}"):
+        return False
+    there, here = (text.removesuffix(f".{cls.__qualname__}") for text in (saved, name))
+    # A notebook has no name to compare; a file has another prefix where it is run from within its package.
+    return "__main__" in (there, here) or f".{there}".endswith(f".{here}") or f".{here}".endswith(f".{there}")
+
+
+def _makes_another_run(name: str, saved: Any, value: Any) -> bool:
+    if saved == value or (saved != saved and value != value):
+        return False
+    return not (_MAY_DIFFER.fullmatch(name.rpartition(".")[2]) or _is_place(saved) or _is_place(value))
+
+
+def _is_place(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(map(_is_place, value))
+    if not isinstance(value, str):
+        return False
+    return value.startswith(("~", ".")) or os.path.isabs(value) or "://" in value or ("/" in value and _exists(value))
+
+
+def _exists(value: str) -> bool:
+    try:
+        return os.path.exists(value)
+    except ValueError:  # a null character
+        return False
+
+
+def _is_complete(trainer: Trainer, task: TaskModule) -> bool:
+    """Whether the model is built already: ``setup`` and ``configure_model`` come later, and may add to it."""
+    if any(task_overrides(task, name) for name in ("configure_model", "setup")):
+        return False
+    return not any(
+        callback_overrides(callback, "setup")
+        for callback in trainer.callbacks
+        if type(callback).__module__.partition(".")[0] != _PACKAGE or "setup" in vars(callback)
+    )

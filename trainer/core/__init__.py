@@ -1,0 +1,17 @@
+"""What users subclass: the task, its data, their hooks and hyperparameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .configure_optimizers import SchedulerConfig, check_ownership, endless, parse_optimizers
+    from .datamodule import DataModule, TransferHooks
+    from .hooks import TaskHooks
+    from .signatures import REQUIRED, Argument, Signature, described, signature
+    from .stored_hparams import AttributeDict
+    from .task import TaskModule, log_to, task_modules
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

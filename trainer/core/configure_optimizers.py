@@ -1,0 +1,159 @@
+"""Every form that ``configure_optimizers`` may return, made into one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import inf
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ...common.messages import nearest
+from ...common.validation import check_int, choose
+
+_FORMS = (
+    "an optimizer; a list of optimizers; two lists (optimizers, schedulers); a dict with 'optimizer' and, if you like, "
+    "'lr_scheduler'; a list of such dicts; or None"
+)
+
+
+@dataclass(kw_only=True)
+class SchedulerConfig:
+    """A scheduler and when it steps.
+
+    Attributes:
+        scheduler: anything with ``step`` and ``state_dict``.
+        interval: ``"epoch"`` or ``"step"`` (optimizer steps).
+        frequency: step every so many intervals.
+        monitor: the logged value a plateau scheduler is stepped with.
+        strict: whether a monitored value that was not logged is an error.
+        name: for `LearningRateMonitor`.
+        reduce_on_plateau: whether it takes the monitored value.
+    """
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    name: str | None = None
+    reduce_on_plateau: bool = False
+
+    def __post_init__(self) -> None:
+        if not (hasattr(self.scheduler, "step") and hasattr(self.scheduler, "state_dict")):
+            raise TypeError(f"a scheduler needs step() and state_dict(); got {self.scheduler!r}.")
+        choose("interval", self.interval, ("epoch", "step"))
+        check_int("frequency", self.frequency, 1)
+        self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
+        if self.reduce_on_plateau and self.monitor is None:
+            raise ValueError(
+                "a ReduceLROnPlateau scheduler needs to know what to watch: return "
+                "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
+            )
+
+
+def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Return the optimizers and schedulers in whatever ``configure_optimizers`` returned.
+
+    Raises:
+        TypeError, ValueError: names what was returned and what may be.
+    """
+    if returned is None:
+        return [], []
+    if isinstance(returned, Optimizer):
+        return [returned], []
+    if isinstance(returned, Mapping):
+        return _from_dict(returned)
+    if not isinstance(returned, Sequence):
+        raise TypeError(f"configure_optimizers returned a {type(returned).__name__}; it may return {_FORMS}.")
+    parts = list(returned)
+    if not parts:
+        raise ValueError(f"configure_optimizers returned an empty {type(returned).__name__}; it may return {_FORMS}.")
+    if len(parts) == 2 and isinstance(parts[0], list | tuple) and isinstance(parts[1], list | tuple):
+        if not parts[0]:
+            raise ValueError("configure_optimizers returned two lists, and the first, of optimizers, is empty.")
+        return [_optimizer(o) for o in parts[0]], [_scheduler(s, None) for s in parts[1]]
+    if parts and all(isinstance(part, Mapping) for part in parts):
+        pairs = [_from_dict(part) for part in parts]
+        return [o for os, _ in pairs for o in os], [s for _, ss in pairs for s in ss]
+    return [_optimizer(part) for part in parts], []
+
+
+def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
+    """The optimizers must train the module, and the schedulers must drive these optimizers.
+
+    Raises:
+        ValueError: if one has nothing to do with the run, so that it would do nothing without a word.
+    """
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"configure_optimizers returned a {type(optimizer).__name__} that holds none of "
+                f"{type(module).__name__}'s parameters, so nothing would be trained. Build it from self.parameters()."
+            )
+    for config in schedulers:
+        driven = getattr(config.scheduler, "optimizer", None)
+        if isinstance(driven, Optimizer) and not any(driven is optimizer for optimizer in optimizers):
+            raise ValueError(
+                f"configure_optimizers returned a {type(config.scheduler).__name__} that drives another optimizer than "
+                "the one it returned. Build it from that one."
+            )
+
+
+def _optimizer(value: Any) -> Optimizer:
+    if isinstance(value, Optimizer):
+        return value
+    raise TypeError(
+        f"configure_optimizers returned {type(value).__name__} where an optimizer stands; it may return {_FORMS}."
+    )
+
+
+def _from_dict(config: Mapping[str, Any]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    valid = ("optimizer", "lr_scheduler", "monitor")
+    for key in config:
+        if key not in valid:
+            raise ValueError(
+                f"configure_optimizers returned the key {key!r}; it may be {', '.join(valid)}.{nearest(key, valid)}"
+            )
+    if "optimizer" not in config:
+        raise ValueError("configure_optimizers returned a dict without 'optimizer'.")
+    scheduler = config.get("lr_scheduler")
+    schedulers = [] if scheduler is None else [_scheduler(scheduler, config.get("monitor"))]
+    return [_optimizer(config["optimizer"])], schedulers
+
+
+def _scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
+    if not isinstance(value, Mapping):
+        return SchedulerConfig(scheduler=value, monitor=monitor)
+    valid = [field.name for field in fields(SchedulerConfig)]
+    for key in value:
+        if key not in valid:
+            raise ValueError(
+                f"the lr_scheduler dict has the key {key!r}; it may have {', '.join(valid)}.{nearest(key, valid)}"
+            )
+    if "scheduler" not in value:
+        raise ValueError("the lr_scheduler dict has no 'scheduler'.")
+    return SchedulerConfig(**{"monitor": monitor, **value})
+
+
+def endless(scheduler: Any) -> str | None:
+    """Return the name of a scheduler's length that is infinite; None if it has none such.
+
+    Looks at torch's schedulers, those that one combines, and at what a ``LambdaLR``'s function was made with: that of
+    transformers' ``get_cosine_schedule_with_warmup`` holds ``num_training_steps``.
+    """
+    for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        values = {name: getattr(part, name, None) for name in ("total_steps", "T_max", "total_iters", "T_0")}
+        for function in getattr(part, "lr_lambdas", ()):
+            if inspect.isfunction(function):
+                values |= inspect.getclosurevars(function).nonlocals
+            values |= getattr(function, "keywords", {})
+        for name, value in values.items():
+            if isinstance(value, float) and value == inf:
+                return name
+    return None

@@ -1,0 +1,172 @@
+"""A task's computation, or its weights, in files for others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from ...common.optional import require
+from ...engine import move_data_to_device, own_name, plain_calls
+from ...engine.weights import save_object
+from ...strategies.distributed import is_sharded
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.onnx import ONNXProgram
+
+
+class Exports(nn.Module):
+    """The part of a task that writes it for others: ``forward`` in evaluation mode, or the weights."""
+
+    example_input_array: Any
+
+    def to_onnx(
+        self, file_path: str | Path | BinaryIO | None = None, input_sample: Any = None, **kwargs: Any
+    ) -> ONNXProgram:
+        """Turn ``forward`` into an ONNX program. Needs the packages onnx and onnxscript.
+
+        Args:
+            file_path: the file, or an open one; None writes none.
+            input_sample: what to call ``forward`` with: a tensor, a tuple of arguments, or a dict of keywords; by
+                default ``example_input_array``.
+            kwargs: for ``torch.onnx.export``: ``dynamic_shapes={"x": {0: "batch"}}`` leaves the batch's size open.
+
+        Raises:
+            ModuleNotFoundError: names what to install.
+            ValueError: if there is no input, the model is sharded, or the program's outputs are of other shapes.
+        """
+        require("to_onnx", "onnx", "onnxscript", extra="onnx")
+        if kwargs.pop("dynamo", True) is not True:
+            raise ValueError("dynamo=False is the export that torch has given up; leave it out.")
+        with _for_export(self, "to_onnx"):
+            args, keywords = _arguments(self, "to_onnx", input_sample)
+            expected = self(*args, **keywords)
+            program = torch.onnx.export(self, args, kwargs=keywords, dynamo=True, **kwargs)
+        assert program is not None
+        shapes = [None if value.shape is None else list(value.shape) for value in program.model.graph.outputs]
+        _check_shapes("to_onnx", [list(t.shape) for t in _tensors(expected)], shapes)
+        if isinstance(file_path, str | os.PathLike):
+            Path(file_path).parent.mkdir(parents=True, exist_ok=True)
+            program.save(file_path)
+        elif file_path is not None:
+            file_path.write(program.model_proto.SerializeToString())
+        return program
+
+    def to_torch_export(
+        self, file_path: str | Path | None = None, input_sample: Any = None, **kwargs: Any
+    ) -> ExportedProgram:
+        """Turn ``forward`` into a graph of torch operations, by ``torch.export``.
+
+        Args:
+            file_path: the ``.pt2`` file, which ``torch.export.load(file).module()`` makes a module of; or None.
+            input_sample: see `to_onnx`.
+            kwargs: for ``torch.export.export``: ``dynamic_shapes={"x": {0: torch.export.Dim.AUTO}}``.
+
+        Raises:
+            ValueError: if there is no input, the model is sharded, or the program's outputs are of other shapes.
+        """
+        if file_path is not None and Path(file_path).suffix != ".pt2":
+            raise ValueError(f"file_path={os.fspath(file_path)!r} must end in .pt2, by which torch knows such a file.")
+        with _for_export(self, "to_torch_export"):
+            args, keywords = _arguments(self, "to_torch_export", input_sample)
+            expected = self(*args, **keywords)
+            program = torch.export.export(self, args, keywords, **kwargs)
+            found = program.module()(*args, **keywords)
+        _check_shapes("to_torch_export", *([list(t.shape) for t in _tensors(output)] for output in (expected, found)))
+        if file_path is not None:
+            Path(file_path).parent.mkdir(parents=True, exist_ok=True)
+            torch.export.save(program, file_path)
+        return program
+
+    def to_safetensors(self, file_path: str | Path) -> None:
+        """Write the weights, under the names of ``state_dict``, to one safetensors file that appears in one move.
+
+        Tied ones are written once, and the header says so. `load_weights` takes it.
+
+        Raises:
+            ValueError: if the model is sharded.
+        """
+        _refuse_shards(self, "to_safetensors")
+        Path(file_path).parent.mkdir(parents=True, exist_ok=True)
+        state = {own_name(name): value for name, value in self.state_dict().items() if isinstance(value, Tensor)}
+        save_object(state, file_path, safe=True)
+
+    def to_torchscript(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not there: torch has given TorchScript up.
+
+        Raises:
+            NotImplementedError: always; names what to use.
+        """
+        raise NotImplementedError(
+            "to_torchscript: TorchScript is deprecated in torch, and gets no fixes. Use to_torch_export, whose file "
+            "torch.export.load reads and AOTInductor compiles for C++, or to_onnx."
+        )
+
+    def to_tensorrt(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not there: it is another package's.
+
+        Raises:
+            NotImplementedError: always; names what to use.
+        """
+        raise NotImplementedError(
+            "to_tensorrt is NVIDIA's to do: torch_tensorrt.dynamo.compile takes what to_torch_export returns."
+        )
+
+
+@contextmanager
+def _for_export(task: nn.Module, method: str) -> Iterator[None]:
+    """Evaluation mode, no gradients, nothing compiled; afterwards all is as it was."""
+    from ...engine import evaluation_mode
+
+    _refuse_shards(task, method)
+    if type(task).forward is nn.Module.forward:
+        raise ValueError(
+            f"{method} writes what forward computes, and {type(task).__name__} has no forward: give it one."
+        )
+    with torch.no_grad(), evaluation_mode(task), plain_calls(task):
+        yield
+
+
+def _refuse_shards(task: nn.Module, method: str) -> None:
+    if any(is_sharded(parameter) or parameter.is_meta for parameter in task.parameters()):
+        raise ValueError(
+            f"{method}: this {type(task).__name__} is sharded, or not built, so no process has it whole. Load a "
+            f"checkpoint into a new one, {type(task).__name__}.load_from_checkpoint(path), and export that."
+        )
+
+
+def _arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments and keywords for ``forward``, where the task is."""
+    sample = task.example_input_array if sample is None else sample
+    if sample is None:
+        raise ValueError(
+            f"{method} needs an input to follow: pass input_sample, or set {type(task).__name__}.example_input_array."
+        )
+    sample = move_data_to_device(sample, task.device)
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    return (tuple(sample) if isinstance(sample, tuple | list) else (sample,)), {}
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    apply_to_collection(output, Tensor, found.append)
+    return found
+
+
+def _check_shapes(method: str, expected: list[Any], found: list[Any]) -> None:
+    """Raise a ValueError unless the outputs are as many and of the same shapes; a name stands for any size."""
+    fits = len(expected) == len(found) and all(
+        have is None
+        or (len(want) == len(have) and all(not isinstance(n, int) or n == m for n, m in zip(have, want, strict=True)))
+        for want, have in zip(expected, found, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{method}: forward returns tensors of shapes {expected}, but what was made of it {found}.")

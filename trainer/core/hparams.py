@@ -1,0 +1,204 @@
+"""Hyperparameters: what a task or data module was built with."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from types import FrameType
+from typing import Any
+
+from numpy import ndarray
+from torch import Tensor
+
+from ...common.messages import warn
+from ...loggers import plain
+from .signatures import signature
+from .stored_hparams import (
+    AttributeDict,
+    CannotRebuild,
+    Stored,
+    class_name,
+    copied_config,
+    entries,
+    is_config,
+    readable,
+    rebuild,
+    stored,
+)
+
+
+class HyperparametersMixin:
+    """Adds ``save_hyperparameters`` and ``hparams``."""
+
+    log_hyperparameters = True
+    hparams_name: str | None = None  # of the one argument that holds them all, where there is one
+    hparams_kind: tuple[str, str] | None = None  # what that argument is, and the name of its class
+
+    def save_hyperparameters(
+        self, *args: Any, ignore: str | Iterable[str] | None = None, frame: FrameType | None = None, logger: bool = True
+    ) -> None:
+        """Keep the arguments of ``__init__`` in ``self.hparams``, as they were passed.
+
+        Checkpoints and loggers get what of them is data: numbers, text, lists, dicts, paths, dates, tensors, enum
+        members, dataclasses, containers of OmegaConf. What is not (a module, a function) is left out there, with one
+        warning that names it.
+
+        Args:
+            args: names of arguments to keep (all by default), or one dict, namespace, dataclass or configuration of
+                OmegaConf to keep instead.
+            ignore: names to leave out.
+            frame: whose arguments; the caller's by default.
+            logger: whether loggers get them.
+
+        Raises:
+            TypeError: for something that holds no hyperparameters by name.
+            ValueError: for the name of an argument that does not exist, or outside of ``__init__``.
+        """
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        caller = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
+        if all(isinstance(name, str) for name in args):
+            values = _chosen(self, _init_arguments(self, caller), args)
+            self._keep({name: value for name, value in values.items() if name not in ignored})
+        else:
+            if len(args) != 1:
+                raise TypeError(f"save_hyperparameters takes names, or one object that holds them all, not {args!r}.")
+            self.hparams_kind = _kind_of(args[0])
+            arguments = _init_arguments(self, caller) or {}
+            self.hparams_name = next((name for name, one in arguments.items() if one is args[0]), None)
+            self._keep_whole(args[0], ignored)
+        for name in ignored.intersection(self.hparams):  # a base class has kept it
+            del self.hparams[name]
+        self.__dict__["_hparams_initial"] = _snapshot(self.hparams, (Tensor, ndarray))  # large, and ours already
+        self.log_hyperparameters = logger
+
+    def _keep(self, values: Mapping[str, Any]) -> None:
+        if is_config(self.hparams):  # which takes values of a few types only
+            self.__dict__["_hparams"] = AttributeDict(entries(self.hparams))
+        self.hparams.update(_snapshot(values))
+
+    def _keep_whole(self, whole: Any, ignored: set[str]) -> None:
+        if is_config(whole) and not self.hparams:
+            self.__dict__["_hparams"] = copied_config(whole, ignored)
+            return
+        if dataclasses.is_dataclass(whole):
+            values = {field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)}
+        else:
+            values = vars(whole) if isinstance(whole, Namespace) else whole
+        self._keep({name: value for name, value in values.items() if name not in ignored})
+
+    @property
+    def hparams(self) -> AttributeDict:
+        """What `save_hyperparameters` kept: a dict whose keys are attributes, or a copy of the one ``DictConfig``."""
+        if "_hparams" not in self.__dict__:
+            self.__dict__["_hparams"] = AttributeDict()
+        return self.__dict__["_hparams"]
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """A copy of `hparams` as `save_hyperparameters` kept them, whatever was changed since."""
+        return _snapshot(self.__dict__.get("_hparams_initial", AttributeDict()))
+
+    def stored_hparams(self) -> Stored:
+        """Return the form of `hparams` that checkpoints store."""
+        return stored(self.hparams, {name: one.default for name, one in signature(type(self)).arguments.items()})
+
+    def plain_hparams(self) -> dict[str, Any]:
+        """Return `hparams` as loggers get them: dicts, lists, text and numbers, without what can't be stored."""
+        return plain({name: readable(value) for name, value in self.stored_hparams().values.items()})
+
+    def check_hparams(self, kept: Stored) -> None:
+        """Warn once of each hyperparameter that a checkpoint will not give back to the constructor."""
+        checked: set[str] = self.__dict__.setdefault("_hparams_checked", set())
+        lost: dict[str, str] = {}
+        for name in self.hparams.keys() - checked:
+            if name in kept.left_out:
+                lost[name] = kept.left_out[name]
+            elif (argument := signature(type(self)).arguments.get(self.hparams_name or name)) and name in kept.values:
+                try:
+                    rebuild(kept.values[name], argument.type, argument.default, type(self).__module__)
+                except CannotRebuild as error:
+                    lost[name] = f"{name} ({error})"
+        checked.update(self.hparams)
+        if lost:
+            names = [name for name in self.hparams if name in lost]
+            words, passed = (", ".join(lost[name] for name in names), ", ".join(f"{name}=..." for name in names))
+            warn(
+                f"{type(self).__name__}.hparams: checkpoints can't hold {words}. Pass {passed} to "
+                f"load_from_checkpoint. save_hyperparameters(ignore={names}) silences this."
+            )
+
+
+def _kind_of(whole: Any) -> tuple[str, str]:
+    """What the one object that holds all hyperparameters is, as a record names it.
+
+    Raises:
+        TypeError: if it holds none by name.
+    """
+    kind = type(whole)
+    if dataclasses.is_dataclass(whole) and not isinstance(whole, type):
+        return "dataclass", class_name(kind)
+    if isinstance(whole, Namespace):
+        return "Namespace", ""
+    if isinstance(whole, Mapping):
+        return ("DictConfig", "") if is_config(whole) else ("mapping", class_name(kind))
+    raise TypeError(
+        f"save_hyperparameters takes names, or a dict, Namespace, dataclass or DictConfig, not {whole!r:.200}."
+    )
+
+
+def _snapshot(values: Any, shared: tuple[type, ...] = ()) -> Any:
+    """A copy that later changes of what was passed do not reach. What is not data, or ``shared``, is not copied."""
+    if is_config(values):
+        return copy.deepcopy(values)
+    found = AttributeDict()
+    for name, value in values.items():
+        is_kept = isinstance(value, shared) or stored({name: value}, {}).left_out
+        found[name] = value if is_kept else copy.deepcopy(value)
+    return found
+
+
+def _chosen(instance: Any, arguments: dict[str, Any] | None, names: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments of these names, all of them without names."""
+    if arguments is None:
+        raise ValueError(
+            f"save_hyperparameters finds no call of {type(instance).__name__}.__init__ that it is part of: call it in "
+            "__init__, or pass it a dict of what it should keep."
+        )
+    unknown = [name for name in names if name not in arguments]
+    if unknown:
+        raise ValueError(f"__init__ has no argument {unknown[0]!r}; it has {', '.join(arguments)}.")
+    return {name: arguments[name] for name in names or arguments}
+
+
+def _init_arguments(instance: Any, frame: FrameType | None) -> dict[str, Any] | None:
+    """The arguments of all of ``instance``'s ``__init__`` calls on the stack; None outside of them."""
+    while frame is not None and not _is_init(frame, instance):  # it may be called in a helper
+        frame = frame.f_back
+    if frame is None:
+        return None
+    found: list[dict[str, Any]] = []
+    while frame is not None and _is_init(frame, instance):
+        names, _, variadic, local = inspect.getargvalues(frame)
+        values = {name: local[name] for name in [*names, *_keyword_only(frame)][1:] if name in local}
+        if variadic is not None:
+            values.update(local.get(variadic, {}))
+        found.append(values)
+        frame = frame.f_back
+    merged: dict[str, Any] = {}
+    for values in found:  # those of the outermost class last
+        merged.update(values)
+    return {name: value for name, value in merged.items() if name != "__class__"}
+
+
+def _is_init(frame: FrameType, instance: Any) -> bool:
+    code = frame.f_code
+    first = code.co_varnames[0] if code.co_argcount else ""
+    return code.co_name == "__init__" and frame.f_locals.get(first) is instance
+
+
+def _keyword_only(frame: FrameType) -> tuple[str, ...]:
+    code = frame.f_code
+    return code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]

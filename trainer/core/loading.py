@@ -1,0 +1,288 @@
+"""A task from a checkpoint, ours or another program's: its arguments, then its weights."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...common.messages import warn
+from ...engine.checkpoint import DATAMODULE_HPARAMS, HPARAMS, Record, in_memory, open_registered, read_now
+from ...engine.weights import Opened, Source, TorchFile, View, check_extent, opened
+from ...engine.weights import load as foreign
+from ..checkpointing import trainer_state as restore
+from .signatures import Argument, signature
+from .stored_hparams import CannotRebuild, rebuild
+
+if TYPE_CHECKING:
+    from .datamodule import DataModule
+    from .task import TaskModule
+
+_OLD_NAMES = ("hparams", "module_arguments")  # of `hyper_parameters`, in Lightning before 0.8
+_MAX_HPARAMS_BYTES = 2**20  # a YAML file of this size takes seconds
+
+
+def build(
+    cls: type[TaskModule],
+    source: Source,
+    map_location: Any,
+    hparams_file: str | Path | None,
+    strict: bool | None,
+    sha256: str | None,
+    given: dict[str, Any],
+) -> Any:
+    """Build a task and load its weights; see `TaskModule.load_from_checkpoint`."""
+    if map_location is not None and not isinstance(map_location, str | int | torch.device):
+        raise TypeError(
+            f"map_location={map_location!r:.100} must be a device to put the task on; leave it out for the CPU."
+        )
+    beside = None if hparams_file is None else read_hparams_file(hparams_file)
+    with opened(source, sha256) as found:
+        saved = found.checkpoint
+        if saved is not None:
+            document = saved.read_part(HPARAMS) if saved.has(HPARAMS) else {}
+            if document and "hparams_kind" not in document:  # as they were stored at first: the values alone
+                document = {"hyper_parameters": document, "hparams_name": saved.manifest.info.get("hparams_name")}
+            if beside is not None:
+                document = _of_file(beside, document)
+            task = cls(**_arguments(cls, found.place, document, given))
+            task.configure_model()
+            task.on_load_checkpoint(restore.added_in(saved))
+        else:
+            document = {} if found.file is None else _document(found, found.file)
+            if beside is not None:
+                document |= _of_file(beside, {})
+            task = cls(**_arguments(cls, found.place, document, given))
+            task.configure_model()
+            if found.file is not None:
+                task.on_load_checkpoint(document)
+                found = Opened(found.place, dict(document["state_dict"]))  # the hook may have changed it
+        foreign.put(task, found, task.strict_loading if strict is None else strict)
+    return task if map_location is None else task.to(map_location)
+
+
+def build_datamodule(
+    cls: type[DataModule], source: Source, hparams_file: str | Path | None, sha256: str | None, given: dict[str, Any]
+) -> Any:
+    """Build a data module and give it its state; see `DataModule.load_from_checkpoint`."""
+    beside = None if hparams_file is None else read_hparams_file(hparams_file)
+    document: dict[str, Any] = {}
+    state: Any = None
+    with opened(source, sha256) as found:
+        if (saved := found.checkpoint) is not None:
+            if saved.has(DATAMODULE_HPARAMS):
+                document = saved.read_part(DATAMODULE_HPARAMS)
+            state = in_memory(open_registered(saved).get("datamodule"), {}, {})
+        elif found.file is not None:
+            parts, _ = _parts(found.file)
+            document = {"hyper_parameters": parts.get("datamodule_hyper_parameters")}
+            document["hparams_name"] = parts.get("datamodule_hparams_name")
+            state = parts.get(cls.__qualname__)
+        else:
+            raise ValueError(
+                f"{found.place} holds weights only, and nothing of a data module: give a checkpoint of a run."
+            )
+        if beside is not None:
+            document = _of_file(beside, document)
+        takes = cls.__init__ is not object.__init__  # whose signature says that it takes anything
+        module = cls(**_arguments(cls, found.place, document, given) if takes else given)
+        if state is not None:
+            module.load_state_dict(state)
+    return module
+
+
+def _document(found: Opened, file: TorchFile) -> dict[str, Any]:
+    """What Lightning would hand to ``on_load_checkpoint``: all that is data, tensors mapped onto the file."""
+    try:
+        parts, dropped = _parts(file)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{found.place}: {error}.") from error
+    arguments = {place: name for place, name in dropped.items() if place.startswith(("hyper_parameters.", "hparams."))}
+    if arguments:
+        said = ", ".join(f"{place} (a {name})"[:150] for place, name in list(arguments.items())[:8])
+        warn(
+            f"{found.place}: {said} is no plain data, and no code is run to make it, so it is left out. If the task "
+            "needs it, pass it to load_from_checkpoint."
+        )
+    return parts | {"state_dict": {name: read_now(piece) for name, piece in found.weights.items()} | found.others}
+
+
+def _parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
+    """The file's parts but the weights, and what in them is no data, by place."""
+    raw = file.reader.container(file.document)
+    parts: dict[str, Any] = {}
+    dropped: dict[str, str] = {}
+    for key, value in raw.items():
+        if not isinstance(key, str) or key in ("state_dict", "hparams_type"):
+            continue
+        if isinstance(file.reader.container(value), dict):
+            before = set(file.reader.dropped)
+            inside = {key: file.reader.mapping(value, key)}
+            dropped |= {place: name for place, name in file.reader.dropped.items() if place not in before}
+        else:
+            inside = file.reader.mapping({key: value}, "")
+        check_extent(inside)
+        parts |= _with_tensors(file, inside)
+    return parts, dropped
+
+
+def _with_tensors(file: TorchFile, value: Any) -> Any:
+    if isinstance(value, View):
+        return read_now(file.piece(value))
+    if isinstance(value, dict):
+        return {key: _with_tensors(file, item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(file, item) for item in value)
+    return value
+
+
+def _of_file(values: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters of a logger's file, in the place of those that were saved."""
+    whole = {name: saved.get(name) for name in ("hparams_name", "hparams_kind")}
+    return {**whole, "hyper_parameters": values, "left_out": {}, "from_text": True}
+
+
+def _arguments(cls: type[Any], place: str, document: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``__init__``: what was saved, as far as it takes that, and what is given.
+
+    Raises:
+        TypeError: names an argument that neither has.
+    """
+    saved: dict[str, Any] = {}
+    for name in (*_OLD_NAMES, "hyper_parameters"):
+        found = document.get(name)
+        saved |= vars(found) if hasattr(found, "__dict__") else found or {}
+    saved = {name: value for name, value in saved.items() if name not in ("_instantiator", "_class_path")}
+    parameters = inspect.signature(cls.__init__).parameters
+    names = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    lost = {name: words for name, words in (document.get("left_out") or {}).items() if name not in given}
+    whole = document.get("hparams_name")
+    if isinstance(whole, str) and whole in names:  # save_hyperparameters(hparams): one argument that holds all
+        kind, name = document.get("hparams_kind") or ("mapping", "")
+        inside = {} if takes_all else {name: value for name, value in given.items() if name not in names}
+        given = {name: value for name, value in given.items() if name not in inside}
+        saved = {whole: Record(kind, name, {**saved, **inside})} if whole not in given else {}
+        if lost and whole not in given:
+            warn(f"{place}: {whole} lacks {_listed(lost)}, which can't be stored. {_how_to_pass(lost)}")
+        lost = {}
+    elif not takes_all:
+        unknown = [str(name) for name in saved if name not in names and name not in given]
+        if unknown:
+            warn(
+                f"{place}: {cls.__name__} takes no {', '.join(unknown[:8])}, which was saved with it; that is ignored."
+            )
+        saved = {name: value for name, value in saved.items() if name in names}
+        lost = {name: words for name, words in lost.items() if name in names}
+    saved, more = _rebuilt(cls, {name: value for name, value in saved.items() if name not in {*lost, *given}}, document)
+    lost |= more
+    _check_missing(cls, place, {*saved, *given}, lost)
+    return {**saved, **given}
+
+
+def _rebuilt(
+    cls: type[Any], saved: Mapping[str, Any], document: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The arguments that were saved, as the constructor takes them; and those that can't be rebuilt, in words."""
+    arguments = signature(cls).arguments
+    found: dict[str, Any] = {}
+    lost: dict[str, str] = {}
+    for name, value in saved.items():
+        argument = arguments.get(name) or Argument(name)
+        try:
+            from_text = bool(document.get("from_text"))
+            found[name] = rebuild(value, argument.type, argument.default, cls.__module__, from_text)
+        except CannotRebuild as error:
+            lost[name] = f"{name} ({error})"
+    return found, lost
+
+
+def _check_missing(cls: type[Any], place: str, known: set[str], lost: Mapping[str, str]) -> None:
+    """Raise a TypeError for an argument that is needed; warn of one whose default stands for what was not stored."""
+    needed = [
+        name
+        for name, one in inspect.signature(cls).parameters.items()
+        if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and name not in known
+    ]
+    if needed:
+        words = {name: lost.get(name, name) for name in needed}
+        raise TypeError(f"{place} does not hold {_listed(words)}, which {cls.__name__} needs. {_how_to_pass(words)}")
+    if lost:
+        warn(f"{place} does not hold {_listed(lost)}, so {cls.__name__} gets its default. {_how_to_pass(lost)}")
+
+
+def _listed(words: Mapping[str, str]) -> str:
+    return ", ".join(words.values())
+
+
+def _how_to_pass(names: Iterable[str]) -> str:
+    return f"Pass {', '.join(f'{name}=...' for name in names)} to load_from_checkpoint."
+
+
+def read_hparams_file(path: str | Path) -> dict[str, Any]:
+    """Read hyperparameters from the ``hparams.yaml`` or ``.csv`` that loggers write. Only data comes out of it.
+
+    Raises:
+        ValueError: it is no such file, is longer than one, or names types.
+    """
+    path = Path(path)
+    ending = path.suffix.lower()
+    if ending not in (".yaml", ".yml", ".csv"):
+        raise ValueError(f"hparams_file={str(path)!r} must be a .yaml, .yml or .csv file.")
+    if not path.is_file():
+        raise ValueError(f"hparams_file={str(path)!r} is no file.")
+    if os.path.getsize(path) > _MAX_HPARAMS_BYTES:
+        raise ValueError(f"hparams_file={str(path)!r} is longer than {_MAX_HPARAMS_BYTES:,} bytes.")
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = _from_csv(text) if ending == ".csv" else _from_yaml(text)
+        check_extent(found)
+    except (ValueError, RecursionError, csv.Error, TypeError, LookupError, OverflowError) as error:
+        raise ValueError(f"hparams_file={str(path)!r} can't be read as plain data: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ValueError(f"hparams_file={str(path)!r} holds no names with values.")
+    return found
+
+
+def _from_yaml(text: str) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def flatten_mapping(self, node: Any) -> None:  # merged a few times, ten lines become a billion
+            if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+                raise ValueError("it merges mappings ('<<'), which no logger writes")
+
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _from_csv(text: str) -> dict[str, Any]:
+    rows = [row for row in csv.reader(text.splitlines()) if row]
+    if any(len(row) != 2 for row in rows):
+        raise ValueError("each line must be a key and a value")
+    return {key: _value(word) for key, word in rows[1:]}
+
+
+def _value(word: str) -> Any:
+    """Numbers, lists and the like from their text; what is none of these is text."""
+    named = {"None": None, "True": True, "False": False, "": None}
+    if word in named:
+        return named[word]
+    try:
+        return json.loads(word)
+    except ValueError:
+        pass
+    try:
+        import ast
+
+        return ast.literal_eval(word) if word[0] in "([{'\"" and len(word) < 10_000 else word
+    except (ValueError, SyntaxError, MemoryError):
+        return word

@@ -1,0 +1,192 @@
+"""What a constructor takes: names, types, defaults and the words of its docstring."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+REQUIRED = inspect.Parameter.empty
+# Where the bases are that take *args and **kwargs to hand them on to a sibling, and nothing for themselves.
+_HAND_ON = ("treadle.trainer.core.task", "treadle.trainer.core.datamodule", "torch.nn.modules.module")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a constructor.
+
+    Attributes:
+        name: its name.
+        type: its annotation; ``Any`` where there is none, or none that can be understood.
+        default: its default; `REQUIRED` where it has none.
+        several: whether it is ``*args``, given as a list.
+    """
+
+    name: str
+    type: Any = Any
+    default: Any = REQUIRED
+    several: bool = False
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What can be given to something that is called.
+
+    Attributes:
+        arguments: by name, in order.
+        open: whether it takes other names too, and does with them what nobody knows.
+        positional: those that may be passed by position, as those before ``*args`` must be.
+        by_place_only: how many of them must be in any case.
+    """
+
+    arguments: dict[str, Argument]
+    open: bool = False
+    positional: tuple[str, ...] = ()
+    by_place_only: int = 0
+
+
+def signature(target: Callable[..., Any]) -> Signature:
+    """What ``target``, a class or function, takes. A class that hands ``**kwargs`` up takes what its bases take."""
+    if not isinstance(target, type):
+        return _own(target, bound=False)
+    chain = [cls for cls in target.__mro__ if "__init__" in vars(cls)]
+    if not chain or chain == [object]:
+        new = vars(target).get("__new__")
+        return Signature({}) if new is None else _own(getattr(new, "__func__", new), bound=True)
+    found = Signature({})
+    settled: set[str] = set()  # what a class on the way gives its base itself
+    for number, cls in enumerate(chain):
+        if cls is object or cls.__module__ in _HAND_ON:
+            continue
+        own = _own(vars(cls)["__init__"], bound=True)
+        more = {name: one for name, one in own.arguments.items() if name not in {*settled, *found.arguments}}
+        first = found if number else own
+        found = Signature({**found.arguments, **more}, own.open, first.positional, first.by_place_only)
+        handed = _handed_up(vars(cls)["__init__"]) if own.open else None
+        if handed is None:
+            break
+        base = next((one for one in chain[number + 1 :] if one.__module__ not in _HAND_ON), object)
+        settled |= {*handed.keywords, *_own(vars(base)["__init__"], bound=True).positional[: handed.by_place]}
+        found = replace(found, open=False)
+    return found
+
+
+def _own(function: Any, bound: bool) -> Signature:
+    """A function's own arguments; those of one that nobody can look into may be any."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):
+        return Signature({}, open=True)
+    parameters = parameters[1:] if bound else parameters
+    hints = _hints(function)
+    arguments: dict[str, Argument] = {}
+    for one in parameters:
+        if one.kind is not one.VAR_KEYWORD:
+            several = one.kind is one.VAR_POSITIONAL
+            arguments[one.name] = Argument(one.name, hints(one.name), () if several else one.default, several)
+    only = sum(one.kind is one.POSITIONAL_ONLY for one in parameters)
+    positional = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return Signature(arguments, any(one.kind is one.VAR_KEYWORD for one in parameters), tuple(positional), only)
+
+
+def _hints(function: Any) -> Callable[[str], Any]:
+    """Finds an argument's annotation by name; one that can't be evaluated is ``Any``, and the others are not lost."""
+    function = inspect.unwrap(function)
+    raw = getattr(function, "__annotations__", {})
+    names = getattr(function, "__globals__", {})
+    local = vars(sys.modules.get(getattr(function, "__module__", ""), typing))
+
+    def find(name: str) -> Any:
+        annotation = raw.get(name, Any)
+        try:
+            holder = typing.cast(Any, type("_", (), {"__annotations__": {name: annotation}}))
+            return typing.get_type_hints(holder, {**local, **names}, include_extras=True)[name]
+        except Exception:  # a name imported for type checkers only, or whatever an annotation may raise
+            return Any
+
+    return find
+
+
+@dataclass(frozen=True)
+class _Handed:
+    """What a constructor gives ``super().__init__`` itself, beside its ``**kwargs``.
+
+    Attributes:
+        keywords: by name.
+        by_place: how many by position.
+    """
+
+    keywords: set[str]
+    by_place: int
+
+
+def _handed_up(init: Any) -> _Handed | None:
+    """What goes with ``**kwargs`` in ``super().__init__(..., **kwargs)``; None if a constructor uses them otherwise."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(init)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef) or function.args.kwarg is None:
+        return None
+    name = function.args.kwarg.arg
+    uses = sum(isinstance(node, ast.Name) and node.id == name for node in ast.walk(function))
+    calls = [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__"
+        for one in node.keywords
+        if one.arg is None and isinstance(one.value, ast.Name) and one.value.id == name
+    ]
+    if not calls or len(calls) != uses or any(isinstance(one, ast.Starred) for one in calls[0].args):
+        return None
+    return _Handed({one.arg for one in calls[0].keywords if one.arg is not None}, len(calls[0].args))
+
+
+def described(target: Any) -> dict[str, str]:
+    """The words of a docstring about each argument, as far as they can be found, in Google's or Sphinx's form."""
+    texts = [inspect.getdoc(target) or ""]
+    if isinstance(target, type):
+        texts.append(inspect.getdoc(vars(target).get("__init__")) or "")
+        texts += [inspect.getdoc(base) or "" for base in target.__mro__[1:] if base is not object]
+    found: dict[str, str] = {}
+    for text in texts:
+        for name, words in _arguments_in(text):
+            found.setdefault(name, words)
+    return found
+
+
+_HEAD = re.compile(r"^(Args|Arguments|Parameters|Attributes|Keyword Args):?\s*$")
+_GOOGLE = re.compile(r"^(\s+)([*\w, ]+?)\s*(?:\([^)]*\))?:\s+(.*)$")
+_SPHINX = re.compile(r"^\s*:param\s+(?:[\w.\[\]]+\s+)?(\w+):\s*(.*)$")
+
+
+def _arguments_in(text: str) -> list[tuple[str, str]]:
+    found: list[tuple[list[str], list[str]]] = []
+    inside, indent = False, 0
+    for line in text.splitlines():
+        if sphinx := _SPHINX.match(line):
+            found.append(([sphinx[1]], [sphinx[2]]))
+            continue
+        if _HEAD.match(line):
+            inside, indent = True, 0
+            continue
+        if not inside or not line.strip() or set(line.strip()) == {"-"}:
+            continue
+        depth = len(line) - len(line.lstrip())
+        if depth == 0:
+            inside = False
+            continue
+        google = _GOOGLE.match(line)
+        if google and (not indent or depth == indent):
+            indent = depth
+            found.append(([name.strip(" *") for name in google[2].split(",")], [google[3]]))
+        elif found and depth > indent:
+            found[-1][1].append(line.strip())
+    return [(name, " ".join(words)) for names, words in found for name in names]

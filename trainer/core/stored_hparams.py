@@ -1,0 +1,423 @@
+"""Hyperparameters as data: the form that checkpoints store and loggers get, and the arguments rebuilt from it.
+
+What a user passes is kept as it is in ``hparams``. Its stored form holds data alone: containers of OmegaConf,
+dataclasses and enum members become a `Record` of their content. Reading it imports nothing and builds an object of a
+dataclass only if the constructor's own annotation names that class, so a checkpoint never chooses what is called.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import inspect
+import re
+import sys
+import typing
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import date, datetime, time
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...engine.checkpoint import MAX_DEPTH, Record, encode
+
+_DICTS = (dict, OrderedDict, defaultdict)
+_PLAIN = (str, int, float, bool, type(None))
+_MEANT_AS_TEXT = re.compile(r"(\\*)\$\{")  # OmegaConf halves the backslashes before it
+_NOTHING: Any = object()
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose keys are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"no hyperparameter {name!r}; there are: {', '.join(self) or 'none'}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        try:
+            del self[name]
+        except KeyError:
+            raise AttributeError(f"no hyperparameter {name!r} to delete") from None
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name!r}: {value!r}" for name, value in self.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Hyperparameters in the form in which they are stored.
+
+    Attributes:
+        values: by name, what `codec.encode` accepts; of a mapping that can be stored in part, that part.
+        left_out: by name, the place and type of what is missing in it.
+    """
+
+    values: dict[str, Any]
+    left_out: dict[str, str]
+
+
+def stored(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> Stored:
+    """Return the stored form of hyperparameters.
+
+    Args:
+        hparams: by name, as the user passed them.
+        defaults: the constructor's defaults. One that can't be stored is not missed: the constructor has it.
+    """
+    flattener = _Flattener()
+    values = flattener.mapping(hparams, ())
+    left_out: dict[str, str] = {}
+    for place, words in flattener.left_out.items():
+        name = place[0]
+        if len(place) > 1 or hparams.get(name) is not defaults.get(name, _NOTHING):
+            left_out.setdefault(name, f"{'.'.join(place)} ({words})")
+    return Stored(values, left_out)
+
+
+def is_config(value: Any) -> bool:
+    """Whether it is a dict or list of OmegaConf, which is not imported to find out."""
+    omegaconf = sys.modules.get("omegaconf")
+    return omegaconf is not None and omegaconf.OmegaConf.is_config(value)
+
+
+def copied_config(config: Any, ignored: set[str]) -> Any:
+    """Return a copy of a ``DictConfig``, which keeps its flags and what its references refer to, without some keys."""
+    from omegaconf import flag_override
+
+    copied = copy.deepcopy(config)
+    with flag_override(copied, ["struct", "readonly"], False):
+        for name in ignored.intersection(copied):
+            del copied[name]
+    return copied
+
+
+def entries(config: Any) -> dict[Any, Any]:
+    """Return the values of a ``DictConfig`` by name; one that is missing or refers to nothing as it is written."""
+    from omegaconf import OmegaConf
+
+    written = OmegaConf.to_container(config)
+    assert isinstance(written, dict)
+    found = {}
+    for name in written:
+        try:
+            found[name] = _item(config, name)
+        except _NoData:
+            found[name] = written[name]
+    return found
+
+
+def class_name(kind: type) -> str:
+    """The name by which a record refers to a class."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def readable(value: Any) -> Any:
+    """What is stored, for people: the content of a record in its place."""
+    if isinstance(value, Record):
+        name = value.name.partition(":")[2]
+        return f"{name}.{value.content}" if value.kind == "enum" else readable(value.content)
+    if type(value) is dict:
+        return {_readable_key(key): readable(item) for key, item in value.items()}
+    if type(value) in (list, tuple, set, frozenset):
+        return [readable(item) for item in value]
+    if type(value) is Namespace:
+        return {name: readable(item) for name, item in vars(value).items()}
+    return value
+
+
+def _readable_key(key: Any) -> Any:
+    name = readable(key)
+    return name if isinstance(name, Hashable) else str(key)
+
+
+# -- to data -------------------------------------------------------------------------------------------------------
+
+
+class _NoData(Exception):
+    """Something that can't be stored, in words."""
+
+
+class _Flattener:
+    """Turns values into data. An entry of a mapping that is none is left out; a list with such an item is none."""
+
+    def __init__(self) -> None:
+        self.left_out: dict[tuple[str, ...], str] = {}
+        self._open: set[int] = set()  # the containers being walked through
+
+    def mapping(self, value: Any, place: tuple[str, ...]) -> dict[Any, Any]:
+        found = {}
+        for key in value:
+            name = self.data(key, place)
+            if type(name) is not str:
+                _check({name: None})
+            inside = (*place, str(key))
+            try:
+                found[name] = self.data(_item(value, key), inside)
+            except _NoData as error:
+                self.left_out[inside] = str(error)
+        return found
+
+    def data(self, value: Any, place: tuple[str, ...]) -> Any:
+        if type(value) in _PLAIN:
+            return value
+        if isinstance(value, enum.Enum):
+            if value.name not in type(value).__members__:
+                raise _NoData(f"{value}, which is not one member of {type(value).__name__}")
+            return Record("enum", class_name(type(value)), value.name)
+        with self._inside(value, place):
+            return self._container(value, place)
+
+    def _container(self, value: Any, place: tuple[str, ...]) -> Any:
+        kind = type(value)
+        if is_config(value):
+            return Record(kind.__name__, "", self._config(value, place))
+        if _is_dataclass(value):
+            names = _fields(kind)
+            return Record("dataclass", class_name(kind), self.mapping({n: getattr(value, n) for n in names}, place))
+        if kind in _DICTS:
+            return self.mapping(value, place)
+        if isinstance(value, dict) and kind is not Counter:
+            return Record("mapping", class_name(kind), self.mapping(value, place))
+        if isinstance(value, Namespace):
+            return Namespace(**self.mapping(vars(value), place))
+        if kind in (list, tuple):
+            return kind([self.data(item, (*place, str(number))) for number, item in enumerate(value)])
+        if kind in (set, frozenset):
+            return _check(kind(self.data(item, place) for item in value))
+        return _check(value, f"class {value.__qualname__}" if isinstance(value, type) else kind.__qualname__)
+
+    def _config(self, value: Any, place: tuple[str, ...]) -> Any:
+        """The content of a configuration, its references filled in; what has no value yet stays ``"???"``."""
+        from omegaconf import OmegaConf
+
+        whole = OmegaConf.to_container(value)
+        if whole is None:
+            return None
+        if isinstance(whole, str):
+            raise _NoData(f"{type(value).__name__} {whole}")
+        if isinstance(whole, dict):
+            return self._plain_records(self.mapping(value, place))
+        items = [self.data(_item(value, number), (*place, str(number))) for number in range(len(whole))]
+        return self._plain_records(items)
+
+    def _plain_records(self, content: Any) -> Any:
+        """Configurations within one as plain dicts and lists, which become such again with it."""
+        if isinstance(content, Record) and content.kind in ("DictConfig", "ListConfig"):
+            return content.content
+        if type(content) is dict:
+            return {key: self._plain_records(item) for key, item in content.items()}
+        return [self._plain_records(item) for item in content] if type(content) is list else content
+
+    @contextmanager
+    def _inside(self, value: Any, place: tuple[str, ...]) -> Iterator[None]:
+        if id(value) in self._open:
+            raise _NoData("it contains itself")
+        if len(place) >= MAX_DEPTH // 2:  # a record takes a level of its own
+            raise _NoData(f"nested more than {MAX_DEPTH // 2} deep")
+        self._open.add(id(value))
+        try:
+            yield
+        finally:
+            self._open.discard(id(value))
+
+
+def _check(value: Any, words: str = "") -> Any:
+    """Return what can be stored as it is."""
+    try:
+        encode(value)
+    except (TypeError, ValueError) as error:
+        raise _NoData(words or str(error)) from None
+    return value
+
+
+def _item(container: Any, key: Any) -> Any:
+    """The item of a dict, or of a configuration, whose references may fail."""
+    if not is_config(container):
+        return container[key]
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return "???" if OmegaConf.is_missing(container, key) else container[key]
+    except OmegaConfBaseException as error:
+        raise _NoData(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from None
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | Record | nn.Module)
+
+
+def _fields(kind: type) -> list[str]:
+    """The names of what a dataclass is made from."""
+    names = [field.name for field in dataclasses.fields(kind) if field.init]
+    needed = [one.name for one in inspect.signature(kind).parameters.values() if one.default is one.empty]
+    if more := [name for name in needed if name not in names]:
+        raise _NoData(f"{kind.__qualname__}, which is made from {more[0]!r} and does not keep it")
+    return names
+
+
+# -- and back ------------------------------------------------------------------------------------------------------
+
+
+class CannotRebuild(ValueError):
+    """An argument that needs to be passed, and why, in words."""
+
+
+def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: bool = False) -> Any:
+    """Rebuild an argument from its stored form. Nothing is imported; only classes that ``annotation`` names are called.
+
+    Args:
+        value: its stored form.
+        annotation: the constructor's annotation of the argument.
+        default: the constructor's default, whose class counts as named by the annotation.
+        home: the module of the constructor's class, where enums of a script are looked for.
+        from_text: whether the data came from a file that knows text only, so that the annotation says what it means.
+
+    Raises:
+        CannotRebuild: if the class of an object in it is not known.
+    """
+    known = [*_classes_in(annotation)]
+    if isinstance(default, enum.Enum) or _is_dataclass(default):
+        known.append(type(default))
+    return _Rebuilder(home, from_text).value(value, tuple(known))
+
+
+class _Rebuilder:
+    """Turns data into the values it was made of."""
+
+    def __init__(self, home: str, from_text: bool) -> None:
+        self.home = home
+        self.from_text = from_text
+
+    def value(self, value: Any, known: tuple[type, ...]) -> Any:
+        kind = type(value)
+        if kind is Record:
+            return self._object(value, known)
+        if kind in (list, tuple, set, frozenset):
+            return kind([self.value(item, known) for item in value])
+        if kind is dict:
+            found = {self.value(key, known): self.value(item, known) for key, item in value.items()}
+            return self._meant(found, known) if self.from_text else found
+        if kind is Namespace:
+            return Namespace(**{name: self.value(item, known) for name, item in vars(value).items()})
+        return self._meant(value, known) if self.from_text else value
+
+    def _object(self, record: Record, known: tuple[type, ...]) -> Any:
+        if record.kind == "enum":
+            return self._member(record, known)
+        if record.kind == "dataclass":
+            return self._dataclass(record, known)
+        content = self.value(record.content, known)
+        if record.kind == "mapping" and type(content) is dict:
+            return AttributeDict(content)
+        if record.kind == "Namespace" and type(content) is dict:
+            return Namespace(**content)
+        if record.kind in ("DictConfig", "ListConfig"):
+            return config_of(content)
+        raise CannotRebuild(f"this version of Treadle writes no {record.kind!r:.40}")
+
+    def _member(self, record: Record, known: tuple[type, ...]) -> Any:
+        module, _, name = record.name.partition(":")
+        classes = [one for one in known if one.__qualname__ == name]
+        classes += [_loaded(one, name) for one in (module, self.home)]
+        for one in classes:
+            if isinstance(one, type) and issubclass(one, enum.Enum) and record.content in one.__members__:
+                return one.__members__[record.content]
+        raise CannotRebuild(f"{name}.{record.content}, an enum that is not found")
+
+    def _dataclass(self, record: Record, known: tuple[type, ...]) -> Any:
+        name = record.name.partition(":")[2]
+        bases = [one for one in known if dataclasses.is_dataclass(one)]
+        found = next((one for base in bases for one in _family(base) if one.__qualname__ == name), None)
+        if found is None or not isinstance(record.content, dict):
+            raise CannotRebuild(f"a {name}, a class that no annotation of the argument names")
+        return self._filled(found, record.content)
+
+    def _filled(self, kind: type, content: Mapping[str, Any]) -> Any:
+        try:
+            hints = typing.get_type_hints(kind)
+        except Exception:  # a name imported for type checkers only, or whatever an annotation may raise
+            hints = {}
+        values = {name: self.value(item, tuple(_classes_in(hints.get(name)))) for name, item in content.items()}
+        try:
+            return kind(**values)
+        except TypeError as error:
+            raise CannotRebuild(f"a {kind.__qualname__} as it was saved: {error}") from error
+
+    def _meant(self, value: Any, known: tuple[type, ...]) -> Any:
+        """What a text or a dict means where the annotation wants neither."""
+        if type(value) in known or not known:
+            return value
+        for kind in known:
+            if isinstance(value, dict) and dataclasses.is_dataclass(kind):
+                return self._filled(kind, value)
+            if isinstance(value, dict) and kind.__module__.startswith("omegaconf"):
+                return config_of(value)
+            if not isinstance(value, dict) and issubclass(kind, enum.Enum):
+                names = [str(value), str(value).removeprefix(f"{kind.__name__}.")]
+                found = [one for one in kind if one.name in names or one.value == value]
+                if found:
+                    return found[0]
+            if isinstance(value, str) and issubclass(kind, Path):
+                return Path(value)
+            if isinstance(value, str) and kind in (date, datetime, time):
+                try:
+                    return kind.fromisoformat(value)  # type: ignore[attr-defined]
+                except ValueError as error:
+                    raise CannotRebuild(f"{value!r:.40}, which is no {kind.__name__}") from error
+        return value
+
+
+def config_of(content: Any) -> Any:
+    """A configuration of OmegaConf with such content, in which no text is a reference: none was stored."""
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+
+    if content is None:
+        return DictConfig(None)
+    if not isinstance(content, dict | list):
+        raise CannotRebuild(f"{type(content).__name__} is no content of a configuration")
+    made = OmegaConf.create(_escaped(content), flags={"allow_objects": True})
+    assert isinstance(made, DictConfig | ListConfig)
+    return made
+
+
+def _escaped(content: Any) -> Any:
+    if isinstance(content, str):
+        return _MEANT_AS_TEXT.sub(lambda found: found[1] * 2 + "\\${", content)
+    if type(content) is dict:
+        return {key: _escaped(item) for key, item in content.items()}
+    return [_escaped(item) for item in content] if type(content) in (list, tuple) else content
+
+
+def _classes_in(annotation: Any) -> Iterator[type]:
+    """Every class that an annotation names, however deep in it."""
+    inner = typing.get_args(annotation)
+    if isinstance(annotation, type) and not inner and annotation not in (Any, object):
+        yield annotation
+    for one in inner:
+        yield from _classes_in(one)
+
+
+def _family(kind: type) -> Iterator[type]:
+    yield kind
+    extensions: list[type] = type.__subclasses__(kind)
+    for one in extensions:
+        yield from _family(one)
+
+
+def _loaded(module: str, name: str) -> Any:
+    """What a name stands for in a module that is loaded: looked up, so that nothing is imported or run."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    return found

@@ -1,0 +1,117 @@
+"""The callbacks and loggers a Trainer has when it is told nothing, or told True."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..callbacks import (
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    ModelSummary,
+    OnExceptionCheckpoint,
+    ProgressBar,
+    RunReport,
+    TQDMProgressBar,
+)
+from ..common.validation import check_bool
+from ..loggers import Logger, TensorBoardLogger
+from .logging import SilentLogger
+
+
+def choose_callbacks(
+    given: Iterable[Callback] | Callback | None,
+    *,
+    checkpointing: bool | None,
+    progress_bar: bool | None,
+    model_summary: bool | None,
+    report: bool | None,
+    in_folder: bool,
+    keep_nothing: bool,
+) -> list[Callback]:
+    """The callbacks given, and a default of each kind that is wanted and missing.
+
+    Args:
+        given: one, several or none.
+        checkpointing: whether a `ModelCheckpoint` is wanted (default yes).
+        progress_bar: whether a `TQDMProgressBar` is wanted (default yes).
+        model_summary: whether a `ModelSummary` is wanted (default yes).
+        report: whether a `RunReport` is wanted (default: if the run is ``in_folder``).
+        in_folder: whether a logger has a folder for the run.
+        keep_nothing: leave out those that save or stop, as ``fast_dev_run`` does.
+
+    Raises:
+        TypeError: for something that is no callback.
+        ValueError: if a callback was given that a flag forbids.
+    """
+    callbacks = as_callbacks("callbacks", given)
+    defaults: tuple[tuple[str, bool | None, type[Callback], type[Callback]], ...] = (
+        ("enable_model_summary", model_summary, ModelSummary, ModelSummary),
+        ("enable_progress_bar", progress_bar, ProgressBar, TQDMProgressBar),
+        ("enable_checkpointing", checkpointing, ModelCheckpoint, ModelCheckpoint),
+        ("enable_report", report, RunReport, RunReport),
+    )
+    for flag, wanted, kind, default in defaults:
+        if wanted is not None:
+            check_bool(flag, wanted)
+        # What saves when an error comes is in addition to what saves while all goes well.
+        there = any(isinstance(c, kind) and not isinstance(c, OnExceptionCheckpoint) for c in callbacks)
+        if there and wanted is False:
+            raise ValueError(f"{flag}=False contradicts the {kind.__name__} in callbacks; drop one of them.")
+        if not there and wanted is not False and (wanted or in_folder or kind is not RunReport):
+            callbacks.append(default())
+    if keep_nothing:
+        callbacks = [c for c in callbacks if not isinstance(c, ModelCheckpoint | EarlyStopping | RunReport)]
+    return callbacks
+
+
+def as_callbacks(what: str, given: Any) -> list[Callback]:
+    """One callback, several or none, as a list.
+
+    Raises:
+        TypeError: for something that is no callback.
+        ValueError: for one that is there twice.
+    """
+    if given is not None and not isinstance(given, Callback) and not _is_several(given):
+        raise TypeError(f"{what} must be a treadle.Callback or several of them, not {given!r}.")
+    callbacks = [] if given is None else [given] if isinstance(given, Callback) else list(given)
+    for number, callback in enumerate(callbacks):
+        if not isinstance(callback, Callback):
+            hint = ": put () behind it" if isinstance(callback, type) else ""
+            raise TypeError(f"{what} must be treadle.Callback objects, not {callback!r}{hint}.")
+        if any(callback is known for known in callbacks[:number]):
+            raise ValueError(f"{what} has the same {type(callback).__name__} object twice; every hook would run twice.")
+    return callbacks
+
+
+def choose_loggers(given: Any, root: str, silent: bool) -> list[Logger]:
+    """The loggers given; TensorBoard under ``root`` for True or None, none for False.
+
+    Args:
+        given: a bool, None, a `Logger`, or several.
+        root: the directory for a default logger.
+        silent: put one that keeps nothing in their place.
+
+    Raises:
+        TypeError: for something that is no logger.
+        ValueError: for one that is there twice.
+    """
+    if given is False:
+        return []
+    if silent:
+        return [SilentLogger()]
+    if given is None or given is True:
+        return [TensorBoardLogger(root)]
+    loggers = list(given) if not isinstance(given, Logger) and _is_several(given) else [given]
+    for number, logger in enumerate(loggers):
+        if not isinstance(logger, Logger):
+            raise TypeError(f"logger must be True, False, a treadle.loggers.Logger or several of them, not {logger!r}.")
+        if any(logger is known for known in loggers[:number]):
+            raise ValueError(f"logger has the same {type(logger).__name__} object twice; it would get each row twice.")
+    return loggers
+
+
+def _is_several(given: Any) -> bool:
+    """Whether it is a list or the like, such as OmegaConf's. A class, a text or a dict is no list of objects."""
+    return isinstance(given, Iterable) and not isinstance(given, type | str | Mapping)

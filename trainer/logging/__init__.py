@@ -1,0 +1,13 @@
+"""Logged values: on their way to the loggers, and kept for a look back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .history import History
+    from .metric_logger import Logbook, SilentLogger
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,0 +1,291 @@
+"""One optimizer step: its micro-batches, what all processes agree on, and the optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...common.messages import announce
+from ...engine import isolated_random_state
+from ...engine.metrics import MutedMetrics
+from ..core import TaskModule
+from .hook_table import Hook, Hooks
+from .lr_schedulers import Schedules
+from .step_output import check_loss, for_hooks, loss_in
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+class Steps:
+    """Takes optimizer steps, each from a group of micro-batches.
+
+    Args:
+        trainer: whose flags, accelerator and progress are used.
+        task: the user's task.
+        model: the task as the accelerator prepared it.
+        hooks: who wants to be called.
+        schedules: whose schedulers by step are stepped.
+        wants_to_stop: whether this process wants to end the run.
+
+    Attributes:
+        skip_rest: a hook asked to end the epoch.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        task: TaskModule,
+        model: Any,
+        hooks: Hooks,
+        schedules: Schedules,
+        wants_to_stop: Callable[[], bool],
+    ) -> None:
+        self.trainer = trainer
+        self.task = task
+        self.model = model
+        self.hooks = hooks
+        self.schedules = schedules
+        self.wants_to_stop = wants_to_stop
+        self.accelerator = trainer.accelerator
+        self.progress = trainer.progress
+        self.metrics = trainer.metrics
+        self.agreement = trainer.accelerator.agreement
+        self.cursor = trainer.accelerator.cursor
+        self.optimizer = trainer.accelerator.optimizers[0] if trainer.accelerator.optimizers else None
+        self.step = trainer.accelerator.method(model, "training_step")
+        self.takes_index = count_positional(task.training_step) > 1
+        self.clips = trainer.gradient_clip_val is not None or overrides(task, "configure_gradient_clipping")
+        self.own_backward = task.backward if overrides(task, "backward") else None
+        self.own_step = task.optimizer_step if overrides(task, "optimizer_step") else None
+        self.own_zero_grad = task.optimizer_zero_grad if overrides(task, "optimizer_zero_grad") else None
+        self.alone = trainer.accelerator.num_processes == 1
+        self.skip_rest = False
+
+    def use(self, model: Any) -> None:
+        """Go on with the task wrapped anew."""
+        self.model = model
+        self.step = self.accelerator.method(model, "training_step")
+
+    def close(self) -> None:
+        """The run is over."""
+
+    def take(self, group: Iterable[Any]) -> None:
+        """Work through one group of micro-batches; after its last one the optimizer steps."""
+        accelerator, hooks, progress, cursor = self.accelerator, self.hooks, self.progress, self.cursor
+        batches = iter(group if self.alone else self.metrics.counted(group, cursor, self.task))
+        for batch in batches:
+            progress.within = True
+            index = progress.batch
+            micro = cursor.micro
+            last = micro.last  # type: ignore[union-attr]
+            self.metrics.weight = micro.samples  # type: ignore[union-attr]
+            for hook in hooks.on_train_batch_start:
+                if hook(batch, index) == -1:
+                    self.skip_rest = True
+            if self.skip_rest:
+                if not self.alone:
+                    self._leave_together(itertools.chain((batch,), batches), index)
+                accelerator.drop_gradients()  # of the group's micro-batches before
+                progress.within = False
+                return
+            with accelerator.accumulate(self.model):
+                output = self.step(batch, index) if self.takes_index else self.step(batch)
+                weight = None
+                if isinstance(output, Tensor):
+                    loss = output
+                else:
+                    loss, weight = loss_in(output)
+                if loss.ndim or not loss.requires_grad:
+                    check_loss(loss)
+                for hook in hooks.on_before_backward:
+                    hook(loss)
+                self.agreement.watch(loss)
+                if last and not self.alone:
+                    self.agreement.stop_vote = self.wants_to_stop()
+                accelerator.backward(loss, weight=weight, by=self.own_backward)
+                for hook in hooks.on_after_backward:
+                    hook()
+            progress.batch = index + 1
+            progress.batches += 1
+            if last:
+                self._optimize(index, loss)
+                progress.samples += micro.group_samples  # type: ignore[union-attr]
+                progress.within, progress.unended = False, True
+            if hooks.on_train_batch_end:
+                outputs = for_hooks(output)
+                for hook in hooks.on_train_batch_end:
+                    hook(outputs, batch, index)
+
+    def _optimize(self, index: int, loss: Tensor) -> None:
+        """Agree, clip, step, zero; then the schedulers by step."""
+        accelerator, optimizer, progress, hooks = self.accelerator, self.optimizer, self.progress, self.hooks
+        if accelerator.always_agree or accelerator.unfinished:
+            accelerator.agree()
+        if self.agreement.leaves:
+            self.refuse_to_leave(None)
+        if not self.agreement.finite:
+            self.refuse()
+            return
+        if optimizer is None:
+            progress.step += 1
+            return
+        for hook in hooks.on_before_optimizer_step:
+            hook(optimizer.optimizer)
+        if self.clips:
+            self.clip()
+        taken, skipped = optimizer.taken, optimizer.skipped
+        if self.own_step is None:
+            optimizer.step()
+        else:  # the gradients are there already, so all that is left of the closure is its loss
+            self.own_step(progress.epoch, index, optimizer, loss.detach)
+        for hook in hooks.on_before_zero_grad:
+            hook(optimizer.optimizer)
+        self.zero_grad(index)
+        progress.skipped += optimizer.skipped - skipped
+        if optimizer.taken != taken:
+            progress.step += 1
+            if self.schedules.by_step:
+                self.schedules.after_step()
+
+    def _leave_together(self, batches: Iterable[Any], index: int) -> None:
+        """Find out whether every rank leaves the epoch with this group, which is then dropped.
+
+        A rank that does not is in the group's collectives already, so this one takes part in them, without weight. Its
+        vote travels in them, which costs nothing in any other step.
+
+        Args:
+            batches: those of the group that are left.
+            index: the micro-batch for which a hook returned -1.
+
+        Raises:
+            ValueError: if some rank stays; on every rank.
+        """
+        accelerator, cursor, agreement = self.accelerator, self.cursor, self.agreement
+        agreement.leave_vote = True
+        buffers = [(buffer, buffer.clone()) for buffer in self.task.buffers()]
+        with isolated_random_state(), self.trainer.logging_to(MutedMetrics(training=True)):
+            for batch in batches:
+                micro = cursor.micro
+                cursor.micro = replace(micro, samples=0, scale=0.0)  # type: ignore[type-var]
+                with accelerator.accumulate(self.model):
+                    output = self.step(batch, index) if self.takes_index else self.step(batch)
+                    loss, weight = (output, None) if isinstance(output, Tensor) else loss_in(output)
+                    accelerator.backward(loss, weight=weight, by=self.own_backward)
+                cursor.micro = micro
+        accelerator.agree()
+        agreement.settle()
+        agreement.leave_vote = False
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        if agreement.leaves < accelerator.num_processes:
+            self.refuse_to_leave(index)
+        agreement.leaves = 0
+
+    def may_leave(self) -> bool:
+        """Whether some rank has a hook that may return -1. All ranks must ask, once."""
+        return not self.alone and self.accelerator.world.any(any(map(_is_users, self.hooks.on_train_batch_start)))
+
+    def vote_to_leave(self, index: int) -> None:
+        """As `_leave_together`, by an exchange of its own, where the group's collectives can't carry a vote.
+
+        Raises:
+            ValueError: if some ranks leave and others stay; on every rank.
+        """
+        leaves = int(self.accelerator.world.all_reduce(torch.tensor(int(self.skip_rest))))
+        if 0 < leaves < self.accelerator.num_processes:
+            self.refuse_to_leave(index if self.skip_rest else None)
+
+    def refuse_to_leave(self, index: int | None) -> None:
+        """Some ranks leave the epoch and others stay.
+
+        Args:
+            index: the micro-batch for which this rank's hook returned -1, if it did.
+
+        Raises:
+            ValueError: names the ranks and their micro-batches, as far as they are known.
+        """
+        world = self.accelerator.world
+        # Where votes are read one step late, the others are elsewhere by now.
+        every = world.gather_objects(index) if self.agreement.immediate else {world.rank: index}.items()
+        asked = [(rank, at) for rank, at in (enumerate(every) if isinstance(every, list) else every) if at is not None]
+        where = ", ".join(f"rank {rank} (micro-batch {at})" for rank, at in asked) or "some rank"
+        raise ValueError(
+            f"on_train_batch_start returned -1 on {where} in epoch {self.progress.epoch}, and not on every rank: the "
+            "ranks leave an epoch with the same step. Decide by what is the same on all of them, such as the index of "
+            "the batch, global_step or a logged metric."
+        )
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """What ``manual_backward`` does.
+
+        Raises:
+            RuntimeError: where the loop calls backward itself.
+        """
+        raise RuntimeError(
+            "manual_backward is for a task with self.automatic_optimization = False (set it in __init__); here the "
+            "Trainer calls backward on what training_step returns."
+        )
+
+    def clip(self) -> None:
+        """Clip the gradients as the flags or the task say."""
+        trainer, optimizer = self.trainer, self.optimizer
+        assert optimizer is not None
+        self.accelerator.unscale_gradients()
+        self.task.configure_gradient_clipping(
+            optimizer.optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        )
+
+    def zero_grad(self, index: int) -> None:
+        """Drop the gradients, the task's way if it has one."""
+        assert self.optimizer is not None
+        if self.own_zero_grad is None:
+            self.optimizer.zero_grad()
+        else:
+            self.own_zero_grad(self.progress.epoch, index, self.optimizer)
+
+    def refuse(self) -> None:
+        """The loss is not finite on some process; every process comes here after the same step.
+
+        Raises:
+            ValueError: where the flag says ``"raise"``; names the step and the processes.
+        """
+        ranks = self.accelerator.not_finite_on()
+        step, epoch, batch = self.progress.step + 1, self.progress.epoch, self.progress.batch - 1
+        what = f"the loss is not finite on rank {', '.join(map(str, ranks))}"
+        where = f"optimizer step {step} (epoch {epoch}, micro-batch {batch})"
+        if self.trainer.on_nonfinite == "raise":
+            raise ValueError(
+                f"{what} in {where}. Look at that batch, lower the learning rate or clip the gradients; "
+                "Trainer(on_nonfinite='skip') leaves such steps out."
+            )
+        announce(f"{what}: {where} is skipped")
+        self.progress.skipped += 1
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+
+def _is_users(hook: Hook) -> bool:
+    """Whether a hook is not one of our own callbacks', none of which returns anything."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return not str(getattr(function, "__module__", "")).startswith("treadle.")
+
+
+def overrides(task: TaskModule, name: str) -> bool:
+    """Whether the task has a ``name`` of its own."""
+    return getattr(type(task), name) is not getattr(TaskModule, name) or name in vars(task)
+
+
+def count_positional(step: Callable[..., Any]) -> int:
+    """How many positional arguments a bound step takes; 99 for any number."""
+    parameters = inspect.signature(step).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 99
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

@@ -1,0 +1,144 @@
+"""Steps of optimizers that compute loss and gradients themselves, several times a step: L-BFGS and its kin."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .automatic import Steps
+from .step_output import check_loss, for_hooks, loss_in
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+class ClosureSteps(Steps):
+    """Hands the optimizer a closure that works through the whole group of micro-batches each time it is called.
+
+    The group's batches stay in memory meanwhile. Every process sees one loss, the mean over all of them: what an
+    optimizer decides by it, all decide alike.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.voting = self.may_leave()
+
+    def take(self, group: Iterable[Any]) -> None:
+        """See `Steps.take`. The hooks of backward and of the optimizer's step are called in each evaluation."""
+        hooks, progress, cursor = self.hooks, self.progress, self.cursor
+        held: list[tuple[Any, Any]] = []
+        for batch in group:
+            progress.within = True
+            held.append((batch, cursor.micro))
+            self.metrics.weight = cursor.micro.samples  # type: ignore[union-attr]
+            for hook in hooks.on_train_batch_start:
+                if hook(batch, progress.batch + len(held) - 1) == -1:
+                    self.skip_rest = True
+            if self.skip_rest:
+                break
+        if not held:
+            return
+        if self.voting:
+            self.vote_to_leave(progress.batch + len(held) - 1)
+        if self.skip_rest:
+            progress.within = False
+            return
+        first, optimizer = progress.batch, self.optimizer
+        assert optimizer is not None
+        results: list[tuple[Any, Tensor]] = []
+
+        def closure() -> Tensor:
+            with torch.enable_grad():
+                results[:] = self._evaluate(held, first)
+            return self._mean_loss([(loss, micro) for (_, loss), (_, micro) in zip(results, held, strict=True)])
+
+        taken, index = optimizer.taken, first + len(held) - 1
+        if self.own_step is None:
+            optimizer.step(closure)
+        else:
+            self.own_step(progress.epoch, index, optimizer, closure)
+        optimizer.optimizer.zero_grad()
+        progress.batch, progress.batches = index + 1, progress.batches + len(held)
+        progress.samples += held[-1][1].group_samples
+        progress.step += optimizer.taken != taken
+        progress.within, progress.unended = False, True
+        if self.schedules.by_step and optimizer.taken != taken:
+            self.schedules.after_step()
+        for number, (output, _) in enumerate(results if hooks.on_train_batch_end else ()):
+            for hook in hooks.on_train_batch_end:
+                hook(for_hooks(output), held[number][0], first + number)
+
+    def _evaluate(self, held: list[tuple[Any, Any]], first: int) -> list[tuple[Any, Tensor]]:
+        """The gradients of the whole group, agreed on and clipped; what each ``training_step`` returned."""
+        accelerator, optimizer = self.accelerator, self.optimizer
+        assert optimizer is not None
+        for hook in self.hooks.on_before_zero_grad:
+            hook(optimizer.optimizer)
+        accelerator.sync_gradients = True  # as after a group: the group before may have ended elsewhere
+        self.zero_grad(first)
+        results = []
+        for number, batch in enumerate(self.metrics.counted(self._each(held), self.cursor, self.task)):
+            results.append(self._forward_and_backward(batch, first + number, held[number][1].last))
+        if accelerator.always_agree or accelerator.unfinished:
+            accelerator.agree()
+        if not self.agreement.finite:
+            self.refuse()
+        for hook in self.hooks.on_before_optimizer_step:
+            hook(optimizer.optimizer)
+        if self.clips:
+            self.clip()
+        return results
+
+    def _each(self, held: list[tuple[Any, Any]]) -> Iterator[Any]:
+        for batch, micro in held:
+            self.cursor.micro, self.metrics.weight = micro, micro.samples
+            yield batch
+
+    def _forward_and_backward(self, batch: Any, index: int, last: bool) -> tuple[Any, Tensor]:
+        """Add one micro-batch's share of the gradient; returns what ``training_step`` did, and the loss in it."""
+        accelerator, hooks = self.accelerator, self.hooks
+        with accelerator.accumulate(self.model):
+            output = self.step(batch, index) if self.takes_index else self.step(batch)
+            loss, weight = (output, None) if isinstance(output, Tensor) else loss_in(output)
+            check_loss(loss)
+            if weight is not None:
+                raise ValueError("this optimizer steps with a closure, whose losses are not weighed: return no weight.")
+            for hook in hooks.on_before_backward:
+                hook(loss)
+            self.agreement.watch(loss)
+            if last and not self.alone:
+                self.agreement.stop_vote = self.wants_to_stop()
+            accelerator.backward(loss, by=self.own_backward)
+            for hook in hooks.on_after_backward:
+                hook()
+        return output, loss
+
+    def _mean_loss(self, losses: list[tuple[Tensor, Any]]) -> Tensor:
+        """The group's loss over all processes, each process's share of the samples weighed as in the gradient."""
+        total = torch.stack([loss.detach() * micro.scale for loss, micro in losses]).sum()
+        return self.accelerator.data_world.all_reduce(total, "mean")
+
+
+def check_closure(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
+    """Raise a ValueError for what an optimizer that needs a closure can't be combined with."""
+    strategy, precision = trainer.accelerator.strategy, trainer.accelerator.precision
+    in_parts = strategy.sharded or strategy.keeps_apart(optimizer)
+    reasons = {
+        f"strategy={strategy.name!r}, where it would see a part of the model only: use plain 'ddp'": in_parts,
+        f"precision={precision.name!r}, whose loss scale skips steps: use bf16-mixed or 32-true": precision.scaled,
+        "on_nonfinite='skip': it can't leave out half a step; use 'raise'": trainer.on_nonfinite == "skip",
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"{type(optimizer).__name__} steps with a closure and can't run with {reason}.")
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step`` can't be called without a closure."""
+    step = inspect.signature(type(optimizer).step)
+    closure = step.parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

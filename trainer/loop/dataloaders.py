@@ -1,0 +1,218 @@
+"""Where batches come from: loaders that were passed, the data module's, or the task's; prepared and limited."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from ...common.messages import warn
+from ...engine import Accelerator, CombinedLoader, JointLoader, Loader, check_same
+from ...engine.data import is_collection
+from .. import arguments as flags
+from ..core import DataModule, TaskModule, TransferHooks
+
+KINDS = ("train", "val", "test", "predict")
+KIND_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+_TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class Sources:
+    """The loaders of one stage. Each kind is asked for once, when it is first needed.
+
+    Args:
+        task: the user's task.
+        datamodule: the user's data module, or None.
+        given: by kind (``"train"``, ``"val"``, ``"test"``, ``"predict"``), what was passed to the entry point.
+        accelerator: prepares the loaders.
+        limits: by kind, the checked ``limit_*_batches``.
+        shard: whether to share each loader out over the processes.
+        one_order: training and validation read the same batches in each epoch, and shuffle nothing.
+    """
+
+    def __init__(
+        self,
+        task: TaskModule,
+        datamodule: DataModule | None,
+        given: Mapping[str, Any],
+        accelerator: Accelerator,
+        limits: Mapping[str, int | float],
+        shard: bool,
+        one_order: bool = False,
+    ) -> None:
+        self.task = task
+        self.datamodule = datamodule
+        self.given = given
+        self.limits = limits
+        self._accelerator = accelerator
+        self._shard = shard
+        self._one_order = one_order
+        self._epoch = 0
+        self._warned: set[str] = set()
+        self._watch: Callable[[str, Any], None] | None = None
+        self._train: Loader | None = None
+        self._evaluation: dict[str, list[Loader]] = {}
+        self._empty: dict[str, list[Loader]] = {}
+
+    @property
+    def has_train(self) -> bool:
+        """Whether the training loader was prepared."""
+        return self._train is not None
+
+    @property
+    def train(self) -> Loader:
+        """The prepared training loader."""
+        if self._train is None:
+            source = self._find("train")
+            if source is None:
+                raise ValueError(
+                    "fit needs a training loader: pass train_dataloaders or a datamodule, or give the task a "
+                    "train_dataloader."
+                )
+            if is_collection(source):
+                source = CombinedLoader(source, "max_size_cycle")
+            self._train = self._prepare("train", source, 0)
+        return self._train
+
+    def evaluation(self, kind: str) -> list[Loader]:
+        """The prepared loaders of ``"val"``, ``"test"`` or ``"predict"``; empty where there are none."""
+        if kind not in self._evaluation:
+            several = list(_one_by_one(self._find(kind)))
+            world, count = self._accelerator.world, {f"{kind} loaders": len(several)}
+            check_same("the ranks have different loaders", count, world)
+            loaders = [self._prepare(kind, each, number) for number, each in enumerate(several)]
+            self._empty[kind] = [loader for loader in loaders if world.all(loader.length == 0)]
+            self._evaluation[kind] = loaders
+        return self._evaluation[kind]
+
+    def empty(self, kind: str) -> list[Loader]:
+        """Those of `evaluation` whose length is 0 on all processes. A loader without a length is known only later."""
+        self.evaluation(kind)
+        return self._empty[kind]
+
+    @property
+    def asked(self) -> list[Loader]:
+        """The training and validation loaders that come from a hook."""
+        train = [] if self.given.get("train") is not None else [self.train]
+        return train + ([] if self.given.get("val") is not None else self.evaluation("val"))
+
+    def reload(self, epoch: int) -> None:
+        """Ask the hooks anew for the training and validation loaders, as of now; what was passed is kept.
+
+        Args:
+            epoch: the one that comes.
+        """
+        self._epoch = epoch
+        for loader in self.asked:
+            loader.close()
+            self._accelerator.loaders.remove(loader)
+        if self.given.get("train") is None:
+            self._train = None
+        if self.given.get("val") is None:
+            self._evaluation.pop("val", None)
+        for loader in self.asked:
+            loader.set_epoch(epoch)
+
+    def for_another(
+        self, task: TaskModule, datamodule: DataModule | None, watch: Callable[[str, Any], None]
+    ) -> Sources:
+        """The same for copies of the task and the data module, of which nothing was asked yet.
+
+        Args:
+            task: the copy.
+            datamodule: the copy.
+            watch: called with each kind and what is about to be prepared of it.
+        """
+        other = copy.copy(self)
+        other.task, other.datamodule, other._watch = task, datamodule, watch
+        other._warned, other._train, other._evaluation, other._empty = set(self._warned), None, {}, {}
+        return other
+
+    def _find(self, kind: str) -> Any:
+        if self.given.get(kind) is not None:
+            return self.given[kind]
+        method = f"{kind}_dataloader"
+        for owner, base in ((self.datamodule, DataModule), (self.task, TaskModule)):
+            if owner is None:
+                continue
+            if getattr(type(owner), method) is not getattr(base, method) or method in vars(owner):
+                with self._accelerator.drawing_alike(f"{kind} loaders of epoch {self._epoch}"):
+                    return getattr(owner, method)()
+        return None
+
+    def _prepare(self, kind: str, source: Any, number: int) -> Loader:
+        if self._watch is not None:
+            self._watch(kind, source)
+        for each in source.flattened if isinstance(source, CombinedLoader) else [source]:
+            _refuse_what_yields_no_batches(kind, each)
+        loader = self._accelerator.prepare_data_loader(
+            source, shard=self._shard, evaluation=kind != "train", move=self._mover(number)
+        )
+        one_by_one = isinstance(loader, JointLoader) and loader.mode == "sequential"
+        for each in loader.loaders if one_by_one else [loader]:  # type: ignore[attr-defined]
+            count = flags.limited(f"limit_{kind}_batches", self.limits[kind], each.length)
+            each.limit = each.limit if count is None or count == each.length else count
+        if self._one_order and kind in ("train", "val") and loader.keep_order() and kind not in self._warned:
+            self._warned.add(kind)
+            warn(
+                f"overfit_batches: the {kind} loader would shuffle; its batches come in one order, the same each epoch."
+            )
+        return loader
+
+    def _mover(self, number: int) -> Callable[[Any], Any] | None:
+        """The user's own way to the device, or None for the accelerator's."""
+        owners = [owner for owner in (self.datamodule, self.task) if owner is not None]
+        # Each hook for itself: a data module may augment while the task moves.
+        chosen = [next((o for o in owners if _overrides(o, name)), None) for name in _TRANSFER]
+        if all(owner is None for owner in chosen):
+            return None
+        before, move, after = (
+            getattr(self.task if owner is None else owner, name) for owner, name in zip(chosen, _TRANSFER, strict=True)
+        )
+        return partial(self._transfer, before, move, after, number)
+
+    def _transfer(self, before: Any, move: Any, after: Any, number: int, batch: Any) -> Any:
+        batch = move(before(batch, number), self._accelerator.device, number)
+        return after(self._accelerator.precision.cast(batch), number)
+
+
+def check_kinds(stage: str, task: Any, datamodule: Any) -> None:
+    """Raise a TypeError if what runs, or its data module, is something else."""
+    if not isinstance(task, TaskModule):
+        hint = ": put () behind it" if isinstance(task, type) else ""
+        raise TypeError(f"{stage} takes a treadle.TaskModule, not {task if hint else type(task).__name__!r}{hint}.")
+    if "_metrics" not in vars(task):
+        raise TypeError(f"{type(task).__name__}.__init__ must call super().__init__() before anything else.")
+    if datamodule is not None and not isinstance(datamodule, DataModule):
+        raise TypeError(f"datamodule must be a treadle.DataModule, not {type(datamodule).__name__!r}.")
+
+
+def _overrides(owner: TransferHooks, name: str) -> bool:
+    return getattr(type(owner), name) is not getattr(TransferHooks, name)
+
+
+def _refuse_what_yields_no_batches(kind: str, source: Any) -> None:
+    """Things that can be iterated over and are no loaders: each would train on something else than batches."""
+    if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
+        raise TypeError(
+            f"the {kind} loader is a {type(source).__name__}, which yields single samples: put it into a DataLoader "
+            "(with batch_size=None if its items are batches)."
+        )
+    if isinstance(source, str | bytes | torch.Tensor):
+        raise TypeError(
+            f"the {kind} loader is a {type(source).__name__}; pass a DataLoader, or another iterable of batches."
+        )
+
+
+def _one_by_one(source: Any) -> Iterable[Any]:
+    """Evaluation's loaders in order; one that combines several otherwise than in sequence is one."""
+    if source is None or (isinstance(source, list | tuple | Mapping) and not source):
+        return []
+    if is_collection(source):
+        source = CombinedLoader(source, "sequential")
+    sequential = isinstance(source, CombinedLoader) and source.mode == "sequential" and source.limits is None
+    return source.flattened if sequential else [source]

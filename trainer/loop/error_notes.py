@@ -1,0 +1,130 @@
+"""What an error of a running stage is about: where the run was, and what torch's words for it mean."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ...engine import Loader
+from ...engine.optim import is_out_of_memory
+from .automatic import Steps
+from .closure import ClosureSteps
+from .evaluation_loop import _one_loader, evaluate
+from .fit_loop import FitLoop
+from .fit_setup import _sanity_check
+from .manual import ManualSteps
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+_MISMATCH = re.compile(
+    r"same device|expected device|same dtype|expected scalar type|Input type .* should be the same|same type", re.DOTALL
+)
+_TWICE = "backward through the graph a second time"
+_MEMORY = (
+    "memory ran out: halve the loader's batch_size and double accumulate_grad_batches, which leaves the effective "
+    "batch as it is, or let treadle.find_executable_batch_size try. bf16-mixed precision and FSDP need less."
+)
+_BACKWARD = (
+    "something called backward on this loss before: leave backward and the optimizer to the Trainer, and return the "
+    "loss. A tensor kept from the batch before needs detach()."
+)
+_SHOWN, _DEPTH = 8, 3
+# Functions that work through batches, whose variable ``index`` is the newest batch's.
+_AT_WORK = {
+    step.__code__
+    for step in (FitLoop._epoch, Steps.take, ManualSteps.take, ClosureSteps._forward_and_backward, _one_loader)
+}
+_BEGUN = {FitLoop.run.__code__, evaluate.__code__}  # what fails before is the call, or a hook that the traceback names
+
+
+def annotate(error: BaseException, trainer: Trainer) -> None:
+    """Add to an error, as notes, where the run was, and its cause where torch's own words do not tell it."""
+    world = trainer.accelerator.world
+    where = place(trainer, str(trainer.stage), error)
+    if world.size > 1:
+        error.add_note(f"on rank {world.rank} of {world.size}, {where}")
+    elif not _BEGUN.isdisjoint(frame.f_code for frame in _frames(error)):
+        error.add_note(where)
+    if is_out_of_memory(error):
+        error.add_note(_MEMORY)
+    elif isinstance(error, RuntimeError) and _TWICE in str(error):
+        error.add_note(_BACKWARD)
+    elif isinstance(error, RuntimeError) and trainer.task is not None and _MISMATCH.search(str(error)):
+        with contextlib.suppress(Exception):  # what the user's objects do when looked at may not hide the error
+            error.add_note(_mismatch(error, trainer.task))
+
+
+def place(trainer: Trainer, stage: str, error: BaseException) -> str:
+    """Where a run was when an error came: ``"in fit, epoch 0, after optimizer step 3, in batch 3"``.
+
+    The batch is numbered as in ``batch_idx``.
+    """
+    words = [f"in {stage}"]
+    if stage == "fit":
+        words += [f"epoch {trainer.progress.epoch}", f"after optimizer step {trainer.progress.step}"]
+    return ", ".join([*words, *_batch(trainer.progress.batch, stage == "fit", list(_frames(error)))])
+
+
+def _batch(next_batch: int, within_fit: bool, frames: Sequence[FrameType]) -> Iterator[str]:
+    """Which batch is being worked on or read, and whose; nothing between batches."""
+    codes = [frame.f_code for frame in frames]
+    kind = ""
+    if within_fit and evaluate.__code__ in codes:
+        kind = "sanity check" if _sanity_check.__code__ in codes else "validation"
+    position = max((n for n, code in enumerate(codes) if code in _AT_WORK), default=None)
+    if position is None or (kind and codes[position] is not _one_loader.__code__):
+        if kind:
+            yield f"in {kind}"
+        return
+    variables = frames[position].f_locals
+    reading = any(isinstance(frame.f_locals.get("self"), Loader) for frame in frames[position + 1 :])
+    if codes[position] is not FitLoop._epoch.__code__:
+        number = variables.get("index", -1) + reading
+        yield f"{'reading' if reading else 'in'} {kind}{' ' if kind else ''}batch {number}"
+    elif reading:
+        yield f"reading batch {next_batch}"
+    if variables.get("loaders", 1) > 1:
+        yield f"loader {variables['number']}"
+
+
+def _mismatch(error: BaseException, task: nn.Module) -> str:
+    """Formats and devices where it happened: of the innermost of the task's modules, and of what it works on."""
+    names = {id(module): name for name, module in task.named_modules()}
+    found = [frame for frame in _frames(error) if id(frame.f_locals.get("self")) in names]
+    if not found:
+        return "look for tensors of different formats or devices."
+    frame = found[-1]
+    module = frame.f_locals["self"]
+    name = names[id(module)]
+    where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+    own = sorted({_form(p) for p in module.parameters()})
+    lines = [f"in {where}.{frame.f_code.co_name}: its parameters are {' and '.join(own)}"] if own else [f"in {where}"]
+    given = [f"{key}: {_form(value)}" for name, local in frame.f_locals.items() for key, value in _tensors(name, local)]
+    return "\n  ".join([*lines, *given[:_SHOWN]])
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _tensors(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a local variable, with how to write them: ``batch['labels']``."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif depth < _DEPTH and isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _tensors(f"{name}[{key!r}]", item, depth + 1)
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

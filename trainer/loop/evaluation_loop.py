@@ -1,0 +1,214 @@
+"""Validation, test and prediction: one loop over batches, in three forms."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...common.messages import warn
+from ...engine import Loader, Metrics, evaluation_mode, move_data_to_device
+from ...strategies import World
+from ..core import TaskModule
+from . import run_summary as summary
+from .automatic import count_positional
+from .hook_table import Hooks
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+_NO_BATCH = object()
+STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
+
+
+@dataclass
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+        metrics: per loader, the logged values.
+        predictions: per loader, what ``predict_step`` returned for each batch (of this process).
+    """
+
+    metrics: list[dict[str, float]]
+    predictions: list[list[Any]]
+
+
+def evaluate(
+    trainer: Trainer,
+    task: TaskModule,
+    hooks: Hooks,
+    loaders: list[Loader],
+    stage: str,
+    *,
+    within_fit: bool,
+    keep_predictions: bool = False,
+) -> Evaluation:
+    """Run through ``loaders`` once, in evaluation mode and without gradients.
+
+    Args:
+        trainer: whose flags and processes are used.
+        task: the user's task.
+        hooks: who wants to be called.
+        loaders: the prepared loaders.
+        stage: ``"validate"``, ``"test"`` or ``"predict"``.
+        within_fit: a validation inside training: no inference mode, whose tensors could not be trained on later.
+        keep_predictions: collect what ``predict_step`` returns.
+    """
+    name = STAGES[stage]
+    no_gradient = torch.inference_mode if trainer.inference_mode and not within_fit else torch.no_grad
+    metrics = trainer.metrics.evaluation = trainer.new_metrics(training=False)
+    predictions: list[list[Any]] = []
+    counts: list[int] = []
+    lengths = [loader.length for loader in loaders]
+    trainer.evaluation_batch = -1
+    trainer.evaluation_total = None if None in lengths else sum(filter(None, lengths))
+    with no_gradient(), evaluation_mode(task), trainer.logging_to(metrics):
+        trainer.accelerator.strategy.sync_buffers(task)
+        metrics.between_batches(True)
+        _fire(hooks, f"on_{name}_start")
+        _fire(hooks, f"on_{name}_epoch_start")
+        for number, loader in enumerate(loaders):
+            metrics.between_batches(False)
+            metrics.suffix = f"/dataloader_idx_{number}" if len(loaders) > 1 else ""
+            before = trainer.evaluation_batch
+            kept = _one_loader(
+                trainer, task, hooks, loader, number, name, stage, metrics, keep_predictions, len(loaders), within_fit
+            )
+            predictions.append(kept)
+            counts.append(trainer.evaluation_batch - before)
+        metrics.suffix = ""
+        found = _end_epoch(trainer, hooks, name, metrics, counts, within_fit)
+        if within_fit and not trainer.sanity_checking:  # from here on a checkpoint does not have it before it
+            trainer.progress.validated = trainer.progress.batches
+            trainer.logbook.watch.end(trainer)
+        with trainer.logging_to(None):  # the values are out: another one would be lost, and self.log says so
+            _fire(hooks, f"on_{name}_end")
+    if within_fit:
+        _warn_of_shared_metrics(trainer.metrics, metrics)
+    for entry in metrics.entries:
+        if entry.metric is not None:
+            entry.metric.reset()
+    trainer.metrics.evaluation = None
+    return Evaluation(_by_loader(found, len(loaders)), predictions)
+
+
+def _end_epoch(
+    trainer: Trainer, hooks: Hooks, name: str, metrics: Metrics, counts: list[int], within_fit: bool
+) -> dict[str, float]:
+    """Call the hooks of the epoch's end, hand what was logged to the loggers, and return the epoch's values."""
+    metrics.between_batches(True)
+    # With several ranks always, as the hook may be on some of them only.
+    if getattr(hooks, f"on_{name}_epoch_end") or trainer.world_size > 1:
+        trainer.logbook.update_epoch(metrics)  # what the steps have logged, they may want to read
+        _fire(hooks, f"on_{name}_epoch_end")
+    found = trainer.logbook.update_epoch(metrics)
+    if not trainer.sanity_checking:
+        trainer.logbook.write_batches(metrics, counts, trainer.progress.step, keep_counting=within_fit)
+        trainer.logbook.write_epoch(trainer.progress.step, trainer.progress.epoch)
+    return found
+
+
+def _warn_of_shared_metrics(training: Metrics, validation: Metrics) -> None:
+    trained = {id(entry.metric): entry.name for entry in training.entries if entry.metric is not None}
+    for entry in validation.entries:
+        if id(entry.metric) in trained:
+            warn(
+                f"training logs {trained[id(entry.metric)]!r} and validation {entry.name!r} as one "
+                f"{type(entry.metric).__name__} object: the counts of both are mixed, and the end of validation resets "
+                "them. Give each stage a metric object of its own."
+            )
+
+
+def _fire(hooks: Hooks, name: str) -> None:
+    for hook in getattr(hooks, name):
+        hook()
+
+
+def _one_loader(
+    trainer: Trainer,
+    task: TaskModule,
+    hooks: Hooks,
+    loader: Loader,
+    number: int,
+    name: str,
+    stage: str,
+    metrics: Metrics,
+    keep: bool,
+    loaders: int,
+    within_fit: bool,
+) -> list[Any]:
+    step = trainer.accelerator.local_method(task, f"{name}_step")
+    takes = step_arguments(getattr(task, f"{name}_step"), loaders)
+    starts, ends = getattr(hooks, f"on_{name}_batch_start"), getattr(hooks, f"on_{name}_batch_end")
+    cursor = trainer.accelerator.cursor
+    kept: list[Any] = []
+    index = -1
+    for index, batch in enumerate(metrics.counted(loader, cursor, task)):
+        metrics.weight, metrics.place = cursor.micro.samples, (number, index)  # type: ignore[union-attr]
+        trainer.evaluation_batch += 1
+        for hook in starts:
+            hook(batch, index, number)
+        output = step(batch, *(index, number)[: takes - 1])
+        for hook in ends:
+            hook(output, batch, index, number)
+        if keep and metrics.weight:
+            kept.append(move_data_to_device(output, "cpu"))
+    if trainer.accelerator.world.all(index < 0):
+        words = f"the {stage} loader yielded no batch. {summary.explain_empty(loader, trainer.world_size)}"
+        if not within_fit:
+            raise ValueError(words)
+        if loader.length != 0:  # else it was said when fit began
+            warn(words)
+    return kept
+
+
+def check_step(task: TaskModule, stage: str) -> None:
+    """Raise a ValueError if the task does not say how ``stage`` works on a batch."""
+    name = f"{STAGES[stage]}_step"
+    if getattr(type(task), name) is not getattr(TaskModule, name):
+        return
+    if stage == "predict" and type(task).forward is not nn.Module.forward:
+        return
+    needs = "a predict_step or a forward" if stage == "predict" else f"a {name}"
+    raise ValueError(f"{stage} needs {needs}, and {type(task).__name__} has none.")
+
+
+def step_arguments(step: Callable[..., Any], loaders: int) -> int:
+    """How many of (batch, batch_idx, dataloader_idx) a step takes.
+
+    Raises:
+        ValueError: if there are several loaders and it has no place for ``dataloader_idx``.
+    """
+    count = count_positional(step)
+    if loaders > 1 and count < 3:
+        raise ValueError(
+            f"there are {loaders} loaders, so {step.__name__} must take (batch, batch_idx, dataloader_idx); it takes "
+            f"{count} argument(s)."
+        )
+    return min(count, 3)
+
+
+def _by_loader(values: dict[str, float], loaders: int) -> list[dict[str, float]]:
+    if loaders <= 1:
+        return [values]
+    marks = [f"/dataloader_idx_{number}" for number in range(loaders)]
+    return [
+        {name: value for name, value in values.items() if name.endswith(mark) or not name.endswith(tuple(marks))}
+        for mark in marks
+    ]
+
+
+def predictions_in_order(found: Evaluation, world: World) -> list[Any]:
+    """Every process's predictions in the dataset's order, a batch each; a list of them for each of several loaders."""
+    loaders = []
+    for own in found.predictions:
+        every = world.gather_objects(own)
+        # Each round of batches was dealt in rank order, so taking them in turns restores it.
+        rounds = itertools.zip_longest(*every, fillvalue=_NO_BATCH)
+        loaders.append([batch for dealt in rounds for batch in dealt if batch is not _NO_BATCH])
+    return loaders[0] if len(loaders) == 1 else loaders

@@ -1,0 +1,317 @@
+"""The training loop.
+
+    setup; on_fit_start; [restore]
+    on_sanity_check_start; a few validation batches; on_sanity_check_end
+    on_train_start
+    for each epoch:
+        [loaders anew, where reload_dataloaders_every_n_epochs says so]
+        on_train_epoch_start
+        for group in loader.groups():                # one group is one optimizer step
+            for micro_batch in group:
+                on_train_batch_start
+                with accelerator.accumulate(model):  # gradients are reduced on the group's last micro-batch only
+                    loss = training_step(micro_batch)
+                    on_before_backward; accelerator.backward(loss); on_after_backward
+                after the group's last one:
+                    agree over all processes: finite? stop?
+                    on_before_optimizer_step; clip; optimizer.step()
+                    on_before_zero_grad; optimizer.zero_grad()
+                    schedulers by step               # only if the optimizer really stepped
+                on_train_batch_end
+            every log_every_n_steps: reduce what was logged, write it
+            validation, if due:
+                on_validation_start; on_validation_epoch_start
+                for each batch: on_validation_batch_start; validation_step; on_validation_batch_end
+                on_validation_epoch_end; on_validation_end
+            after the epoch's last group: schedulers by epoch
+            on_step_end                              # checkpoints: of this step, with this step's validation
+        on_train_epoch_end
+    on_train_end; on_fit_end; teardown
+
+test and predict have the validation's form (on_test_start, on_test_end, on_test_epoch_start, on_test_epoch_end,
+on_test_batch_start, on_test_batch_end; on_predict_start, on_predict_end, on_predict_epoch_start, on_predict_epoch_end,
+on_predict_batch_start, on_predict_batch_end). on_save_checkpoint and on_load_checkpoint run where a checkpoint is made
+or restored; on_exception runs before teardown when something raised.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ...callbacks import AgreedInterval, learning_rates
+from ...common.messages import warn
+from ...engine import Loader, isolated_random_state, set_random_state
+from ..core import SchedulerConfig, TaskModule
+from . import run_summary as summary
+from .automatic import Steps
+from .closure import ClosureSteps, check_closure, needs_closure
+from .hook_table import Hooks
+from .lr_schedulers import Schedules
+from .manual import ManualSteps
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+class FitLoop:
+    """Trains a task; built once per ``fit``, when everything is prepared.
+
+    Args:
+        trainer: whose flags, accelerator, progress and loggers are used.
+        task: the user's task.
+        model: the task as the accelerator prepared it.
+        hooks: who wants to be called.
+        loader: the prepared training loader.
+        schedulers: the task's schedulers.
+        validate: runs a validation.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        task: TaskModule,
+        model: Any,
+        hooks: Hooks,
+        loader: Loader,
+        schedulers: list[SchedulerConfig],
+        validate: Callable[[], None],
+    ) -> None:
+        self.trainer = trainer
+        self.hooks = hooks
+        self.loader = loader
+        self.validate = validate
+        self.progress = trainer.progress
+        self.metrics = trainer.metrics
+        self.agreement = trainer.accelerator.agreement
+        self.alone = trainer.accelerator.num_processes == 1
+        self.schedules = Schedules(trainer, task, schedulers if task.automatic_optimization else [])
+        kind = kind_of_steps(trainer, task)
+        self.steps = trainer.steps = kind(trainer, task, model, hooks, self.schedules, self._wants_to_stop)
+        self.deadline: float | None = None
+        self.total = loader.length
+        self.started = 0.0
+        self.validation_every = self._validation_interval()
+        self.clock: AgreedInterval | None = None
+        if trainer.val_check_seconds is not None and trainer.has_validation:
+            self.clock = AgreedInterval(timedelta(seconds=trainer.val_check_seconds))
+
+    # -- epochs --------------------------------------------------------------------------------------------------
+
+    def run(self, random_state: Any = None) -> None:
+        """Train until one of the limits is reached, or someone wants to stop.
+
+        Args:
+            random_state: what to draw from, of a run that is resumed; else whatever the process has.
+        """
+        trainer, progress = self.trainer, self.progress
+        self.started = time.monotonic() - progress.seconds
+        if trainer.max_seconds is not None:
+            self.deadline = self.started + trainer.max_seconds
+        if self.clock is not None:
+            self.clock.restart(progress.step)
+        for hook in self.hooks.on_train_start:
+            hook()
+        if random_state is not None:
+            set_random_state(random_state)
+        if progress.step and (self._is_complete() or self._is_late()):
+            spent = f"{progress.seconds:.0f} s of max_time={trainer.max_seconds:.0f} s, " if self._is_late() else ""
+            warn(
+                f"nothing is left to train: {spent}{progress.step:,} optimizer steps and {progress.epoch:,} epochs are "
+                f"done, and max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}. Raise one to go on."
+            )
+        with trainer.history.spending("training"):
+            trainer.history.begin(progress, learning_rates(trainer))
+            while not self._finished():
+                self._epoch()
+        progress.seconds = time.monotonic() - self.started
+        with trainer.logging_to(None):  # the last values are out
+            for hook in self.hooks.on_train_end:
+                hook()
+
+    def _is_complete(self) -> bool:
+        trainer, progress = self.trainer, self.progress
+        return 0 <= trainer.max_epochs <= progress.epoch or 0 <= trainer.max_steps <= progress.step
+
+    def _finished(self) -> bool:
+        if self._is_complete():
+            return True
+        trainer = self.trainer
+        return self._may_stop(trainer.accelerator.world.any(self._wants_to_stop()))
+
+    def _may_stop(self, wanted: bool) -> bool:
+        """Whether to stop now: someone wants to, as every process knows, and the minimum is reached."""
+        trainer, progress = self.trainer, self.progress
+        return wanted and progress.epoch >= trainer.min_epochs and progress.step >= trainer.min_steps
+
+    def _epoch(self) -> None:
+        trainer, progress, metrics, hooks = self.trainer, self.progress, self.metrics, self.hooks
+        self.steps.skip_rest = False
+        if 0 < trainer.reload_dataloaders_every_n_epochs <= progress.epoch - progress.loaded:
+            self._reload()
+        metrics.between_batches(True)
+        # Of an epoch that is resumed the hooks have drawn their random numbers once already.
+        with isolated_random_state() if progress.batch else nullcontext():
+            for hook in hooks.on_train_epoch_start:
+                hook()
+        metrics.between_batches(False)
+        groups = self._groups()
+        if progress.unended:  # the last step is taken, but its end is still to come, its validation first of all
+            groups = itertools.chain(((),), groups)
+        for group in groups:
+            if progress.closed:
+                warn(
+                    f"{type(self.loader.source).__name__} yields more than the {self.total:,} batches that its length "
+                    "says; the rest is left out. Correct the length, or give limit_train_batches."
+                )
+                break
+            self.steps.take(group)
+            if self._end_of_step():
+                break
+        else:
+            if not progress.batch:
+                raise ValueError(f"the training loader yielded no batch. {self._why_empty()}")
+            if not progress.closed:  # a loader without a length ends only when it ends
+                self._close_epoch()
+        if self.steps.skip_rest or progress.closed:
+            self.loader.end_epoch()
+            progress.closing = True  # a checkpoint from here goes on with the next epoch
+        metrics.between_batches(True)
+        trainer.update_train_epoch_values()
+        if progress.closing:
+            newer = trainer.logbook.watch.just_measured(trainer)
+            trainer.logbook.keep_step_values(metrics, newer)  # before anyone saves
+        for hook in hooks.on_train_epoch_end:
+            hook()
+        trainer.logbook.write_epoch(progress.step, progress.epoch)
+        metrics.between_batches(False)
+        if progress.closing:  # else a limit ended the run within the epoch, and a checkpoint may go on with it
+            metrics.reset()
+            progress.next_epoch()
+
+    def _reload(self) -> None:
+        """Go on with loaders that are asked for anew."""
+        sources = self.trainer.sources
+        assert sources is not None
+        self.progress.loaded = self.progress.epoch
+        sources.reload(self.progress.epoch)
+        self.loader = sources.train
+        self.total = self.loader.length
+        summary.warn_of_empty_validation(self.trainer)
+        self.validation_every = self._validation_interval()
+
+    def _why_empty(self) -> str:
+        return summary.explain_empty(self.loader, self.trainer.world_size)
+
+    def _wants_to_stop(self) -> bool:
+        return self.trainer.should_stop or self._is_late()
+
+    def _is_late(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    # -- between two steps ---------------------------------------------------------------------------------------
+
+    def _end_of_step(self) -> bool:
+        """The one place between two steps: log, validate, schedule, save. Returns whether the epoch ends here."""
+        trainer, progress = self.trainer, self.progress
+        if self.steps.skip_rest:
+            return True
+        if self.deadline is not None:
+            progress.seconds = time.monotonic() - self.started  # for checkpoints made from here
+        stepped, progress.ended = progress.step != progress.ended, progress.step
+        write = stepped and trainer.log_every_n_steps and progress.step % trainer.log_every_n_steps == 0
+        if write:
+            trainer.logbook.write_step(self.metrics, progress.step, progress.epoch)
+        stop = self._wants_to_stop() if self.alone else self.agreement.stop
+        if progress.batch == self.total:
+            self._close_epoch()
+            stop = False  # the epoch is over anyway
+        elif self.clock is not None:
+            if self.clock.is_over(trainer):
+                self._validate()
+                stop = trainer.accelerator.world.any(self._wants_to_stop())
+        elif self.validation_every is not None and self._passed(self.validation_every):
+            self._validate()
+            stop = trainer.accelerator.world.any(self._wants_to_stop())
+        progress.unended = False
+        if write:
+            trainer.history.measure(progress, learning_rates(trainer))
+        for hook in self.hooks.on_step_end:
+            hook()
+        if stop:
+            trainer.should_stop = True
+        return (stop and self._may_stop(stop)) or 0 <= trainer.max_steps <= progress.step
+
+    # -- validation and schedulers -------------------------------------------------------------------------------
+
+    def _groups(self) -> Iterator[Iterable[Any]]:
+        groups = self.loader.groups()
+        for group in itertools.islice(groups, 1):
+            self.total = self.loader.length  # a stream's first batch tells whether it is shared out
+            yield group
+        yield from groups
+
+    def _validation_interval(self) -> int | None:
+        """Micro-batches between validations within an epoch; None for at its end only."""
+        trainer = self.trainer
+        interval, total = self.trainer.val_check_interval, self.total
+        if not trainer.has_validation:
+            return None
+        if isinstance(interval, int):
+            if trainer.check_val_every_n_epoch is not None and total is not None and interval > total:
+                raise ValueError(
+                    f"val_check_interval={interval} is more than the {total} batches of an epoch, so validation would "
+                    "never run. Give at most that, or check_val_every_n_epoch=None to count across epochs."
+                )
+            return interval
+        if interval == 1.0:
+            return None
+        if total is None:
+            raise ValueError(
+                f"val_check_interval={interval} is a share of an epoch, but the training loader has no length. Give a "
+                "whole number of batches, or 1.0 for the end of the epoch."
+            )
+        return max(1, int(total * interval))
+
+    def _validation_epoch(self) -> bool:
+        every = self.trainer.check_val_every_n_epoch
+        return every is None or (self.progress.epoch + 1) % every == 0
+
+    def _validate(self) -> None:
+        if self._validation_epoch():
+            self.validate()
+        self.progress.validated = self.progress.batches
+
+    def _validation_is_due(self) -> bool:
+        """At an epoch's end."""
+        if self.clock is not None:
+            return self.clock.is_over(self.trainer)
+        progress, every = self.progress, self.validation_every
+        return progress.batches > progress.validated if every is None else self._passed(every)
+
+    def _passed(self, every: int) -> bool:
+        """Whether another multiple of ``every`` micro-batches, of the epoch or of the run, lies behind us."""
+        progress = self.progress
+        begin = 0 if self.trainer.check_val_every_n_epoch is None else progress.batches - progress.batch
+        return (progress.batches - begin) // every > max(0, progress.validated - begin) // every
+
+    def _close_epoch(self) -> None:
+        """After the epoch's last step: validate if due, then the schedulers by epoch."""
+        if self.trainer.has_validation and self._validation_is_due():
+            self._validate()
+        self.schedules.after_epoch()
+        self.progress.closed = True
+
+
+def kind_of_steps(trainer: Trainer, task: TaskModule) -> type[Steps]:
+    if not task.automatic_optimization:
+        return ManualSteps
+    optimizers = [prepared.optimizer for prepared in trainer.accelerator.optimizers]
+    if not any(map(needs_closure, optimizers)):
+        return Steps
+    check_closure(trainer, optimizers[0])
+    return ClosureSteps

@@ -1,0 +1,82 @@
+"""A task's schedulers, stepped when they are due."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...callbacks import monitored_value
+from ..core import SchedulerConfig, TaskModule
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+class Schedules:
+    """Steps schedulers after optimizer steps, or at epochs' ends.
+
+    Args:
+        trainer: whose logged values a plateau scheduler looks at.
+        task: whose ``lr_scheduler_step`` is called, if it has one of its own.
+        configs: the schedulers.
+
+    Attributes:
+        by_step: those that are due after optimizer steps.
+    """
+
+    def __init__(self, trainer: Trainer, task: TaskModule, configs: list[SchedulerConfig]) -> None:
+        self.by_step = [config for config in configs if config.interval == "step"]
+        self._by_epoch = [config for config in configs if config.interval == "epoch"]
+        self._trainer = trainer
+        self._task = task
+        self._default = type(task).lr_scheduler_step is TaskModule.lr_scheduler_step
+
+    def stop(self) -> None:
+        """No scheduler steps from here on: someone else sets the learning rates."""
+        self.by_step, self._by_epoch = [], []
+
+    def after_step(self) -> None:
+        """An optimizer step was taken."""
+        self._step(self.by_step, self._trainer.progress.step)
+
+    def after_epoch(self) -> None:
+        """An epoch's last step is over, and so is its validation."""
+        if any(config.reduce_on_plateau for config in self._by_epoch):
+            self._trainer.update_train_epoch_values()  # one may be what a scheduler looks at
+        self._step(self._by_epoch, self._trainer.progress.epoch + 1)
+
+    def _step(self, configs: list[SchedulerConfig], count: int) -> None:
+        for config in configs:
+            if config.frequency != 1 and count % config.frequency:
+                continue
+            metric = self._monitored(config) if config.reduce_on_plateau else None
+            if config.reduce_on_plateau and metric is None:
+                continue
+            try:
+                if not self._default:
+                    self._task.lr_scheduler_step(config.scheduler, metric)
+                elif metric is None:
+                    config.scheduler.step()
+                else:
+                    config.scheduler.step(metric)
+            except Exception as error:
+                _explain(config.scheduler, error)
+                raise
+
+    def _monitored(self, config: SchedulerConfig) -> float | None:
+        trainer = self._trainer
+        keep = trainer.logbook.watch.just_measured(trainer)
+        return monitored_value(trainer, config.monitor or "", "the scheduler's monitor", config.strict, keep)
+
+
+def _explain(scheduler: Any, error: Exception) -> None:
+    """Raise a ValueError if a scheduler can't step because its optimizer has got more groups since it was made."""
+    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]  # of a sequence
+    known = min((len(part.base_lrs) for part in parts if hasattr(part, "base_lrs")), default=0)
+    now = len(getattr(getattr(scheduler, "optimizer", None), "param_groups", ()))
+    if 0 < known < now:
+        name = type(scheduler).__name__
+        raise ValueError(
+            f"{name} was made for {known} of the {now} groups of parameters that its optimizer has by now (a callback "
+            f"such as BackboneFinetuning adds some) and has no rates for the others: {error}. Take one that goes by "
+            "each group's own rate, such as ExponentialLR or StepLR."
+        ) from error

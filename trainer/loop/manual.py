@@ -1,0 +1,118 @@
+"""Steps of tasks that drive their optimizers themselves (``automatic_optimization=False``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from ...common.messages import warn
+from .automatic import Steps, overrides
+from .step_output import for_hooks
+
+_AUTOMATIC = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
+
+
+class ManualSteps(Steps):
+    """Calls ``training_step``, which does all the rest; knows from the optimizers whether it stepped.
+
+    Gradients stay on their process until an optimizer's step, or its clipping, needs them: any number of losses,
+    optimizers and micro-batches is exact, and exchanged once per step.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        optimizers = self.accelerator.optimizers
+        _refuse_flags(self.trainer)
+        name = type(self.task).__name__
+        if idle := [hook for hook in _AUTOMATIC if overrides(self.task, hook)]:
+            warn(f"{name}.{idle[0]} is never called: with automatic_optimization=False training_step does that itself.")
+        self.step = self.accelerator.local_method(self.task, "training_step")
+        self.optimizers = optimizers
+        self.votes = self.accelerator.always_agree
+        self.accelerator.always_agree = False  # not in each backward, but once, after the step
+        self.voting = self.may_leave()
+        hooked = optimizers if self.hooks.on_before_optimizer_step else []
+        self._handles = [one.optimizer.register_step_pre_hook(self._before_step) for one in hooked]
+
+    def close(self) -> None:
+        """Let go of the optimizers, which a user may keep for another run."""
+        for handle in self._handles:
+            handle.remove()
+
+    def use(self, model: Any) -> None:
+        """See `Steps.use`."""
+        self.model = model
+
+    def take(self, group: Iterable[Any]) -> None:
+        """See `Steps.take`; each group is one batch."""
+        accelerator, hooks, progress = self.accelerator, self.hooks, self.progress
+        for batch in group if self.alone else self.metrics.counted(group, self.cursor, self.task):
+            progress.within = True
+            index = progress.batch
+            micro = self.cursor.micro
+            self.metrics.weight = micro.samples  # type: ignore[union-attr]
+            for hook in hooks.on_train_batch_start:
+                if hook(batch, index) == -1:
+                    self.skip_rest = True
+            if self.voting:
+                self.vote_to_leave(index)  # training_step steps the optimizers, so it may not run in vain
+            if self.skip_rest:
+                progress.within = False
+                return
+            accelerator.sync_gradients = True
+            taken, skipped = self._counts()
+            output = self.step(batch, index) if self.takes_index else self.step(batch)
+            progress.batch, progress.batches = index + 1, progress.batches + 1
+            self._agree()
+            now_taken, now_skipped = self._counts()
+            progress.step += now_taken != taken
+            progress.skipped += now_skipped != skipped and now_taken == taken
+            progress.samples += micro.group_samples  # type: ignore[union-attr]
+            progress.within, progress.unended = False, True
+            if hooks.on_train_batch_end:
+                outputs = for_hooks(output)
+                for hook in hooks.on_train_batch_end:
+                    hook(outputs, batch, index)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """What ``manual_backward`` does."""
+        for hook in self.hooks.on_before_backward:
+            hook(loss)
+        self.agreement.watch(loss)
+        self.accelerator.backward(loss, by=self.own_backward, **kwargs)
+        self.accelerator.unreduced.update(self.optimizers)
+        for hook in self.hooks.on_after_backward:
+            hook()
+
+    def _counts(self) -> tuple[list[int], list[int]]:
+        """Each optimizer's steps that happened, and those that a float16 overflow prevented."""
+        return [one.taken for one in self.optimizers], [one.skipped for one in self.optimizers]
+
+    def _agree(self) -> None:
+        if self.votes:
+            self.agreement.stop_vote = self.wants_to_stop()
+            self.agreement.vote(None)
+            self.accelerator.agree()
+        if not self.agreement.finite:
+            self.refuse()
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        for hook in self.hooks.on_before_optimizer_step:
+            hook(optimizer)
+
+
+def _refuse_flags(trainer: Any) -> None:
+    """Raise a ValueError for what the loop can't do where the task drives its optimizers."""
+    instead = {
+        "gradient_clip_val": (trainer.gradient_clip_val is not None, "call self.clip_gradients(optimizer, ...)"),
+        "accumulate_grad_batches": (trainer.accumulate_grad_batches != 1, "step every so many batches"),
+        "on_nonfinite='skip'": (trainer.on_nonfinite == "skip", "look at the loss before the step"),
+    }
+    for flag, (given, fix) in instead.items():
+        if given:
+            raise ValueError(
+                f"Trainer({flag}) has no effect with automatic_optimization=False: leave it out, and {fix} in "
+                "training_step."
+            )

@@ -1,0 +1,14 @@
+"""Checks before the first step: likely oversights, settings that differ by rank, state that can't be saved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .oversights import check_monitors, warn_of_untrained
+    from .rank_consistency import check_same_optimizers, same_settings
+    from .storable import check_storable
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

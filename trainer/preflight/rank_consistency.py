@@ -1,0 +1,99 @@
+"""What every rank must have alike when a stage begins: all that decides its steps and its collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...engine import check_same
+from ...strategies import World
+from ..core import SchedulerConfig, TaskModule
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+# `max_time` may differ: the first rank whose time is over stops all of them.
+_FLAGS = (
+    "max_epochs",
+    "max_steps",
+    "min_epochs",
+    "min_steps",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+    "fast_dev_run",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "num_sanity_val_steps",
+    "log_every_n_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "use_distributed_sampler",
+    "reload_dataloaders_every_n_epochs",
+    "on_nonfinite",
+    "barebones",
+)
+_WORDS = ("last", "best", "auto")
+
+
+def same_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: Any) -> dict[str, Any]:
+    """Return what the ranks compare as a stage begins, by the names that users know.
+
+    Args:
+        trainer: whose flags are meant.
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        task: what runs.
+        ckpt_path: as it was given. Rank zero finds the checkpoint, so its place may be written in any way.
+    """
+    accelerator = trainer.accelerator
+    return {
+        "stage": stage,
+        "has a validation_step": type(task).validation_step is not TaskModule.validation_step,
+        "automatic_optimization": task.automatic_optimization,
+        "ckpt_path": ckpt_path if ckpt_path is None or ckpt_path in _WORDS else "a path",
+        "strategy": accelerator.strategy.name,
+        "precision": accelerator.precision.name,
+        "val_check_interval (seconds)": trainer.val_check_seconds,
+        **{flag: getattr(trainer, flag) for flag in _FLAGS},
+        "callbacks": [type(callback).__name__ for callback in trainer.callbacks if callback.exchanges],
+    }
+
+
+def check_same_optimizers(
+    task: TaskModule, optimizers: Sequence[Optimizer], schedulers: Sequence[SchedulerConfig], world: World
+) -> None:
+    """See that ``configure_optimizers`` returned the same on every rank. One exchange; all ranks must call it.
+
+    Raises:
+        ValueError: on every rank, with what differs: replicas would become different models without a word.
+    """
+    if world.size == 1:
+        return
+    names = {id(parameter): name for name, parameter in task.named_parameters()}
+    values: dict[str, Any] = {"optimizers": [type(optimizer).__name__ for optimizer in optimizers]}
+    for number, optimizer in enumerate(optimizers):
+        for position, group in enumerate(optimizer.param_groups):
+            where = f"optimizer {number}, group {position}"
+            values[f"{where}, params"] = [names.get(id(parameter), "?") for parameter in group["params"]]
+            for key, value in group.items():
+                if key != "params":
+                    values[f"{where}, {key}"] = _plain(value)
+    values["schedulers"] = [
+        (type(one.scheduler).__name__, one.interval, one.frequency, one.monitor) for one in schedulers
+    ]
+    check_same(f"{type(task).__name__}.configure_optimizers returned different things on the ranks", values, world)
+
+
+def _plain(value: Any) -> Any:
+    """What ranks can compare of a value; of an object that is its class, as its ``repr`` may name its address."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__

@@ -1,0 +1,76 @@
+"""Whether what a run will save can be saved: found out before its first step, not after a night."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ...engine.checkpoint import check_tensor, encode
+from ...strategies.distributed import is_sharded
+from ..checkpointing import own_states
+
+if TYPE_CHECKING:
+    from ..core import TaskModule
+    from ..trainer import Trainer
+
+_OWN = ("progress", "logged", "metrics", "callbacks")  # registered by the Trainer; callbacks are looked at one by one
+
+
+def check_storable(trainer: Trainer, task: TaskModule) -> None:
+    """Encode the state of everything that a checkpoint of this run holds, without writing it.
+
+    What ``on_save_checkpoint`` hooks add is looked at in the first save: to call them may change something. So is what
+    an optimizer keeps for its parameters, which it makes in its first step.
+
+    Raises:
+        TypeError: on all processes, for a state that is not data. It names whose it is, the place in it, the type and
+            what to do.
+        ValueError: for a state without an end.
+    """
+    if not any(callback.saves for callback in trainer.checkpoint_callbacks):
+        return
+    with trainer.accelerator.world.together():
+        for owner, state in _states(trainer, task):
+            try:
+                encode(state)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{owner} can't go into a checkpoint: {error}") from error
+        _check_weights(task)
+
+
+def _states(trainer: Trainer, task: TaskModule) -> Iterator[tuple[str, Any]]:
+    accelerator = trainer.accelerator
+    for owner in (task, trainer.datamodule):
+        if owner is not None:
+            kept = owner.stored_hparams()
+            owner.check_hparams(kept)
+            yield f"{type(owner).__name__}.hparams", kept.values
+    for name, state in own_states(trainer.callbacks).items():
+        yield f"the state of the callback {name}", state
+    for name, value in accelerator.registered.items():
+        if name == "datamodule":
+            yield f"the state of {type(trainer.datamodule).__name__}", value.state_dict()
+        elif name not in _OWN:
+            yield f"the state of what is registered as {name!r}", value.state_dict()
+    for scheduler in accelerator.schedulers:
+        yield f"the state of {type(scheduler).__name__}", scheduler.state_dict()
+    for loader in accelerator.loaders:
+        yield f"the state of the loader over {type(loader.source).__name__}", loader.state_dict()
+    for optimizer in trainer.optimizers:
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        yield f"{type(optimizer).__name__}.param_groups", groups
+
+
+def _check_weights(task: nn.Module) -> None:
+    extra: dict[str, Any] = {}
+    for name, value in task.state_dict().items():
+        if not isinstance(value, Tensor):
+            extra[name] = value
+        elif not is_sharded(value):
+            check_tensor(value, f"{type(task).__name__}.{name}")
+    try:
+        encode(extra)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"what get_extra_state returned can't go into a checkpoint: {error}") from error

@@ -1,0 +1,13 @@
+"""Measurement of a stage: the calls of the loop, each with its time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from . import stage_profiler
+    from .stage_profiler import Profiled, measured
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

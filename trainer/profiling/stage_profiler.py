@@ -1,0 +1,186 @@
+"""A profiler's view of a stage: what the loop calls is replaced by what measures it, until the stage is over.
+
+Without a profiler nothing is replaced, so nothing is asked or called in any step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Loader
+from ...engine.profilers import PassThroughProfiler, Profiler
+from ..loop import Hooks, name_of
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+_ABSENT = object()
+_ACCELERATOR = {"backward": "backward", "agree": "agree", "save_state": "checkpoint"}
+_STRATEGY = {"clip_grad_norm_": "clip", "clip_grad_value_": "clip"}
+_LOGBOOK = {
+    "write_step": "logging by step",
+    "update_epoch": "logging by epoch",
+    "keep_step_values": "logging by epoch",
+    "write_row": "logging to the loggers",
+}
+_STEPS = {"training_step": "forward"}
+
+
+class Profiled:
+    """The replacements of one stage.
+
+    Args:
+        trainer: whose stage is measured.
+        hooks: the stage's; those of later ones are not touched.
+        stage: its name.
+    """
+
+    def __init__(self, trainer: Trainer, hooks: Hooks, stage: str) -> None:
+        self.trainer = trainer
+        self.profiler = trainer.profiler
+        self.stage = stage
+        self._before: list[tuple[Any, str, Any]] = []
+        accelerator, profiler = trainer.accelerator, self.profiler
+        profiler.device, profiler.model = accelerator.device, trainer.task
+        root = trainer.default_root_dir
+        folder = trainer.logbook.agree_on_directory(root) if _writes(profiler) else root
+        profiler.setup(stage, trainer.global_rank, folder)
+        for owner, names in (
+            (accelerator, _ACCELERATOR),
+            (accelerator.strategy, _STRATEGY),
+            (trainer.logbook, _LOGBOOK),
+        ):
+            for method, action in names.items():
+                self._measure(owner, method, action)
+        for method in ("method", "local_method"):
+            self._replace(accelerator, method, functools.partial(self._method, getattr(accelerator, method)))
+        self._replace(accelerator, "prepare_data_loader", self._loading(accelerator.prepare_data_loader))
+        self._replace(accelerator, "prepare_optimizer", self._optimizing(accelerator.prepare_optimizer))
+        for name, functions in list(vars(hooks).items()):
+            if isinstance(functions, tuple):
+                setattr(hooks, name, tuple(self._hook(name, function) for function in functions))
+        self._follow_steps(hooks)
+
+    def end(self, stage: str) -> None:
+        """Show the report, and put everything back."""
+        for owner, name, value in reversed(self._before):
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+        self._before.clear()
+        self.trainer.profiled = None
+        try:
+            self.profiler.describe()
+        finally:
+            self.profiler.teardown(stage)
+            self.profiler.model = None
+
+    # -- what is measured ----------------------------------------------------------------------------------------
+
+    def _measure(self, owner: Any, method: str, action: str) -> None:
+        self._replace(owner, method, measured(self.profiler, action, getattr(owner, method)))
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def _method(self, find: Callable[..., Any], model: Any, name: str) -> Any:
+        """In the place of ``Accelerator.method``: a step that is measured."""
+        return measured(self.profiler, _STEPS.get(name, name), find(model, name))
+
+    def _optimizing(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare_optimizer(*args: Any, **kwargs: Any) -> Any:
+            prepared = prepare(*args, **kwargs)
+            if "step" not in vars(prepared):
+                self._measure(prepared, "step", "optimizer")
+                self._measure(prepared, "zero_grad", "zero_grad")
+            return prepared
+
+        return prepare_optimizer
+
+    def _loading(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
+            loader = prepare(*args, **kwargs)
+            if "_begin" not in vars(loader):
+                self._watch(loader)
+            return loader
+
+        return prepare_data_loader
+
+    def _watch(self, loader: Loader) -> None:
+        """Measure what a loader's batches are waited for, and their way to the device."""
+        part = f" of {self.stage}" if self.stage != "fit" else " of validation" if loader.evaluation else ""
+        begin, action = loader._begin, f"data{part}"
+
+        def batches() -> Iterator[Any]:
+            return self.profiler.profile_iterable(begin(), action)
+
+        self._replace(loader, "_begin", batches)
+        if loader.move is not None:
+            self._measure(loader, "move", f"transfer{part}")
+        self.profiler.advice[action] = _advice(loader)
+
+    def _hook(self, name: str, function: Any) -> Any:
+        if function == self.trainer.update_train_epoch_values:
+            return function  # it is the logbook's, which is measured
+        text = name_of(function)
+        owner = getattr(getattr(function, "func", function), "__self__", None)
+        if owner is not None:
+            text = f"{type(owner).__name__}.{name}"
+        run = measured(self.profiler, f"hook {text}", function)
+        run.__qualname__ = name_of(function)  # which errors name
+        return run
+
+    def _follow_steps(self, hooks: Hooks) -> None:
+        """Tell a profiler that wants to know where one step ends and the next begins."""
+        profiler = self.profiler
+        if type(profiler).step is Profiler.step:
+            return
+        name = {"fit": "on_step_end", "validate": "on_validation_batch_end"}.get(
+            self.stage, f"on_{self.stage}_batch_end"
+        )
+        setattr(hooks, name, (*getattr(hooks, name), lambda *_: profiler.step()))
+
+
+def begin(trainer: Trainer, hooks: Hooks, stage: str) -> None:
+    """Measure a stage from here to its teardown, if there is a profiler."""
+    if not isinstance(trainer.profiler, PassThroughProfiler):
+        trainer.profiled = Profiled(trainer, hooks, stage)
+        setattr(hooks, "teardown", (*hooks.teardown, trainer.profiled.end))  # noqa: B010  # as `Hooks` itself sets them
+
+
+def measured(profiler: Profiler, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, as an action of ``profiler``; itself where that measures nothing."""
+    if isinstance(profiler, PassThroughProfiler):
+        return function
+    start, stop = profiler.start, profiler.stop
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        start(action)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            stop(action)
+
+    return run
+
+
+def _writes(profiler: Profiler) -> bool:
+    return profiler.dirpath is None and profiler.needs_directory
+
+
+def _advice(loader: Loader) -> str:
+    """What could shorten the wait for this loader."""
+    workers = getattr(loader.source, "num_workers", None)
+    if workers is None:
+        return "what yields the batches is no DataLoader; one with num_workers reads in processes of its own"
+    if not workers:
+        return "the loader reads in this process: DataLoader(num_workers=...) reads beside the training"
+    text = f"num_workers={workers} is not enough: raise it, or make the transforms cheaper"
+    if not getattr(loader.source, "persistent_workers", True):
+        text += "; persistent_workers=True starts them once rather than in each epoch"
+    return text

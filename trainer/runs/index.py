@@ -1,0 +1,298 @@
+"""What run folders say, read without trust: data only, and words where something can't be read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...callbacks.reporting import LARGEST, Points
+from .folder import CONFIG, CURVES, ENVIRONMENT, ERROR, RECORD
+from .lock import FILE, holder
+
+_MOST_BYTES = 2**24  # of a file that is read
+
+_NUMBERS = ("began", "resumed", "ended", "updated", "seconds", "steps", "epochs", "samples", "processes", "pid")
+_WORDS = ("state", "stage", "note", "error", "task", "host")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder shows it.
+
+    Attributes:
+        path: the folder.
+        name: what it has in common with others.
+        number: tells it from those; 0 where the folder's name is no number, as that of a copy.
+        state: ``"running"``, ``"finished"``, ``"failed: <Error>"``, ``"interrupted"``; ``"killed"`` where the record
+            says that it runs, but nobody holds the lock; ``"unreadable"``.
+        facts: the record, as far as its values are of the right kinds.
+        problem: why the record can't be read, "" if it can.
+    """
+
+    path: Path
+    name: str
+    number: int
+    state: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def label(self) -> str:
+        """Name and number, as its folders are called now."""
+        return f"{self.name}/{self.path.name}"
+
+    @property
+    def began(self) -> float:
+        """When it began; when its folder changed last where that is not known."""
+        if (began := self.facts.get("began")) is not None:
+            return float(began)
+        try:
+            return self.path.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it has run, in all its sessions."""
+        seconds = self.facts.get("seconds")
+        if seconds is not None and self.state == "running":
+            seconds += max(0.0, time.time() - self.facts.get("updated", math.inf))
+        return seconds
+
+    @property
+    def best(self) -> Mapping[str, Any] | None:
+        """Its best value: ``metric``, ``value``, and ``checkpoint`` where one was saved."""
+        return self.facts.get("best")
+
+    @property
+    def metrics(self) -> Mapping[str, float | str]:
+        """What it measured last, by name; a value that is no finite number is a string."""
+        return self.facts.get("metrics", {})
+
+    def summary(self) -> dict[str, Any]:
+        """All of that as plain data."""
+        own = {"path": str(self.path), "name": self.name, "number": self.number, "state": self.state}
+        return {**self.facts, **own, "seconds": self.seconds, **({"problem": self.problem} if self.problem else {})}
+
+
+def read(path: Path) -> Run:
+    """A run's folder.
+
+    Raises:
+        ValueError: it is none.
+    """
+    path = Path(os.path.abspath(path))
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder.")
+    if not (os.path.lexists(path / RECORD) or os.path.lexists(path / FILE)):
+        raise ValueError(f"{path} is not a run's folder: there is no {RECORD} in it.")
+    number = int(path.name) if path.name.isascii() and path.name.isdigit() else 0
+    try:
+        facts = _checked(_json(path / RECORD))
+    except ValueError as error:
+        held = holder(path) is not None
+        return Run(path, path.parent.name, number, "running" if held else "unreadable", {}, f"{RECORD}: {error}")
+    state = facts.pop("state", "unreadable")
+    if state == "running" and holder(path) is None:
+        state = "killed"
+    if state == "killed" or state.startswith("failed"):
+        first = _first_error(path)  # another process may have failed before rank zero did, or was killed
+        state = first.pop("state", state)
+        facts |= first
+    return Run(path, path.parent.name, number, state, facts)
+
+
+def _first_error(path: Path) -> dict[str, str]:
+    try:
+        found = _json(path / ERROR)
+    except ValueError:
+        return {}
+    return {name: found[name] for name in ("state", "error") if isinstance(found.get(name), str)}
+
+
+def find(directory: Path) -> list[Run]:
+    """The runs below a directory, ``<name>/<number>`` in it, or ``<number>``; those that began first come first.
+
+    Raises:
+        ValueError: there is no such directory, or it can't be read.
+    """
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError as error:
+        raise ValueError(f"{directory} can't be read: {error.strerror or error}. Say where runs are kept.") from error
+    folders = [Path(directory)] + [Path(directory, name) for name in names if not name.startswith(".")]
+    runs = [run for folder in folders for run in _numbered(folder)]
+    return sorted(runs, key=lambda run: (run.began, run.name, run.number))
+
+
+def _numbered(folder: Path) -> list[Run]:
+    found = []
+    try:
+        numbers = [name for name in os.listdir(folder) if name.isascii() and name.isdigit()]
+    except OSError:
+        return []
+    for number in numbers:
+        try:
+            found.append(read(folder / number))
+        except (ValueError, OSError):
+            continue  # somebody else's
+    return found
+
+
+def locate(wanted: str | None, directory: Path, name: str | None = None) -> Path:
+    """The path that a command means by a run: the one resolver of all commands.
+
+    Args:
+        wanted: a number, a name and number (``"digits/3"``), or a path: of a run's folder, or something in it, such as
+            a checkpoint. None for the newest run.
+        directory: where runs are kept.
+        name: consider runs of this name only.
+
+    Raises:
+        ValueError: nothing is meant by it, or several runs are.
+    """
+    is_number = wanted is not None and wanted.isascii() and wanted.isdigit()
+    if wanted is not None and not is_number:
+        for path in (Path(wanted), directory / wanted):
+            if os.path.lexists(path):
+                return path
+        raise ValueError(f"there is no run {wanted!r}: give its number, its name and number (default/3), or its path.")
+    runs = [run for run in find(directory) if name in (None, run.name)] if directory.is_dir() or not is_number else []
+    if wanted is None and runs:
+        return runs[-1].path
+    found = [run for run in runs if run.number == int(wanted or 0)]
+    if len(found) > 1:
+        names = ", ".join(run.label for run in found)
+        raise ValueError(f"{wanted} is the number of {names}: give the name too.")
+    if found:
+        return found[0].path
+    if is_number and Path(str(wanted)).is_dir():
+        return Path(str(wanted))
+    if not runs:
+        raise ValueError(f"there are no runs in {directory}.")
+    raise ValueError(f"there is no run {wanted} in {directory}; `treadle runs {directory}` lists those there are.")
+
+
+def holding(path: Path) -> Path:
+    """The run's folder that a path lies in; the path itself where there is none."""
+    path = Path(os.path.abspath(path))
+    return next((one for one in (path, *path.parents) if os.path.lexists(one / RECORD)), path)
+
+
+def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
+    """The curves of each chart by name: steps and values, and how many values are not among them as not finite.
+
+    Raises:
+        ValueError: the file is there and can't be read.
+    """
+    if not os.path.lexists(run.path / CURVES):
+        return {}
+    try:
+        given = _json(run.path / CURVES)["charts"]
+        return {
+            str(title): {str(name): _points(curve) for name, curve in lines.items()} for title, lines in given.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{CURVES} can't be read: {error}") from error
+
+
+def _points(curve: Any) -> tuple[Points, int]:
+    steps, values = curve["steps"], curve["values"]
+    kept = [(s, float(v)) for s, v in zip(steps, values, strict=True) if _is_number(s) and _is_number(v)]
+    kept = sorted((step, value) for step, value in kept if abs(step) <= LARGEST and abs(value) <= LARGEST)
+    missing = curve.get("missing", 0)
+    left = len(steps) - len(kept) + (missing if _is_number(missing) else 0)
+    return ([step for step, _ in kept], [value for _, value in kept]), int(left)
+
+
+def environment(run: Run) -> dict[str, str]:
+    """Versions, revision and hardware, as they were noted when the run began.
+
+    Raises:
+        ValueError: the file is there and can't be read.
+    """
+    if not os.path.lexists(run.path / ENVIRONMENT):
+        return {}
+    try:
+        found = _json(run.path / ENVIRONMENT)
+    except ValueError as error:
+        raise ValueError(f"{ENVIRONMENT} can't be read: {error}") from error
+    return {str(name): str(value) for name, value in found.items()}
+
+
+def config(run: Run) -> str:
+    """The configuration's text; "" without one.
+
+    Raises:
+        ValueError: the file is there and can't be read.
+    """
+    if not os.path.lexists(run.path / CONFIG):
+        return ""
+    try:
+        return _text(run.path / CONFIG)
+    except ValueError as error:
+        raise ValueError(f"{CONFIG} can't be read: {error}") from error
+
+
+def _text(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        ValueError: it is missing, no plain file, too large, or no text.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would make us wait for ever
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise ValueError("it is no plain file")
+        with os.fdopen(descriptor, "rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from error
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it is larger than {_MOST_BYTES:,} bytes")
+    return data.decode("utf-8")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_text(path), parse_constant=_no_constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}, not an object")
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _checked(found: dict[str, Any]) -> dict[str, Any]:
+    """The facts of a record whose values are of the right kinds."""
+    facts = {name: found[name] for name in _NUMBERS if _is_number(found.get(name)) and 0 <= found[name] < 1e15}
+    facts |= {name: found[name] for name in _WORDS if isinstance(found.get(name), str)}
+    metrics = found.get("metrics")
+    if isinstance(metrics, dict):
+        facts["metrics"] = {name: value for name, value in metrics.items() if _is_value(value)}
+    best = found.get("best")
+    if isinstance(best, dict) and isinstance(best.get("metric"), str) and _is_value(best.get("value")):
+        words = {name: best[name] for name in ("mode", "checkpoint") if isinstance(best.get(name), str)}
+        facts["best"] = {"metric": best["metric"], "value": best["value"], **words}
+    return facts
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_value(value: Any) -> bool:
+    return _is_number(value) or (isinstance(value, str) and value in ("nan", "inf", "-inf"))

@@ -1,0 +1,199 @@
+"""A stage tried on a copy of the task: of what happens there nothing is left."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from ...engine import CombinedLoader, isolated_random_state
+from ...engine.data import left_as_it_is
+from ...engine.profilers import PassThroughProfiler
+from ...strategies.distributed import is_sharded
+from ..logging import History, Logbook, SilentLogger
+from ..loop import Hooks
+
+if TYPE_CHECKING:
+    from ..core import DataModule, TaskModule
+    from ..trainer import Trainer
+
+
+@contextmanager
+def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
+    """A Trainer with the settings of ``trainer`` and a copy of its task, built, to work on inside.
+
+    It has no callbacks and writes nothing. Afterwards everything is as before: the task, which is never touched; the
+    random state; the generators, samplers and datasets that were read from; the accelerator, in which nothing may be
+    prepared yet.
+
+    Args:
+        trainer: whose stage is about to begin.
+        settings: attributes that the copies of task and data module get, wherever they have them.
+
+    Raises:
+        ValueError: if the task can't be copied, or a loader can be read only once.
+    """
+    accelerator = trainer.accelerator
+    scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
+    accumulate = accelerator.gradient_accumulation_steps
+    with isolated_random_state(), ExitStack() as put_back, _in_host_memory(trainer.task):
+        inner = _understudy(trainer, put_back)
+        for name, value in settings.items():
+            set_attribute(inner, name, value)
+        try:
+            with inner.init_module():
+                inner.task.configure_model()  # type: ignore[union-attr]
+            yield inner
+        finally:
+            inner.hooks = inner.sources = inner.task = inner.steps = None
+            accelerator.free_memory()
+            accelerator.gradient_accumulation_steps = accumulate
+            if scaler is not None:
+                accelerator.scaler.load_state_dict(scaler)  # type: ignore[union-attr]
+
+
+def _leave(put_back: ExitStack, kind: str, source: Any) -> None:
+    """Let a loader, or those that one combines, be put back once all is over."""
+    for loader in source.flattened if isinstance(source, CombinedLoader) else [source]:
+        if isinstance(loader, Iterator):
+            raise ValueError(
+                f"the {kind} loader is a {type(loader).__name__}, which can be read only once, and a search reads it "
+                "before the run does. Pass something that begins anew with each iter(), such as a DataLoader."
+            )
+        put_back.enter_context(left_as_it_is(loader))
+
+
+def _understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
+    """A Trainer that works in the place of ``trainer``, and keeps to itself."""
+    inner, accelerator, sources = copy.copy(trainer), trainer.accelerator, trainer.sources
+    assert trainer.task is not None
+    assert sources is not None
+    inner.callbacks, inner.loggers = [], [SilentLogger()] if trainer.loggers else []
+    inner.history = History(accelerator.cursor)
+    inner.logbook = Logbook(accelerator.world, accelerator.data_world, [], inner.history)
+    inner.profiler = PassThroughProfiler()
+    inner.progress = replace(trainer.progress)
+    inner.progress.restart_epoch()
+    inner.metrics = trainer.new_metrics(training=True)
+    inner.log_every_n_steps, inner.on_nonfinite = 0, "ignore"
+    inner.ckpt_path = inner.opened_checkpoint = None
+    inner.lr_scheduler_configs = []
+    inner.datamodule = _copied_datamodule(trainer)
+    task = inner.task = _copied_task(trainer, inner.datamodule)
+    task.trainer = inner
+    if inner.datamodule is not None:
+        inner.datamodule.trainer = inner
+    inner.hooks = Hooks(inner, task, [])
+    inner.sources = sources.for_another(task, inner.datamodule, partial(_leave, put_back))
+    return inner
+
+
+def _copied_datamodule(trainer: Trainer) -> DataModule | None:
+    """A copy with attributes of its own; data is shared, and what can't be copied (an open file)."""
+    datamodule = trainer.datamodule
+    if datamodule is None:
+        return None
+    memo = _shared_by_copies(trainer, [datamodule])
+    memo[id(trainer.task)] = trainer.task
+    copied = memo[id(datamodule)] = copy.copy(datamodule)
+    for name, value in vars(datamodule).items():
+        known = set(memo)
+        try:
+            copied.__dict__[name] = copy.deepcopy(value, memo)
+        except Exception:
+            for half_copied in memo.keys() - known:
+                del memo[half_copied]
+    return copied
+
+
+def _copied_task(trainer: Trainer, datamodule: DataModule | None) -> TaskModule:
+    """A whole copy, which shares nothing with the task but datasets, loaders, and the parts of the Trainer."""
+    task, name = trainer.task, type(trainer.task).__name__
+    assert task is not None
+    if any(map(is_sharded, task.parameters())):
+        raise ValueError(
+            f"this {name} was sharded by an earlier stage, so no search can work on a copy of it: search before that, "
+            "or build the model anew and load the weights."
+        )
+    memo = _shared_by_copies(trainer, task.modules())
+    memo[id(trainer.datamodule)] = datamodule
+    try:
+        return copy.deepcopy(task, memo)
+    except Exception as error:
+        raise ValueError(
+            f"{name} can't be copied, and a search works on a copy, so that nothing of it is left: "
+            f"{type(error).__name__}: {error}. Make what can't be copied (an open file, a lock, a result with a "
+            "gradient) in on_fit_start, which is called after the search."
+        ) from error
+
+
+def _shared_by_copies(trainer: Trainer, owners: Iterable[Any]) -> dict[int, Any]:
+    """What ``deepcopy`` is to put into a copy as it is: parts of the Trainer, and the data that its owners hold.
+
+    A module's tensors are no data, but a data module's are.
+    """
+    shared = [trainer, trainer.accelerator, *trainer.callbacks, *trainer.loggers]
+    memo: dict[int, Any] = {id(each): each for each in shared}
+    for owner in owners:
+        kinds = (Dataset, DataLoader) if isinstance(owner, nn.Module) else (Dataset, DataLoader, Tensor, np.ndarray)
+        for value in vars(owner).values():
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            memo |= {id(item): item for item in items if isinstance(item, kinds)}
+            if isinstance(value, torch.Generator):
+                memo[id(value)] = torch.Generator(value.device).set_state(value.get_state())
+    return memo
+
+
+@contextmanager
+def _in_host_memory(task: TaskModule | None) -> Iterator[None]:
+    """Inside, what an earlier stage has put on a device takes no room there; a copy that is made inside is the same."""
+    assert task is not None
+    moved = [
+        (tensor, tensor.device)
+        for tensor in (*task.parameters(), *task.buffers())
+        if tensor.device.type not in ("cpu", "meta") and not is_sharded(tensor)
+    ]
+    for tensor, _ in moved:
+        tensor.data = tensor.data.cpu()
+    try:
+        yield
+    finally:
+        for tensor, device in moved:
+            tensor.data = tensor.data.to(device)
+
+
+# -- an attribute of the task, its hparams or the data module --------------------------------------------------------
+
+
+def holders(trainer: Trainer, name: str) -> list[Any]:
+    """Who has an attribute ``name``: the task, its hparams, the data module, its hparams."""
+    task, datamodule = trainer.task, trainer.datamodule
+    found: list[Any] = []
+    for owner in (task, datamodule):
+        if owner is None:
+            continue
+        if name in owner.hparams:
+            found.append(owner.hparams)
+        if hasattr(owner, name):
+            found.append(owner)
+    return found
+
+
+def get_attribute(trainer: Trainer, name: str) -> Any:
+    """The attribute's value."""
+    owner = holders(trainer, name)[-1]
+    return owner[name] if isinstance(owner, dict) else getattr(owner, name)
+
+
+def set_attribute(trainer: Trainer, name: str, value: Any) -> None:
+    """Set it wherever it is."""
+    for owner in holders(trainer, name):
+        setattr(owner, name, value)
