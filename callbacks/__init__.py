@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ._throughput.throughput import Throughput, measure_flops
     from .batch_size_finder import BatchSizeFinder
     from .callback import HOOKS, Callback
-    from .checks import switch, whole
     from .device_stats_monitor import DeviceStatsMonitor
     from .early_stopping import EarlyStopping
     from .finetuning import BackboneFinetuning, BaseFinetuning

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..common.messages import announce, choose
+from ..common.messages import announce
+from ..common.validation import check_bool, check_int, check_number, choose
 from .callback import Callback
-from .checks import number, switch, whole
 from .gradient_accumulation_scheduler import GradientAccumulationScheduler
 
 if TYPE_CHECKING:
@@ -64,17 +64,17 @@ class BatchSizeFinder(Callback):
         keep_global_batch: bool = False,
     ) -> None:
         self.mode = choose("mode", mode.lower() if isinstance(mode, str) else mode, MODES)
-        self.steps_per_trial = whole("steps_per_trial", steps_per_trial, 1)
-        self.init_val = whole("init_val", init_val, 1)
-        self.max_trials = whole("max_trials", max_trials, 1)
+        self.steps_per_trial = check_int("steps_per_trial", steps_per_trial, 1)
+        self.init_val = check_int("init_val", init_val, 1)
+        self.max_trials = check_int("max_trials", max_trials, 1)
         self.batch_arg_name = batch_arg_name
-        if not number("margin", margin, 0.0) < 1:
+        if not check_number("margin", margin, 0.0) < 1:
             raise ValueError(f"margin={margin!r} must be a share from 0.0 to less than 1.0.")
         self.margin = margin
-        self.max_val = whole("max_val", max_val, 1)
+        self.max_val = check_int("max_val", max_val, 1)
         if init_val > max_val:
             raise ValueError(f"init_val={init_val} is more than max_val={max_val}, the largest size to try.")
-        self.keep_global_batch = switch("keep_global_batch", keep_global_batch)
+        self.keep_global_batch = check_bool("keep_global_batch", keep_global_batch)
         self.optimal_batch_size: int | None = None
         self.accumulate: int | None = None
 

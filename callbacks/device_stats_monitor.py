@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..common.optional import require
+from ..common.validation import check_bool
 from .best_effort import Service
-from .checks import switch
-from .optional import require
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -31,9 +31,9 @@ class DeviceStatsMonitor(Service):
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
-        self.cpu_stats = None if cpu_stats is None else switch("cpu_stats", cpu_stats)
+        self.cpu_stats = None if cpu_stats is None else check_bool("cpu_stats", cpu_stats)
         if cpu_stats:
-            require("psutil", "DeviceStatsMonitor(cpu_stats=True)", "psutil")
+            require("DeviceStatsMonitor(cpu_stats=True)", "psutil", extra="psutil")
         self._every = 0
         self._begun = self._ended = -1  # the steps that were logged last
         self._with_cpu = False
@@ -44,7 +44,7 @@ class DeviceStatsMonitor(Service):
         on_cpu = trainer.accelerator.device.type == "cpu"
         self._with_cpu = on_cpu if self.cpu_stats is None else self.cpu_stats
         if self._with_cpu:
-            require("psutil", "DeviceStatsMonitor on a CPU", "psutil")
+            require("DeviceStatsMonitor on a CPU", "psutil", extra="psutil")
         if stage == "fit" and not (trainer.loggers and trainer.log_every_n_steps):
             raise ValueError(
                 "DeviceStatsMonitor has nothing to write to: give the Trainer a logger and log_every_n_steps, or leave "

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..common.messages import announce, choose, warn
+from ..common.messages import announce, warn
+from ..common.validation import check_bool, check_int, check_monitor, check_number, choose
 from .callback import Callback
-from .checks import monitor_name, number, switch, whole
 from .monitored_metric import MODES, better, logged_values, never_logged
 
 if TYPE_CHECKING:
@@ -69,18 +69,18 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
-        switch("log_rank_zero_only", log_rank_zero_only)
+        check_bool("log_rank_zero_only", log_rank_zero_only)
         at_end, above, below = check_on_train_epoch_end, stopping_threshold, divergence_threshold
-        self.monitor = monitor_name(monitor)
-        self.min_delta = abs(number("min_delta", min_delta))
-        self.patience = whole("patience", patience, 0)
-        self.verbose = switch("verbose", verbose)
+        self.monitor = check_monitor(monitor)
+        self.min_delta = abs(check_number("min_delta", min_delta))
+        self.patience = check_int("patience", patience, 0)
+        self.verbose = check_bool("verbose", verbose)
         self.mode = choose("mode", mode, MODES)
-        self.strict = switch("strict", strict)
-        self.check_finite = switch("check_finite", check_finite)
-        self.stopping_threshold = None if above is None else number("stopping_threshold", above)
-        self.divergence_threshold = None if below is None else number("divergence_threshold", below)
-        self.check_on_train_epoch_end = None if at_end is None else switch("check_on_train_epoch_end", at_end)
+        self.strict = check_bool("strict", strict)
+        self.check_finite = check_bool("check_finite", check_finite)
+        self.stopping_threshold = None if above is None else check_number("stopping_threshold", above)
+        self.divergence_threshold = None if below is None else check_number("divergence_threshold", below)
+        self.check_on_train_epoch_end = None if at_end is None else check_bool("check_on_train_epoch_end", at_end)
         # In the precision of what is compared with it: a rounded one is beaten by the very same value again.
         self.best_score: Tensor = torch.tensor(math.inf if mode == "min" else -math.inf, dtype=torch.float64)
         self.wait_count = 0

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.messages import announce
+from ..common.validation import check_bool, check_int, check_number
 from ..engine import own_name
 from ._checkpointing import open_callback_states
 from .callback import Callback
-from .checks import number, switch, whole
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -217,15 +217,15 @@ class BackboneFinetuning(BaseFinetuning):
         if not callable(lambda_func):
             raise TypeError(f"lambda_func={lambda_func!r} is no function of an epoch.")
         first = backbone_initial_lr
-        self.unfreeze_backbone_at_epoch = whole("unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, 0)
+        self.unfreeze_backbone_at_epoch = check_int("unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, 0)
         self.lambda_func = lambda_func
-        self.backbone_initial_ratio_lr = number("backbone_initial_ratio_lr", backbone_initial_ratio_lr, 0.0)
-        self.backbone_initial_lr = None if first is None else number("backbone_initial_lr", first, 0.0)
-        self.should_align = switch("should_align", should_align)
-        self.initial_denom_lr = number("initial_denom_lr", initial_denom_lr)
-        self.train_bn = switch("train_bn", train_bn)
-        self.verbose = switch("verbose", verbose)
-        self.rounding = whole("rounding", rounding, 0)
+        self.backbone_initial_ratio_lr = check_number("backbone_initial_ratio_lr", backbone_initial_ratio_lr, 0.0)
+        self.backbone_initial_lr = None if first is None else check_number("backbone_initial_lr", first, 0.0)
+        self.should_align = check_bool("should_align", should_align)
+        self.initial_denom_lr = check_number("initial_denom_lr", initial_denom_lr)
+        self.train_bn = check_bool("train_bn", train_bn)
+        self.verbose = check_bool("verbose", verbose)
+        self.rounding = check_int("rounding", rounding, 0)
         self.previous_backbone_lr: float | None = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING
 
+from ..common.validation import check_int
 from .callback import Callback
-from .checks import whole
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -29,8 +29,8 @@ class GarbageCollection(Callback):
     after_task = 1
 
     def __init__(self, every_n_steps: int = 1000, generation: int = 2) -> None:
-        self.every_n_steps = whole("every_n_steps", every_n_steps, 1)
-        if whole("generation", generation, 0) > 2:
+        self.every_n_steps = check_int("every_n_steps", every_n_steps, 1)
+        if check_int("generation", generation, 0) > 2:
             raise ValueError(f"generation={generation!r} must be 0, 1 or 2.")
         self.generation = generation
         self._was_on = False

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..common.messages import announce
+from ..common.validation import check_int
 from .callback import Callback
-from .checks import whole
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -36,8 +36,8 @@ class GradientAccumulationScheduler(Callback):
         if not scheduling:
             raise ValueError("scheduling={} says nothing: give {epoch: micro-batches per optimizer step}.")
         for epoch, number in scheduling.items():
-            whole("an epoch of scheduling", epoch, 0)
-            whole(f"scheduling[{epoch}]", number, 1)
+            check_int("an epoch of scheduling", epoch, 0)
+            check_int(f"scheduling[{epoch}]", number, 1)
         self.scheduling = {0: 1, **scheduling}
         self.epochs = sorted(self.scheduling)
 

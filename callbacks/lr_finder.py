@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..common.messages import announce, choose, warn
+from ..common.messages import announce, warn
+from ..common.optional import require
+from ..common.validation import check_bool, check_int, check_number, choose
 from .callback import Callback
-from .checks import number, switch, whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,8 +82,8 @@ class _LRFinder:
             skip_begin: points to leave out at the beginning.
             skip_end: points to leave out at the end.
         """
-        whole("skip_begin", skip_begin, 0)
-        whole("skip_end", skip_end, 0)
+        check_int("skip_begin", skip_begin, 0)
+        check_int("skip_end", skip_end, 0)
         lrs, losses = self.results["lr"], self.results["loss"]
         kept = [k for k in range(skip_begin, len(lrs) - skip_end) if math.isfinite(losses[k])]
         self._optimal_idx = None
@@ -116,10 +117,9 @@ class _LRFinder:
         Raises:
             ModuleNotFoundError: if matplotlib is not installed.
         """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ModuleNotFoundError("plot() needs matplotlib: pip install matplotlib") from error
+        require("plot()", "matplotlib", extra="plot")
+        import matplotlib.pyplot as plt
+
         if ax is None:
             _, ax = plt.subplots()
         lrs, losses = self.results["lr"], self.results["loss"]
@@ -174,17 +174,20 @@ class LearningRateFinder(Callback):
         attr_name: str = "",
     ) -> None:
         self.mode = choose("mode", mode.lower() if isinstance(mode, str) else mode, MODES)
-        self.min_lr, self.max_lr = float(number("min_lr", min_lr, 0.0)), float(number("max_lr", max_lr, 0.0))
+        self.min_lr, self.max_lr = (
+            float(check_number("min_lr", min_lr, 0.0)),
+            float(check_number("max_lr", max_lr, 0.0)),
+        )
         if not self.min_lr < self.max_lr < math.inf or (self.mode == "exponential" and not self.min_lr):
             raise ValueError(
                 f"min_lr={min_lr!r}, max_lr={max_lr!r}: the rate rises from one to the other, so the first must be the "
                 "smaller one, and more than 0 where the rise is exponential."
             )
-        self.num_training_steps = whole("num_training_steps", num_training_steps, 2)
-        if early_stop_threshold is not None and not number("early_stop_threshold", early_stop_threshold) > 1:
+        self.num_training_steps = check_int("num_training_steps", num_training_steps, 2)
+        if early_stop_threshold is not None and not check_number("early_stop_threshold", early_stop_threshold) > 1:
             raise ValueError(f"early_stop_threshold={early_stop_threshold!r} must be more than 1, or None for no end.")
         self.early_stop_threshold = early_stop_threshold
-        self.update_attr = switch("update_attr", update_attr)
+        self.update_attr = check_bool("update_attr", update_attr)
         self.attr_name = attr_name
         self.optimal_lr: _LRFinder | None = None
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from ..common.messages import choose, warn
+from ..common.messages import warn
+from ..common.validation import check_bool, choose
 from .best_effort import Service
-from .checks import switch
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -46,8 +46,8 @@ class LearningRateMonitor(Service):
         if logging_interval is not None:
             choose("logging_interval", logging_interval, ("step", "epoch"))
         self.logging_interval = logging_interval
-        self.log_momentum = switch("log_momentum", log_momentum)
-        self.log_weight_decay = switch("log_weight_decay", log_weight_decay)
+        self.log_momentum = check_bool("log_momentum", log_momentum)
+        self.log_weight_decay = check_bool("log_weight_decay", log_weight_decay)
         self.lrs: dict[str, list[float]] = {}
         self.last_momentum_values: dict[str, float] = {}
         self.last_weight_decay_values: dict[str, float] = {}

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..common.durations import parse_duration
-from ..common.messages import announce, choose, warn
+from ..common.messages import announce, warn
+from ..common.validation import check_bool, check_bool_or_word, check_int, check_monitor, choose
 from ..engine.checkpoint import Job
 from ..engine.checkpoint import store as checkpoint
 from ._checkpointing import (
@@ -29,7 +30,6 @@ from ._checkpointing import (
     remove,
 )
 from .callback import Callback
-from .checks import monitor_name, switch, switch_or_word, whole
 from .monitored_metric import MODES, logged_values, never_logged
 
 if TYPE_CHECKING:
@@ -119,27 +119,27 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
         interval = None if train_time_interval is None else parse_duration("train_time_interval", train_time_interval)
         check_triggers(every_n_train_steps, interval, every_n_epochs)
         check_place(dirpath, filename)
-        if whole("save_top_k", save_top_k, -1, "keeps all") > 1 and monitor is None:
+        if check_int("save_top_k", save_top_k, -1, "keeps all") > 1 and monitor is None:
             raise ValueError(f"save_top_k={save_top_k} needs a monitor to tell the best {save_top_k} by.")
         at_end = save_on_train_epoch_end
         none_given = (every_n_train_steps, interval, every_n_epochs) == (None, None, None)
         self.dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
         self.filename = filename
-        self.monitor = None if monitor is None else monitor_name(monitor)
-        self.verbose = switch("verbose", verbose)
-        self.save_last = save_last is not None and switch_or_word("save_last", save_last, ("link",))
+        self.monitor = None if monitor is None else check_monitor(monitor)
+        self.verbose = check_bool("verbose", verbose)
+        self.save_last = save_last is not None and check_bool_or_word("save_last", save_last, ("link",))
         self._may_keep_last = save_last is None
         self.save_top_k = save_top_k
-        self.save_on_exception = switch("save_on_exception", save_on_exception)
-        self.save_weights_only = switch("save_weights_only", save_weights_only)
+        self.save_on_exception = check_bool("save_on_exception", save_on_exception)
+        self.save_weights_only = check_bool("save_weights_only", save_weights_only)
         self.mode = choose("mode", mode, MODES)
-        self.auto_insert_metric_name = switch("auto_insert_metric_name", auto_insert_metric_name)
+        self.auto_insert_metric_name = check_bool("auto_insert_metric_name", auto_insert_metric_name)
         self.every_n_train_steps = every_n_train_steps or 0
         self.train_time_interval = interval
         self.every_n_epochs = 1 if none_given else every_n_epochs or 0
-        self.save_on_train_epoch_end = None if at_end is None else switch("save_on_train_epoch_end", at_end)
-        self.enable_version_counter = switch("enable_version_counter", enable_version_counter)
-        self.async_save = switch("async_save", async_save)
+        self.save_on_train_epoch_end = None if at_end is None else check_bool("save_on_train_epoch_end", at_end)
+        self.enable_version_counter = check_bool("enable_version_counter", enable_version_counter)
+        self.async_save = check_bool("async_save", async_save)
         self.best_model_path = ""
         self.best_model_score: Tensor | None = None
         self.best_k_models: dict[str, Tensor] = {}

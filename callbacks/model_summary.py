@@ -6,10 +6,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..common.messages import announce
+from ..common.optional import require
+from ..common.validation import check_int
 from ._summary import Summary, summarize
 from .best_effort import Service
-from .checks import whole
-from .optional import require
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -30,7 +30,7 @@ class ModelSummary(Service):
     """
 
     def __init__(self, max_depth: int = 1) -> None:
-        self.max_depth = whole("max_depth", max_depth, -1, "shows all")
+        self.max_depth = check_int("max_depth", max_depth, -1, "shows all")
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Print the table. To run a sharded model on its example takes all processes."""
@@ -65,7 +65,7 @@ class RichModelSummary(ModelSummary):
     """
 
     def __init__(self, max_depth: int = 1, header_style: str = "bold magenta") -> None:
-        require("rich", "RichModelSummary", "rich")
+        require("RichModelSummary", "rich", extra="rich")
         super().__init__(max_depth)
         self.header_style = header_style
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..common.validation import check_bool
 from ..engine import own_name
 from ..strategies.distributed import local
 from .callback import Callback
-from .checks import switch
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -35,8 +35,8 @@ class NonFiniteWatch(Callback):
     """
 
     def __init__(self, outputs: bool = True, gradients: bool = True) -> None:
-        self.outputs = switch("outputs", outputs)
-        self.gradients = switch("gradients", gradients)
+        self.outputs = check_bool("outputs", outputs)
+        self.gradients = check_bool("gradients", gradients)
         if not (outputs or gradients):
             raise ValueError("outputs=False, gradients=False leaves nothing to look at.")
         self._handles: list[Any] = []

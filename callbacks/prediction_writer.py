@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..common.messages import choose
+from ..common.validation import choose
 from ..engine import move_data_to_device
 from ..engine.data import batch_indices, note_indices
 from .callback import Callback

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from ..common.messages import announce, choose
+from ..common.messages import announce
+from ..common.validation import check_bool, check_int, choose
 from ..engine import own_name
 from ._checkpointing import open_callback_states
 from ._pruning import Pruned, unpruned
 from .callback import Callback
-from .checks import switch, whole
 from .weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:
@@ -85,20 +85,20 @@ class ModelPruning(Callback):
     ) -> None:
         if isinstance(amount, bool) or not (isinstance(amount, int | float) or callable(amount)):
             raise TypeError(f"amount={amount!r} must be a number, or a function of the epoch.")
-        if whole("verbose", verbose, 0) > 2:
+        if check_int("verbose", verbose, 0) > 2:
             raise ValueError(f"verbose={verbose!r} must be 0, 1 or 2.")
-        self._global = switch("use_global_unstructured", use_global_unstructured)
+        self._global = check_bool("use_global_unstructured", use_global_unstructured)
         self._options: dict[str, Any] = {}
         self.pruning_fn = self._chosen(pruning_fn, pruning_dim, pruning_norm)
         self._asked = _checked(parameters_to_prune)
         self._names = tuple(choose("parameter_names", name, _NAMES) for name in parameter_names or _NAMES)
         self.amount = amount
         self._apply = _decision("apply_pruning", apply_pruning)
-        self._permanent = switch("make_pruning_permanent", make_pruning_permanent)
+        self._permanent = check_bool("make_pruning_permanent", make_pruning_permanent)
         self._lottery = _decision("use_lottery_ticket_hypothesis", use_lottery_ticket_hypothesis)
-        self._resample = switch("resample_parameters", resample_parameters)
+        self._resample = check_bool("resample_parameters", resample_parameters)
         self._verbose = verbose
-        self._at_epoch_end = switch("prune_on_train_epoch_end", prune_on_train_epoch_end)
+        self._at_epoch_end = check_bool("prune_on_train_epoch_end", prune_on_train_epoch_end)
         self._pruned: list[Pruned] = []
         self._latest_epoch = -1
 
@@ -271,7 +271,7 @@ def _checked(places: Any) -> Places:
 
 
 def _decision(name: str, value: Any) -> bool | Callable[[int], bool]:
-    return value if callable(value) else switch(name, value)  # type: ignore[no-any-return]
+    return value if callable(value) else check_bool(name, value)  # type: ignore[no-any-return]
 
 
 def _asked(decision: bool | Callable[[int], bool], epoch: int) -> bool:

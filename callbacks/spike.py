@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..common.messages import choose, warn
+from ..common.messages import warn
+from ..common.validation import check_int, check_number, choose
 from ..strategies.distributed import is_sharded, local
 from .callback import Callback
-from .checks import number, whole
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -71,13 +71,13 @@ class SpikeWatch(Callback):
     ) -> None:
         self.monitor = choose("monitor", monitor, _WATCHED)
         self.action = choose("action", action, _ACTIONS)
-        self.window = whole("window", window, 3)
-        self.warmup = whole("warmup", warmup, 2)
+        self.window = check_int("window", window, 3)
+        self.warmup = check_int("warmup", warmup, 2)
         if warmup > window:
             raise ValueError(f"warmup={warmup} is more than window={window}, the steps that are remembered.")
-        self.threshold = number("threshold", threshold, 0.0)
-        self.rise = number("rise", rise, 0.0)
-        self.every_n_steps = whole("every_n_steps", every_n_steps, 1)
+        self.threshold = check_number("threshold", threshold, 0.0)
+        self.rise = check_number("rise", rise, 0.0)
+        self.every_n_steps = check_int("every_n_steps", every_n_steps, 1)
         if dirpath is not None and action != "save":
             raise ValueError(f"dirpath={str(dirpath)!r} is for action='save'; with {action!r} nothing is saved.")
         self.dirpath = dirpath

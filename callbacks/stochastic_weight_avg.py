@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..common.messages import announce, choose
+from ..common.messages import announce
+from ..common.validation import check_int, check_number, check_positive, choose
 from ._averaging import KEYS, Averaging, equal, measure, one_by_one
-from .checks import number, whole
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -59,18 +59,17 @@ class StochasticWeightAveraging(Averaging):
     ) -> None:
         super().__init__()
         for rate in swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]:
-            if number("swa_lrs", rate) <= 0:
-                raise ValueError(f"swa_lrs={swa_lrs!r} must be more than 0.")
+            check_positive("swa_lrs", check_number("swa_lrs", rate))
         if isinstance(swa_epoch_start, float):
             if not 0 <= swa_epoch_start <= 1:
                 raise ValueError(f"swa_epoch_start={swa_epoch_start!r} must be an epoch from 1 on, or a share up to 1.")
         else:
-            whole("swa_epoch_start", swa_epoch_start, 1)
+            check_int("swa_epoch_start", swa_epoch_start, 1)
         if avg_fn is not None and not callable(avg_fn):
             raise TypeError(f"avg_fn={avg_fn!r} is no function.")
         self.swa_lrs = swa_lrs
         self.swa_epoch_start = swa_epoch_start
-        self.annealing_epochs = whole("annealing_epochs", annealing_epochs, 0)
+        self.annealing_epochs = check_int("annealing_epochs", annealing_epochs, 0)
         self.annealing_strategy = choose("annealing_strategy", annealing_strategy, _STRATEGIES)
         self.device = device
         self._average = equal if avg_fn is None else one_by_one(avg_fn)

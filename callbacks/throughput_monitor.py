@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..common.messages import warn
+from ..common.validation import check_int, check_number
 from ._throughput import Throughput, get_available_flops
 from .best_effort import Service
-from .checks import number, whole
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -57,9 +57,11 @@ class ThroughputMonitor(Service):
                 raise TypeError(f"{name}={function!r} must be a function of a batch.")
         self.batch_size_fn = batch_size_fn
         self.length_fn = length_fn
-        self.window_size = whole("window_size", window_size, 2)
+        self.window_size = check_int("window_size", window_size, 2)
         self.separator = separator
-        self.available_flops = None if available_flops is None else number("available_flops", available_flops, 1.0)
+        self.available_flops = (
+            None if available_flops is None else check_number("available_flops", available_flops, 1.0)
+        )
         self._before = 0.0  # seconds, of the runs that this one goes on from
         self._lengths = 0.0  # items of one device, on average
         self._counted = 0.0  # samples of one device, where they are counted here

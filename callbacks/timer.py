@@ -7,9 +7,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..common.durations import parse_duration
-from ..common.messages import announce, choose
+from ..common.messages import announce
+from ..common.validation import check_bool, choose
 from .callback import Callback
-from .checks import switch
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -43,7 +43,7 @@ class Timer(Callback):
     ) -> None:
         self._limit = None if duration is None else parse_duration("duration", duration).total_seconds()
         self.interval = choose("interval", interval, ("step", "epoch"))
-        self.verbose = switch("verbose", verbose)
+        self.verbose = check_bool("verbose", verbose)
         self._before = 0.0  # seconds of training of the runs this one goes on from
         self._began: dict[str, float] = {}
         self._ended: dict[str, float] = {}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..common.messages import nearest, warn
+from ..common.validation import check_bool, check_int, check_number
 from ._averaging import KEYS, Average, Averages, Averaging, equal, lerp, one_by_one, saved_averages
-from .checks import number, switch, whole
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -47,7 +47,7 @@ class WeightAveraging(Averaging):
     def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
         super().__init__()
         self._device = device
-        self._use_buffers = switch("use_buffers", use_buffers)
+        self._use_buffers = check_bool("use_buffers", use_buffers)
         self._average = _function(type(self).__name__, kwargs)
         self._borrowed: Averages | None = None  # of a checkpoint that is evaluated
         self._epoch = 0
@@ -197,14 +197,16 @@ class EMAWeightAveraging(WeightAveraging):
             known = ("decay", "update_every_n_steps", "update_starting_at_step", "update_starting_at_epoch")
             raise TypeError(f"EMAWeightAveraging has no argument {min(kwargs)!r}.{nearest(min(kwargs), known)}")
         super().__init__(device, use_buffers)
-        if number("decay", decay, 0.0) > 1.0:
+        if check_number("decay", decay, 0.0) > 1.0:
             raise ValueError(f"decay={decay!r} must be at most 1: the share of the average that stays.")
         self._average = lerp(1.0 - decay)
         self.decay = decay
-        self.update_every_n_steps = whole("update_every_n_steps", update_every_n_steps, 0, "is at epochs' ends only")
+        self.update_every_n_steps = check_int(
+            "update_every_n_steps", update_every_n_steps, 0, "is at epochs' ends only"
+        )
         step, epoch = update_starting_at_step, update_starting_at_epoch
-        self.update_starting_at_step = None if step is None else whole("update_starting_at_step", step, 0)
-        self.update_starting_at_epoch = None if epoch is None else whole("update_starting_at_epoch", epoch, 0)
+        self.update_starting_at_step = None if step is None else check_int("update_starting_at_step", step, 0)
+        self.update_starting_at_epoch = None if epoch is None else check_int("update_starting_at_epoch", epoch, 0)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """See `WeightAveraging.should_update`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -48,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        print(f"treadle: there is no command {name!r}.{hint}\n\n{usage()}", file=sys.stderr)
+        from ..common.messages import nearest
+
+        print(f"treadle: there is no command {name!r}.{nearest(name, COMMANDS)}\n\n{usage()}", file=sys.stderr)
         return 2
     module, _, function = COMMANDS[name][0].partition(":")
     return int(getattr(importlib.import_module(module), function or "main")(given))

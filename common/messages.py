@@ -47,32 +47,29 @@ def warn(text: str) -> None:
     rank_zero_warn(text, stacklevel=5)
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the valid name closest to ``name``, or ``""`` if none is close.
+def closest_name(name: object, valid: Iterable[object], cutoff: float = 0.5) -> str | None:
+    """Return the valid name closest to ``name``, or None if none is close.
 
     Upper and lower case count only between names that differ in nothing else.
+
+    Args:
+        name: what the user wrote.
+        valid: the names there are.
+        cutoff: how alike two names must be, from 0 to 1.
     """
-    name = str(name)
     by_lower: dict[str, list[str]] = {}
-    for candidate in valid:
+    for candidate in map(str, valid):
         by_lower.setdefault(candidate.lower(), []).append(candidate)
-    close = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    close = get_close_matches(str(name).lower(), by_lower, n=1, cutoff=cutoff)
     if not close:
-        return ""
-    best = max(by_lower[close[0]], key=lambda candidate: SequenceMatcher(None, name, candidate).ratio())
-    return f" Did you mean {best!r}?"
+        return None
+    return max(by_lower[close[0]], key=lambda candidate: SequenceMatcher(None, str(name), candidate).ratio())
 
 
-def choose(what: str, value: object, valid: Iterable[str]) -> str:
-    """Return ``value`` when it is one of ``valid``; otherwise raise the error that every flag with names gives.
-
-    Raises:
-        ValueError: names the flag, the value, the valid names and the nearest one.
-    """
-    names = list(valid)
-    if isinstance(value, str) and value in names:
-        return value
-    raise ValueError(f"{what}={value!r} is not one of {', '.join(names)}.{nearest(str(value), names)}")
+def nearest(name: object, valid: Iterable[object]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the valid name closest to ``name``, or ``""`` if none is close."""
+    close = closest_name(name, valid)
+    return "" if close is None else f" Did you mean {close!r}?"
 
 
 def named_ranks(ranks: list[int]) -> str:

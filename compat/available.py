@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import operator
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from packaging.version import Version, parse
 
-from ..common.messages import choose
+from ..common.optional import is_installed
+from ..common.validation import choose
 
 _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
     "<": operator.lt,
@@ -80,7 +80,7 @@ is_fp8_available = is_transformer_engine_available = _never("fp8")
 
 def _installed(module: str) -> Callable[[], bool]:
     def available() -> bool:
-        return find_spec(module) is not None
+        return is_installed(module)
 
     available.__doc__ = f"Whether ``{module}`` is installed."
     return available

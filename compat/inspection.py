@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..common.validation import check_int
 from ..strategies import Strategy, World
 from ..strategies.distributed import whole
 
@@ -84,8 +85,7 @@ def suggested_max_num_workers(local_world_size: int) -> int:
     Raises:
         ValueError: for less than one process.
     """
-    if local_world_size < 1:
-        raise ValueError(f"local_world_size={local_world_size!r} must be a whole number of at least 1.")
+    check_int("local_world_size", local_world_size, 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_world_size - 1)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..common.messages import choose
+from ..common.validation import choose
 from ..engine import collectives as exchange
 from ..engine import seed_everything
 from ..strategies.distributed import current_place, current_world

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from ..common.messages import choose
+from ..common.validation import choose
 from ..strategies import World
 from .data import share
 

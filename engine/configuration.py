@@ -13,19 +13,10 @@ import torch
 from torch import nn
 
 from ..common.durations import parse_duration
-from ..common.messages import choose, nearest, warn
+from ..common.messages import nearest, warn
+from ..common.validation import check_int, choose
 from ..strategies import Precision, ReplicaKwargs, Strategy
 from .modules import Compiler, compile_modules, forget
-
-
-def check_whole(name: str, value: Any) -> None:
-    """See that ``value`` is a count.
-
-    Raises:
-        ValueError: if it is no whole number of at least 1.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
 
 
 @dataclass
@@ -86,7 +77,7 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         if self.total_limit is not None:
-            check_whole("total_limit", self.total_limit)
+            check_int("total_limit", self.total_limit, 1)
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
@@ -113,7 +104,7 @@ class GradientAccumulationPlugin:
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        check_whole("num_steps", self.num_steps)
+        check_int("num_steps", self.num_steps, 1)
 
 
 class KwargsHandler:
@@ -436,7 +427,7 @@ def groups_of(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradient
         ValueError: if they contradict each other.
     """
     if plugin is None:
-        check_whole("gradient_accumulation_steps", steps)
+        check_int("gradient_accumulation_steps", steps, 1)
         return GradientAccumulationPlugin(steps)
     if steps not in (1, plugin.num_steps):
         raise ValueError(

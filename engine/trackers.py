@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
 
-from ..common.messages import choose, nearest
+from ..common.messages import nearest
+from ..common.optional import is_installed, require
+from ..common.validation import choose
 from .configuration import ProjectConfiguration
 from .process_state import Process
 
@@ -141,8 +142,7 @@ def _as_tracker(value: Any) -> GeneralTracker:
 
 def _installed(name: str) -> bool:
     package = _LOGGERS[name][1]
-    spec = find_spec(package) if package else None
-    return not package or (spec is not None and spec.origin is not None)  # a folder ./wandb is no package
+    return not package or is_installed(package)
 
 
 def _no_directory(name: str) -> str:
@@ -153,8 +153,8 @@ def _no_directory(name: str) -> str:
 
 def _by_name(name: str, project: ProjectConfiguration) -> Source:
     kind, package, project_argument = _LOGGERS[name]
-    if not _installed(name):
-        raise ValueError(f"log_with={name!r} needs the package {package}: pip install {package}")
+    if package:
+        require(f"log_with={name!r}", package, extra=package)
     if name in _WITH_FILES and project.logging_dir is None:
         raise ValueError(_no_directory(name))
 

@@ -7,6 +7,7 @@ import os
 import re
 from typing import Any
 
+from ..common.validation import check_text
 from .logger import Logger, Params, process_rank
 from .values import as_mapping, checked_step, plain
 
@@ -40,8 +41,8 @@ class DirectoryLogger(Logger):
         if "://" in path:
             raise ValueError(f"save_dir={path!r} is a URL, and this logger writes local files: pass a local directory")
         for argument, value in (("name", name), ("prefix", prefix)):
-            if value is not None and not isinstance(value, str):
-                raise TypeError(f"{argument}={value!r} must be a string, not {type(value).__name__}")
+            if value is not None:
+                check_text(argument, value)
         self._save_dir = os.path.expandvars(os.path.expanduser(path))
         self._name = name or ""
         self._version = check_version(version)

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..common.optional import is_installed, require
 from .logger import Logger, Params, process_rank, rank_zero_experiment
-from .services import Uploads, check_arguments, installed
+from .services import Uploads, check_arguments
 from .values import as_mapping, as_metrics, checked_step, flatten, plain
 
 FILES = "file:"
@@ -64,8 +65,7 @@ class MLFlowLogger(Logger):
         run_id: str | None = None,
         synchronous: bool | None = None,
     ) -> None:
-        if not installed("mlflow"):
-            raise ModuleNotFoundError("MLFlowLogger needs the package mlflow: pip install mlflow")
+        require("MLFlowLogger", "mlflow", extra="mlflow")
         texts = {"experiment_name": experiment_name, "run_name": run_name, "tracking_uri": tracking_uri}
         check_arguments(log_model, {**texts, "prefix": prefix, "run_id": run_id})
         if run_name is not None and (tags or {}).get(NAME_TAG, run_name) != run_name:
@@ -294,7 +294,7 @@ def _check_store(uri: str) -> None:
                 f"tracking_uri={uri!r}: this version of MLflow writes no files. Pass a server's address or "
                 "tracking_uri='sqlite:///mlflow.db' (pip install mlflow), or set MLFLOW_ALLOW_FILE_STORE=true"
             )
-    elif uri.startswith(DATABASES) and not installed("sqlalchemy"):
+    elif uri.startswith(DATABASES) and not is_installed("sqlalchemy"):
         raise ModuleNotFoundError(f"tracking_uri={uri!r} needs more than mlflow-skinny: pip install mlflow")
 
 

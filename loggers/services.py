@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..common.validation import check_text
 from .values import plain
 
 
@@ -58,16 +58,10 @@ class Uploads:
             self._given[path] = written
 
 
-def installed(package: str) -> bool:
-    """Whether a package can be imported; a folder of its name, such as W&B's own ``./wandb``, is none."""
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None
-
-
 def check_arguments(log_model: bool | str, texts: Mapping[str, Any]) -> None:
     """Raise TypeError or ValueError for arguments that tracking services share."""
     for argument, value in texts.items():
-        if value is not None and not isinstance(value, str):
-            raise TypeError(f"{argument}={value!r} must be a string, not {type(value).__name__}")
+        if value is not None:
+            check_text(argument, value)
     if log_model not in (True, False, "all"):
         raise ValueError(f"log_model={log_model!r} is not one of True, False, 'all'")

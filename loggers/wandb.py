@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from ..common.optional import require
 from .logger import Logger, Params, process_rank, rank_zero_experiment
-from .services import Uploads, check_arguments, installed
+from .services import Uploads, check_arguments
 from .values import as_mapping, as_metrics, checked_step, flatten, plain
 
 STEP = "trainer/global_step"  # W&B counts calls of `log`; charts are drawn over this instead
@@ -65,8 +66,7 @@ class WandbLogger(Logger):
         add_file_policy: str = "mutable",
         **kwargs: Any,
     ) -> None:
-        if not installed("wandb"):
-            raise ModuleNotFoundError("WandbLogger needs the package wandb: pip install wandb")
+        require("WandbLogger", "wandb", extra="wandb")
         texts = {"name": name, "version": version, "id": id, "project": project, "checkpoint_name": checkpoint_name}
         check_arguments(log_model, {**texts, "prefix": prefix})
         if add_file_policy not in ("mutable", "immutable"):

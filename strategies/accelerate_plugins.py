@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
-from ..common.messages import choose
+from ..common.validation import check_int, choose
 from .ddp import DDP
 from .distributed import World
 from .registry import resolve_strategy
@@ -93,8 +93,8 @@ class ParallelismConfig:
             size = getattr(self, name)
             if size is None:
                 setattr(self, name, 1)
-            elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r} must be a whole number of at least 1.")
+            else:
+                check_int(name, size, 1)
         for name in ("cp_size", "sp_size"):
             if getattr(self, name) != 1:
                 raise ValueError(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import entry_points
 
-from ..common.messages import choose
+from ..common.validation import choose
 from .ddp import DDP, unused_parameters_allowed
 from .distributed import World
 from .fsdp import FSDP

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ..common.messages import choose, nearest
+from ..common.messages import nearest
+from ..common.validation import choose
 
 # A name, a class or several, a number of parameters, or a function of a module.
 Policy = str | type[nn.Module] | Collection[type[nn.Module] | str] | int | Callable[..., bool]

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from ..callbacks import switch as check_switch
-from ..callbacks import whole as check_count
 from ..common.durations import parse_duration
 from ..common.messages import nearest
+from ..common.validation import check_bool, check_int, check_path, check_positive
 from ..engine import TorchDynamoPlugin
 from ..strategies import Precision, Strategy, TorchSyncBatchNorm
 
@@ -74,19 +73,26 @@ def check_bounds(what: str, low: int, high: int) -> None:
 
 
 def check_directory(name: str, value: Any) -> str:
-    """A path; the working directory for None.
+    """Return a path as a string, and the working directory for None.
 
     Raises:
-        TypeError: names the flag and the value.
+        TypeError: for anything that is not a path.
     """
-    if value is not None and not isinstance(value, str | os.PathLike):
-        raise TypeError(f"{name}={value!r} must be a path, not a {type(value).__name__}.")
-    return os.fspath(os.getcwd() if value is None else value)
+    return os.getcwd() if value is None else check_path(name, value)
+
+
+def check_clipping(name: str, value: float | None) -> float | None:
+    """Accept a number above zero, and None.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    return None if value is None else check_positive(name, value, "or None to leave it off")
 
 
 def check_batches(name: str, value: int | bool) -> int:
     """A whole number of batches; True is one, False none."""
-    return int(value) if isinstance(value, bool) else check_count(name, value, 0)
+    return int(value) if isinstance(value, bool) else check_int(name, value, 0)
 
 
 def check_interval(name: str, value: int | float | None) -> int | float:
@@ -107,24 +113,13 @@ def check_epochs(name: str, value: int | None, interval: int | float | None) -> 
         ValueError: names the flag, the value and the rule.
     """
     if value is not None:
-        return check_count(name, value, 1)
+        return check_int(name, value, 1)
     if interval is None or isinstance(interval, int):
         return None
     raise ValueError(
         f"{name}=None counts batches across epochs, but val_check_interval={interval} is a share of one: give "
         "val_check_interval a whole number of batches."
     )
-
-
-def check_positive(name: str, value: float | None) -> float | None:
-    """A number above zero, or None.
-
-    Raises:
-        ValueError: names the flag, the value and the rule.
-    """
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value > 0):
-        return value
-    raise ValueError(f"{name}={value!r} must be a number above 0, or None to leave it off.")
 
 
 def set_determinism(deterministic: bool | str | None, benchmark: bool | None) -> None:
@@ -136,7 +131,7 @@ def set_determinism(deterministic: bool | str | None, benchmark: bool | None) ->
     if deterministic not in (None, True, False, "warn"):
         raise ValueError(f"deterministic={deterministic!r} must be True, False or 'warn'.")
     if benchmark is not None:
-        check_switch("benchmark", benchmark)
+        check_bool("benchmark", benchmark)
     if deterministic is not None:
         torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
         if deterministic:
@@ -212,7 +207,7 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
         TypeError: for something that is no plugin.
         ValueError: if a flag and a plugin say the same thing.
     """
-    check_switch("sync_batchnorm", sync_batchnorm)
+    check_bool("sync_batchnorm", sync_batchnorm)
     several = isinstance(plugins, Iterable) and not isinstance(plugins, str | Mapping)
     for plugin in plugins if several else [] if plugins is None else [plugins]:
         if isinstance(plugin, Precision):
@@ -255,7 +250,7 @@ def compilation(asked: Any) -> TorchDynamoPlugin | None:
             if name not in known:
                 raise TypeError(f"compile={{{name!r}: ...}} is no argument of torch.compile.{nearest(name, known)}")
         return TorchDynamoPlugin(**{"backend": "inductor", **asked})
-    return TorchDynamoPlugin(backend="inductor") if check_switch("compile", asked) else None
+    return TorchDynamoPlugin(backend="inductor") if check_bool("compile", asked) else None
 
 
 def refuse_code(weights_only: bool | None) -> None:

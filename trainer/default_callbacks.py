@@ -15,8 +15,8 @@ from ..callbacks import (
     RunReport,
     TQDMProgressBar,
 )
+from ..common.validation import check_bool
 from ..loggers import Logger, TensorBoardLogger
-from .arguments import check_switch
 from .logging import SilentLogger
 
 
@@ -54,7 +54,7 @@ def choose_callbacks(
     )
     for flag, wanted, kind, default in defaults:
         if wanted is not None:
-            check_switch(flag, wanted)
+            check_bool(flag, wanted)
         # What saves when an error comes is in addition to what saves while all goes well.
         there = any(isinstance(c, kind) and not isinstance(c, OnExceptionCheckpoint) for c in callbacks)
         if there and wanted is False:

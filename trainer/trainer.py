@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..callbacks import Callback
-from ..common.messages import choose
+from ..common.validation import choose
 from ..engine import Accelerator, Metrics
 from ..engine.checkpoint import OpenCheckpoint
 from ..engine.metrics import MutedMetrics
@@ -161,7 +161,7 @@ class Trainer(TrainerNames):
         report_uncaught()  # also what is wrong with the flags
         self.flags_given = flags.given(locals(), Trainer.__init__.__kwdefaults__)
         fast = flags.check_batches("fast_dev_run", fast_dev_run)
-        self.barebones = flags.check_switch("barebones", barebones)
+        self.barebones = flags.check_bool("barebones", barebones)
         if barebones:
             flags.refuse_with_barebones(
                 fast_dev_run=fast,
@@ -180,10 +180,10 @@ class Trainer(TrainerNames):
         if max_epochs is None:
             max_epochs = 1000 if max_steps == -1 and max_time is None else -1
         self.fast_dev_run = fast_dev_run
-        self.max_epochs = 1 if fast else flags.check_count("max_epochs", max_epochs, -1)
-        self.max_steps = fast or flags.check_count("max_steps", max_steps, -1)
-        self.min_epochs = flags.check_count("min_epochs", min_epochs or 0, 0)
-        self.min_steps = flags.check_count("min_steps", min_steps or 0, 0)
+        self.max_epochs = 1 if fast else flags.check_int("max_epochs", max_epochs, -1)
+        self.max_steps = fast or flags.check_int("max_steps", max_steps, -1)
+        self.min_epochs = flags.check_int("min_epochs", min_epochs or 0, 0)
+        self.min_steps = flags.check_int("min_steps", min_steps or 0, 0)
         if not fast:
             flags.check_bounds("epochs", self.min_epochs, self.max_epochs)
             flags.check_bounds("steps", self.min_steps, self.max_steps)
@@ -204,18 +204,18 @@ class Trainer(TrainerNames):
         interval = self.val_check_interval if self.val_check_seconds is None else None
         self.check_val_every_n_epoch = flags.check_epochs("check_val_every_n_epoch", epochs, interval)
         sanity = 2 if num_sanity_val_steps is None else num_sanity_val_steps
-        self.num_sanity_val_steps = 0 if fast else flags.check_count("num_sanity_val_steps", sanity, -1)
+        self.num_sanity_val_steps = 0 if fast else flags.check_int("num_sanity_val_steps", sanity, -1)
         every = 50 if log_every_n_steps is None else log_every_n_steps
-        self.log_every_n_steps = flags.check_count("log_every_n_steps", every, 0)
-        self.gradient_clip_val = flags.check_positive("gradient_clip_val", gradient_clip_val)
+        self.log_every_n_steps = flags.check_int("log_every_n_steps", every, 0)
+        self.gradient_clip_val = flags.check_clipping("gradient_clip_val", gradient_clip_val)
         algorithm = gradient_clip_algorithm or "norm"
         self.gradient_clip_algorithm = choose("gradient_clip_algorithm", algorithm, ("norm", "value"))
-        self.inference_mode = flags.check_switch("inference_mode", inference_mode)
-        self.use_distributed_sampler = flags.check_switch("use_distributed_sampler", use_distributed_sampler)
+        self.inference_mode = flags.check_bool("inference_mode", inference_mode)
+        self.use_distributed_sampler = flags.check_bool("use_distributed_sampler", use_distributed_sampler)
         every = reload_dataloaders_every_n_epochs
-        self.reload_dataloaders_every_n_epochs = flags.check_count("reload_dataloaders_every_n_epochs", every, 0)
-        self.detect_anomaly = flags.check_switch("detect_anomaly", detect_anomaly)
-        self.enable_autolog_hparams = flags.check_switch("enable_autolog_hparams", enable_autolog_hparams)
+        self.reload_dataloaders_every_n_epochs = flags.check_int("reload_dataloaders_every_n_epochs", every, 0)
+        self.detect_anomaly = flags.check_bool("detect_anomaly", detect_anomaly)
+        self.enable_autolog_hparams = flags.check_bool("enable_autolog_hparams", enable_autolog_hparams)
         precision, sync_batchnorm = flags.unpack_plugins(plugins, precision, sync_batchnorm)
         self.default_root_dir = flags.check_directory("default_root_dir", default_root_dir)
         self.on_nonfinite = choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
@@ -226,7 +226,7 @@ class Trainer(TrainerNames):
             devices=devices,
             num_nodes=num_nodes,
             mixed_precision=precision,
-            gradient_accumulation_steps=flags.check_count("accumulate_grad_batches", accumulate_grad_batches, 1),
+            gradient_accumulation_steps=flags.check_int("accumulate_grad_batches", accumulate_grad_batches, 1),
             spread=True,
             dynamo_plugin=flags.compilation(compile),
         )

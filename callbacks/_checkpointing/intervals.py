@@ -6,7 +6,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ..checks import whole
+from ...common.validation import check_int
 
 if TYPE_CHECKING:
     from ...trainer import Trainer
@@ -47,7 +47,7 @@ def check_triggers(steps: int | None, interval: timedelta | None, epochs: int | 
     """Raise ValueError for triggers that exclude each other or are not whole numbers."""
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None:
-            whole(name, value, 0, "means never")
+            check_int(name, value, 0, "means never")
     triggers = {"every_n_train_steps": steps, "train_time_interval": interval, "every_n_epochs": epochs}
     given = [name for name, value in triggers.items() if value]
     if len(given) > 1:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ...common.messages import warn
+from ...common.validation import check_int
 from ...engine import evaluation_mode, isolated_random_state, move_data_to_device
 from ...strategies.distributed import is_sharded, local, own_class
-from ..checks import whole
 
 _UNKNOWN = "?"
 
@@ -177,7 +177,7 @@ def summarize(
     Raises:
         ValueError: for a depth that is none.
     """
-    whole("max_depth", max_depth, -1, "shows all")
+    check_int("max_depth", max_depth, -1, "shows all")
     parts = {
         name: part for name, part in module.named_modules() if name and (max_depth == -1 or name.count(".") < max_depth)
     }

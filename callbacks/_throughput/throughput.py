@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..checks import number, whole
+from ...common.validation import check_int, check_number
 
 
 class Throughput:
@@ -30,9 +30,11 @@ class Throughput:
     def __init__(
         self, available_flops: float | None = None, world_size: int = 1, window_size: int = 100, separator: str = "/"
     ) -> None:
-        self.available_flops = None if available_flops is None else number("available_flops", available_flops, 1.0)
-        self.world_size = whole("world_size", world_size, 1)
-        self.window_size = whole("window_size", window_size, 2, "is what a rate needs")
+        self.available_flops = (
+            None if available_flops is None else check_number("available_flops", available_flops, 1.0)
+        )
+        self.world_size = check_int("world_size", world_size, 1)
+        self.window_size = check_int("window_size", window_size, 2, "is what a rate needs")
         self.separator = separator
         self._rows: deque[dict[str, float]] = deque(maxlen=window_size)
         self._flops = 0.0

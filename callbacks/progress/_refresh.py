@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ...common.messages import announce, logger
-from ..checks import number, switch, whole
+from ...common.validation import check_bool, check_int, check_number
 from .progress_bar import ProgressBar
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ class DrawnBar(ProgressBar):
 
     def __init__(self, refresh_rate: int, leave: bool, line_every: float) -> None:
         super().__init__()
-        self._refresh_rate = whole("refresh_rate", refresh_rate, 0, "draws nothing")
-        self._leave = switch("leave", leave)
-        self.line_every = number("line_every", line_every, 0.0)
+        self._refresh_rate = check_int("refresh_rate", refresh_rate, 0, "draws nothing")
+        self._leave = check_bool("leave", leave)
+        self.line_every = check_number("line_every", line_every, 0.0)
         self._enabled = True
         self._terminal = False
         self._due = math.inf  # when to draw next; never, where there is nothing to draw

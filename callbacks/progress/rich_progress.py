@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..optional import require
+from ...common.optional import require
 from ._refresh import DrawnBar
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class RichProgressBar(DrawnBar):
         console_kwargs: dict[str, Any] | None = None,
         line_every: float = 10.0,
     ) -> None:
-        require("rich", "RichProgressBar", "rich")
+        require("RichProgressBar", "rich", extra="rich")
         super().__init__(refresh_rate, leave, line_every)
         if theme is not None and not isinstance(theme, RichProgressBarTheme):
             raise TypeError(f"theme={theme!r} must be a RichProgressBarTheme, not a {type(theme).__name__}.")

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from ..checks import whole
+from ...common.validation import check_int
 from ._refresh import DrawnBar
 
 
@@ -38,7 +38,7 @@ class TQDMProgressBar(DrawnBar):
         self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False, line_every: float = 10.0
     ) -> None:
         super().__init__(refresh_rate, leave, line_every)
-        self._process_position = whole("process_position", process_position, 0)
+        self._process_position = check_int("process_position", process_position, 0)
         if self._refresh_rate and (least := os.environ.get("TQDM_MINITERS", "")).isdecimal():
             self._refresh_rate = max(self._refresh_rate, int(least))
         self._batches = max(1, self._refresh_rate)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...common.validation import check_number
 from ..best_effort import Service
-from ..checks import number
 
 if TYPE_CHECKING:
     from ...trainer import TaskModule, Trainer
@@ -46,7 +46,7 @@ class RunReport(Service):
     ) -> None:
         self.dirpath = dirpath
         self.filename = filename
-        self.every_seconds = number("every_seconds", every_seconds, 0.0)
+        self.every_seconds = check_number("every_seconds", every_seconds, 0.0)
         self.path: Path | None = None
         self._written = 0.0
         self._begun = False

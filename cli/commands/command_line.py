@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...common.messages import nearest
 from ...trainer.runs import CONFIG
-from ..config import COMMAND_LINE, SECTIONS, Config, ConfigError, load, meant, printable, read_text
+from ..config import COMMAND_LINE, SECTIONS, Config, ConfigError, load, printable, read_text
 
 GRACE = 3.0  # seconds; launchers look after their processes several times a second
 
@@ -92,7 +93,7 @@ def options_of(arguments: Sequence[str]) -> Options:
             found.overrides.append(f"{name[2:]}={_value(name, equals, value, rest, 'a value')}")
         elif word.startswith("-"):
             known = ["--config", "--print-config", "--from-run", "--help", *(f"--{one}" for one in SECTIONS)]
-            raise ConfigError(f"{COMMAND_LINE}: there is no option {name}.{meant(name, known)}")
+            raise ConfigError(f"{COMMAND_LINE}: there is no option {name}.{nearest(name, known)}")
         elif equals or word.startswith("~"):
             found.overrides.append(word)
         elif word.endswith((".yaml", ".yml")):

@@ -9,9 +9,10 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...common.messages import nearest
 from ...trainer import Trainer
 from ...trainer.core import REQUIRED, described, signature
-from ..config import SECTIONS, ConfigError, meant, plain
+from ..config import SECTIONS, ConfigError, plain
 from ..config.instantiate import Opaque, catalog, default_value, words_for
 from .printed import word
 
@@ -69,7 +70,7 @@ def target_of(name: str, config: dict[str, Any], known: dict[str, type | None]) 
         if name in catalog.short_names(base):
             return catalog.find(name, base)
     every = [one for base in catalog.shelved() for one in catalog.short_names(base)]
-    hint = meant(name, [*SECTIONS, *every])
+    hint = nearest(name, [*SECTIONS, *every])
     raise ConfigError(f"there is no section and no class {name!r}.{hint} A class of yours needs its import path.")
 
 

@@ -122,7 +122,7 @@ def _is_folder(output: str | Path) -> bool:
 def _dtype(given: str | torch.dtype | None) -> torch.dtype | None:
     import torch
 
-    from ...common.messages import choose
+    from ...common.validation import choose
 
     if given is None or isinstance(given, torch.dtype):
         return given

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ...callbacks.reporting import duration, number_text
+from ...common.messages import nearest
 from ...trainer.runs import Run
 from ...trainer.runs import index as listing
 from ..config import DEFAULT, printable
@@ -142,9 +142,7 @@ def _named(runs: list[Run], name: str | None) -> list[Run]:
 def _check(option: str, value: str, valid: Iterable[str]) -> None:
     names = list(valid)
     if value not in names:
-        close = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"{option} {value!r} is not one of {', '.join(names)}.{hint}")
+        raise ValueError(f"{option} {value!r} is not one of {', '.join(names)}.{nearest(value, names)}")
 
 
 # -- one of them ---------------------------------------------------------------------------------------------------

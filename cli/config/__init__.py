@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         dotted,
         flattened,
         hidden,
-        meant,
         plain,
         printable,
         value_of,

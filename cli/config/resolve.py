@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ...common.messages import nearest
 from ...trainer.checkpointing import WORDS_FOR_CHECKPOINTS
 from .values import (
     ConfigError,
@@ -20,7 +21,6 @@ from .values import (
     dotted,
     flattened,
     hidden,
-    meant,
     merged,
     placed,
     plain,
@@ -149,7 +149,7 @@ def _overridden(root: Value, override: str) -> Value:
             return placed(root, path_of(override[1:]), None)
         key, equals, text = override.partition("=")
         if not equals:
-            raise ConfigError(f"write it as key.path=value.{meant(override, root.data)}")
+            raise ConfigError(f"write it as key.path=value.{nearest(override, root.data)}")
         add, key = key.endswith("+"), key.removesuffix("+")
         path = path_of(key)
         if not text:
@@ -240,8 +240,8 @@ def _refuse_idle(root: Value, targets: set[Path]) -> None:
         if alone and not any(path[: len(target)] == target for target in targets):
             known = [dotted(target) for target in targets if target[:1] == ("vars",)]
             raise ConfigError(
-                f"{COMMAND_LINE}: {dotted(path)}={value.data!r}: nothing refers to it.{meant(dotted(path), known)} In "
-                "the configuration of an earlier run references have become values: set those."
+                f"{COMMAND_LINE}: {dotted(path)}={value.data!r}: nothing refers to it.{nearest(dotted(path), known)} "
+                "In the configuration of an earlier run references have become values: set those."
             )
 
 
@@ -264,7 +264,7 @@ def _interpolated(value: Value, path: Path, carried: Any) -> Value:
 
 def _unset(name: str) -> str:
     default = f"${{oc.env:{name},default}}"
-    return f"the environment has no variable {name!r}. Set it, or give a default: {default}.{meant(name, os.environ)}"
+    return f"the environment has no variable {name!r}. Set it, or give a default: {default}.{nearest(name, os.environ)}"
 
 
 def _first_line(error: Exception) -> str:
@@ -331,7 +331,7 @@ class _References:
                 above = f" in {dotted(found)!r}" if found else ""
                 raise ConfigError(
                     f"{value.source}: {dotted(path)}={value.data!r}: there is no {part!r}{above} to refer to."
-                    f"{meant(part, known)}"
+                    f"{nearest(part, known)}"
                 )
             found = (*found, step)
         self.targets.add(found)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+from ...common.messages import nearest
 
 Key = str | int
 Path = tuple[Key, ...]
@@ -44,19 +45,6 @@ class Value:
 def printable(text: str) -> str:
     """A text for the terminal. What stands in a file may hold a terminal's commands; they are shown, not obeyed."""
     return "".join(letter if letter.isprintable() else "?" for letter in text.replace("\t", "    "))
-
-
-def closest(name: str, known: Iterable[Any]) -> str | None:
-    """The nearest of the names, whatever the case of their letters."""
-    by_lower = {str(one).lower(): str(one) for one in known}
-    close = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.5)
-    return by_lower[close[0]] if close else None
-
-
-def meant(name: Any, known: Iterable[Any]) -> str:
-    """``" Did you mean 'x'?"``, or nothing where no name is near."""
-    close = closest(str(name), known)
-    return f" Did you mean {close!r}?" if close else ""
 
 
 def apart(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -193,7 +181,7 @@ def placed(root: Value, path: Path, new: Value | None, add: bool = False) -> Val
         key = int(key) if key not in value.data and str(key).isdecimal() and int(key) in value.data else key
         if new is None and key not in value.data:
             known = [str(one) for one in value.data]
-            raise ConfigError(f"there is no {dotted(path[: done + 1])!r} to take out.{meant(str(key), known)}")
+            raise ConfigError(f"there is no {dotted(path[: done + 1])!r} to take out.{nearest(str(key), known)}")
         inside = dict(value.data)
         item = put(inside.get(key), done + 1)
         if item is None:

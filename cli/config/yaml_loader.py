@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from ...common.messages import closest_name
 from .values import ConfigError, Value
 
 MOST_BYTES = 2**18
@@ -213,7 +214,5 @@ def _neighbours(path: Path) -> str:
         names = sorted(one.name for one in path.parent.iterdir() if one.suffix in (".yaml", ".yml"))
     except OSError:
         return f" There is no folder {str(path.parent)!r} either."
-    import difflib
-
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f" Did you mean {str(path.parent / close[0])!r}?" if close else ""
+    close = closest_name(path.name, names)
+    return "" if close is None else f" Did you mean {str(path.parent / close)!r}?"

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.messages import announce, choose, warn
+from ...common.messages import announce, warn
+from ...common.validation import choose
 from ..checkpoint import Weights, some
 from ..weights import open_weights
 from .device_map import check_device_map, device_of, get_balanced_memory, infer_auto_device_map

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ...common.messages import choose
+from ...common.validation import choose
 from ..collectives import with_items
 from ..nested import honor_type
 from .loader import Loader

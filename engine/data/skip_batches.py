@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from ...common.validation import check_int
 from .loader import Loader
 
 
@@ -25,9 +26,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     Raises:
         ValueError: for a negative number.
     """
-    if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
-        raise ValueError(f"num_batches={num_batches!r} must be a whole number of at least 0.")
-    return SkippedLoader(dataloader, num_batches)
+    return SkippedLoader(dataloader, check_int("num_batches", num_batches, 0))
 
 
 class SkippedLoader:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...common.validation import check_int
 from ...strategies import Precision, Strategy
-from ..configuration import AutocastKwargs, GradientAccumulationPlugin, check_whole
+from ..configuration import AutocastKwargs, GradientAccumulationPlugin
 from ..process_state import Process
 from .agreement import Agreement
 from .loss_scaling import LossScale, divide_gradients
@@ -68,7 +69,7 @@ class Stepping(Process):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        check_whole("gradient_accumulation_steps", value)
+        check_int("gradient_accumulation_steps", value, 1)
         self._accumulate = value
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:

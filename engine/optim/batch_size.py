@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...common.messages import announce
+from ...common.validation import check_int
 from ...strategies.distributed import DONE, RETRY, Attempts
 
 # Where memory runs out without a type of its own for it.
@@ -64,8 +65,7 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    if isinstance(starting_batch_size, bool) or not isinstance(starting_batch_size, int) or starting_batch_size < 1:
-        raise ValueError(f"starting_batch_size={starting_batch_size!r} must be a whole number of at least 1.")
+    check_int("starting_batch_size", starting_batch_size, 1)
     body, signature = function, inspect.signature(function)
     accumulates = _ACCUMULATION in signature.parameters
 

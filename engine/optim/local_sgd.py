@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ...common.validation import check_int
 from ...strategies.ddp import average
 from ..accelerator import Accelerator
 
@@ -34,8 +35,7 @@ class LocalSGD:
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
-        if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
-            raise ValueError(f"local_sgd_steps={local_sgd_steps!r} must be a whole number of at least 1.")
+        check_int("local_sgd_steps", local_sgd_steps, 1)
         self.enabled = enabled and accelerator.num_processes > 1
         self.num_steps = 0
         self.local_sgd_steps = local_sgd_steps

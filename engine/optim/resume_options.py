@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from ...common.messages import announce, choose, warn
+from ...common.messages import announce, warn
+from ...common.validation import choose
 from ..checkpoint import TrainState
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...common.messages import choose
+from ...common.validation import choose
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...common.messages import choose
+from ...common.validation import choose
 
 
 @dataclass(frozen=True, kw_only=True)

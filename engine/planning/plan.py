@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import log2
 
+from ...common.validation import check_int
 from ...strategies import Precision, Strategy
 from .gpus import GPU, GPUS, gpu_called
 from .meter import Traffic
@@ -47,9 +48,7 @@ class Conditions:
         object.__setattr__(self, "gpu", gpu_called(self.gpu))
         object.__setattr__(self, "precision", Precision.parse(self.precision))
         for name in ("world_size", "micro_batch", "accumulate"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+            check_int(name, getattr(self, name), 1)
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank={self.rank} is none of {self.world_size} processes, which count from 0.")
 

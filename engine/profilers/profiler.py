@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from ...common.messages import announce, nearest
+from ...common.validation import check_path
 
 
 class Profiler:
@@ -39,8 +39,8 @@ class Profiler:
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
         for name, value in (("dirpath", dirpath), ("filename", filename)):
-            if value is not None and not isinstance(value, str | os.PathLike):
-                raise TypeError(f"{name}={value!r} must be a path, not a {type(value).__name__}.")
+            if value is not None:
+                check_path(name, value)
         self.dirpath = dirpath
         self.filename = filename
         self.advice: dict[str, str] = {}

@@ -13,7 +13,8 @@ from torch import nn
 from torch.autograd.profiler import EventList, record_function
 from torch.profiler import ProfilerAction, schedule
 
-from ...common.messages import choose, warn
+from ...common.messages import warn
+from ...common.validation import choose
 from .profiler import Profiler
 
 

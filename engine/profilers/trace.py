@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...common.messages import choose
+from ...common.validation import choose
 from ..configuration import ProfileKwargs
 from ..process_state import Process
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...common.messages import announce, choose
+from ...common.messages import announce
+from ...common.validation import choose
 from ..distributed import World
 
 _NAMES = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...common.messages import announce, nearest
+from ...common.validation import check_positive
 from ..distributed import World
 from ..forward_router import Ballot, Router
 from ..precision import Precision
@@ -154,8 +155,8 @@ class DDP(Strategy):
             "local_sgd_steps": local_sgd_steps,
         }
         _take_other_names(given, other)
-        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be more than 0; None is torch's default.")
+        if bucket_cap_mb is not None:
+            check_positive("bucket_cap_mb", bucket_cap_mb, "or None for torch's default")
         self.options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...common.validation import check_int
 from ..distributed import World
 from .coalesced import average
 
@@ -83,8 +84,8 @@ def checked(every: Any, start: Any) -> LocalSteps | None:
         ValueError: names the argument, the value and the rule.
     """
     for name, value, least in (("local_sgd_steps", every, 1), ("local_sgd_start", start, 0)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
+        if value is not None:
+            check_int(name, value, least)
     if every is None and start:
         raise ValueError(f"local_sgd_start={start} needs local_sgd_steps, the steps between two averages.")
     return None if every is None else LocalSteps(every, start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...common.validation import check_int
 from .world import World
 
 if TYPE_CHECKING:
@@ -32,9 +33,7 @@ class Layout:
         if self.data != "auto":
             flags["data_parallel_size"] = self.data  # type: ignore[assignment]
         for flag, value in flags.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                auto = " or 'auto'" if flag == "data_parallel_size" else ""
-                raise ValueError(f"{flag}={value!r} must be a number of processes of at least 1{auto}.")
+            check_int(flag, value, 1)
 
     def sizes(self, world_size: int) -> dict[str, int]:
         """The grid for ``world_size`` processes, by the names of its dimensions.

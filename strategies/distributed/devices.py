@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...common.messages import choose
+from ...common.validation import choose
 
 Devices = int | str | Sequence[int]
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")

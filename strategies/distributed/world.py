@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...common.messages import choose
+from ...common.validation import choose
 from . import process_group as connection
 from .launch_environment import DebugEnvironment
 from .matching_calls import arrivals_of, shared_count

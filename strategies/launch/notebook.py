@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...common.messages import choose
+from ...common.validation import check_int, choose
 from ..distributed import LaunchEnvironment, World, formatted, hide_frames
 from ..distributed import process_group as connection
 from ..distributed.os_process import die_with_parent
@@ -156,9 +156,8 @@ class _Launch:
                 print(f"treadle: {traceback.format_exc()}treadle: restart {attempt + 1} of {self.max_restarts}")
 
     def _check(self) -> None:
-        for name, value, low in (("num_processes", self.count, 1), ("num_nodes", self.nodes, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"{name}={value!r} must be a number, at least {low}.")
+        check_int("num_processes", self.count, 1)
+        check_int("num_nodes", self.nodes, 1)
         if self.max_restarts and self.nodes > 1:
             raise ValueError(f"max_restarts={self.max_restarts} is for one machine, not for num_nodes={self.nodes}.")
         if not 0 <= self.node < self.nodes:

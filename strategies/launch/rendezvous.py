@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ...common.validation import check_int, check_positive
+
 GRACE = 30.0
 FAILURE_GRACE = 2.0
 _PORTS = {"c10d": 29400, "static": 29500}  # torchrun's
@@ -124,12 +126,9 @@ class Job:
     tee: str = "0"
 
     def __post_init__(self) -> None:
-        if isinstance(self.nproc, bool) or not isinstance(self.nproc, int) or self.nproc < 1:
-            raise ValueError(f"nproc={self.nproc!r} must be a number of processes, at least 1.")
-        if self.max_restarts < 0:
-            raise ValueError(f"max_restarts={self.max_restarts} must be at least 0.")
-        if self.monitor_interval <= 0:
-            raise ValueError(f"monitor_interval={self.monitor_interval} must be a number of seconds above 0.")
+        check_int("nproc", self.nproc, 1)
+        check_int("max_restarts", self.max_restarts, 0)
+        check_positive("monitor_interval", self.monitor_interval)
         if self.log_dir is None and (self.redirects, self.tee) != ("0", "0"):
             raise ValueError("--redirects and --tee write files: add --log-dir FOLDER.")
         if self.nodes is not None and self.nodes.backend == "static" and self.max_restarts:

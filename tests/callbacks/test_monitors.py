@@ -257,7 +257,7 @@ def test_what_it_needs(tmp_path, monkeypatch):
         fit(tmp_path, DeviceStatsMonitor())
     with pytest.raises(TypeError, match="cpu_stats='yes'"):
         DeviceStatsMonitor("yes")
-    monkeypatch.setattr("treadle.callbacks.optional.find_spec", lambda name: None)
+    monkeypatch.setattr("treadle.common.optional.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"psutil.*treadle\[psutil\]"):
         DeviceStatsMonitor(cpu_stats=True)
     with pytest.raises(ModuleNotFoundError, match="psutil"):

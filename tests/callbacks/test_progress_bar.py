@@ -286,7 +286,7 @@ def test_rich_without_a_terminal(tmp_path, capsys):
 
 
 def test_rich_is_an_extra(monkeypatch):
-    monkeypatch.setattr("treadle.callbacks.optional.find_spec", lambda name: None)
+    monkeypatch.setattr("treadle.common.optional.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"RichProgressBar needs the package 'rich'.*treadle\[rich\]"):
         RichProgressBar()
 

@@ -430,7 +430,7 @@ def test_the_plot(monkeypatch):
     _, ax = plt.subplots()
     assert found.plot(ax=ax) is ax.figure
     plt.close("all")
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
         found.plot()
 

@@ -116,7 +116,7 @@ def test_all_are_those_that_can_be_used(tmp_path):
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_package_that_is_not_there(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match=f"pip install {name}"):
+    with pytest.raises(ModuleNotFoundError, match=f"pip install {name}"):
         cpu(log_with=name)
 
 
@@ -127,7 +127,7 @@ def test_a_folder_is_no_package(name, monkeypatch, tmp_path):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder])
-    with pytest.raises(ValueError, match=f"pip install {name}"):
+    with pytest.raises(ModuleNotFoundError, match=f"pip install {name}"):
         cpu(log_with=name)
 
 

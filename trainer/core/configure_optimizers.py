@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ...common.messages import choose, nearest
+from ...common.messages import nearest
+from ...common.validation import check_int, choose
 
 _FORMS = (
     "an optimizer; a list of optimizers; two lists (optimizers, schedulers); a dict with 'optimizer' and, if you like, "
@@ -46,8 +47,7 @@ class SchedulerConfig:
         if not (hasattr(self.scheduler, "step") and hasattr(self.scheduler, "state_dict")):
             raise TypeError(f"a scheduler needs step() and state_dict(); got {self.scheduler!r}.")
         choose("interval", self.interval, ("epoch", "step"))
-        if isinstance(self.frequency, bool) or not isinstance(self.frequency, int) or self.frequency < 1:
-            raise ValueError(f"frequency={self.frequency!r} must be a whole number of at least 1.")
+        check_int("frequency", self.frequency, 1)
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
         if self.reduce_on_plateau and self.monitor is None:
             raise ValueError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
@@ -13,6 +12,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from ...common.optional import require
 from ...engine import move_data_to_device, own_name, plain_calls
 from ...engine.weights import save_object
 from ...strategies.distributed import is_sharded
@@ -42,8 +42,7 @@ class Exports(nn.Module):
             ModuleNotFoundError: names what to install.
             ValueError: if there is no input, the model is sharded, or the program's outputs are of other shapes.
         """
-        if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
-            raise ModuleNotFoundError(f"to_onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}.")
+        require("to_onnx", "onnx", "onnxscript", extra="onnx")
         if kwargs.pop("dynamo", True) is not True:
             raise ValueError("dynamo=False is the export that torch has given up; leave it out.")
         with _for_export(self, "to_onnx"):

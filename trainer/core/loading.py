@@ -251,10 +251,7 @@ def read_hparams_file(path: str | Path) -> dict[str, Any]:
 
 
 def _from_yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ImportError("hparams_file= of YAML needs PyYAML: pip install pyyaml.") from error
+    import yaml
 
     class Loader(yaml.SafeLoader):
         def flatten_mapping(self, node: Any) -> None:  # merged a few times, ten lines become a billion

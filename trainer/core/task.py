@@ -14,7 +14,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ...common.messages import choose, warn
+from ...common.messages import warn
+from ...common.validation import choose
 from ...engine import collectives as exchange
 from ...engine.metrics import Metrics
 from .datamodule import TransferHooks

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import HOOKS, Callback
+from ...common.messages import closest_name
 from ..core import TaskHooks
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def _refuse_lost_hooks(owner: object, known: set[str]) -> None:
     for name in dir(kind):
         if name in _LOST:
             raise ValueError(f"{kind.__name__}.{name} is a hook that is never called here: {_LOST[name]}.")
-        if name.startswith("on_") and name not in known and (close := get_close_matches(name, known, 1, 0.9)):
-            raise ValueError(f"{kind.__name__}.{name} is no hook. Did you mean {close[0]!r}?")
+        if name.startswith("on_") and name not in known and (close := closest_name(name, known, 0.9)):
+            raise ValueError(f"{kind.__name__}.{name} is no hook. Did you mean {close!r}?")
 
 
 def callback_overrides(callback: Callback, name: str) -> bool:

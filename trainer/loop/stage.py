@@ -126,7 +126,7 @@ def _setup(
         for owner in (datamodule, task):
             if owner is None:
                 continue
-            per_node = flags.check_switch("prepare_data_per_node", owner.prepare_data_per_node)
+            per_node = flags.check_bool("prepare_data_per_node", owner.prepare_data_per_node)
             if accelerator.is_local_main_process if per_node else accelerator.is_main_process:
                 owner.prepare_data()
     if datamodule is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import BatchSizeFinder, Callback, LearningRateFinder, _LRFinder
-from ...common.messages import choose
+from ...common.validation import choose
 from ...engine import isolated_random_state
 from ..core import DataModule, TaskModule
 from ..loop import KIND_OF_STAGE, run_stage

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
-import difflib
 import errno
 import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from ..common.messages import nearest
+from ..common.validation import check_int
 from .places import POINTS
 
 
@@ -66,15 +67,14 @@ class Fault:
             value = getattr(self, name)
             if value is None and name != "occurrence":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
+            check_int(name, value, least)
         if not isinstance(self.point, str):
             raise TypeError(f"point={self.point!r} must be a name, such as 'backward:after' or 'disk:*'.")
         parts = self.point.split(":")
         if len(parts) < (3 if parts[0] in ("callback", "disk") else 2):
             object.__setattr__(self, "point", f"{self.point}:before")
         if not self.places:
-            raise ValueError(f"{self.point!r} is no point of a run.{_nearest(self.point, POINTS)} See faults.POINTS.")
+            raise ValueError(f"{self.point!r} is no point of a run.{nearest(self.point, POINTS)} See faults.POINTS.")
         on_disk = all(place.startswith("disk:") for place in self.places)
         if self.match is not None and not (on_disk and isinstance(self.match, str)):
             raise ValueError(
@@ -130,7 +130,7 @@ def _parse(action: Any) -> tuple[str, Any]:
     if kind in named:
         usual, table = named[kind]
         if (value or usual) not in table:
-            raise ValueError(f"action={action!r}: there is no {value!r}.{_nearest(value, table)}")
+            raise ValueError(f"action={action!r}: there is no {value!r}.{nearest(value, table)}")
         return kind, table[value or usual]
     try:
         if kind == "exit" and 0 <= (status := int(value or "1")) <= 255:
@@ -142,10 +142,4 @@ def _parse(action: Any) -> tuple[str, Any]:
     if kind in ("exit", "hang", "delay"):
         raise ValueError(f"action={action!r} needs a number: 'exit:3' (0 to 255), 'hang:30', 'delay:0.5' (seconds).")
     kinds = (*named, "exit", "hang", "delay")
-    raise ValueError(f"action={action!r} is not one of {', '.join(kinds)}.{_nearest(kind, kinds)}")
-
-
-def _nearest(name: str, valid: Iterable[str]) -> str:
-    # As `messages.nearest`, for names in capitals too.
-    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"action={action!r} is not one of {', '.join(kinds)}.{nearest(kind, kinds)}")

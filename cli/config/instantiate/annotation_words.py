@@ -14,8 +14,9 @@ from typing import Any, Literal, Union
 
 import torch
 
+from ....common.messages import nearest
 from ....trainer.core import Argument
-from ..values import Value, hidden, meant, plain
+from ..values import Value, hidden, plain
 from . import catalog
 
 LISTS = {
@@ -36,7 +37,7 @@ WRITTEN = (*PATHS, torch.dtype, torch.device)
 
 
 def unknown(name: str, key: Any, known: list[str]) -> str:
-    hint = meant(key, known)
+    hint = nearest(key, known)
     has = f" It has {', '.join(known)}." if 0 < len(known) <= 12 else "" if known else " It has none."
     return f": {name} has no argument {key!r}.{hint}{has}"
 

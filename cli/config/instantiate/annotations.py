@@ -14,8 +14,9 @@ from typing import Any, Literal, NotRequired, Required, Union
 
 import torch
 
+from ....common.messages import nearest
 from ....trainer.core import REQUIRED, Argument, DataModule, Signature, TaskModule, signature
-from ..values import ConfigError, Path, Value, dotted, hidden, meant, plain
+from ..values import ConfigError, Path, Value, dotted, hidden, plain
 from ..yaml_loader import scalar
 from . import catalog
 from .annotation_words import (
@@ -129,7 +130,7 @@ class Checker:
         for one in allowed:
             if isinstance(one, str) and one == value.text:
                 return Plain(Value(one, value.source), one)
-        hint = meant(value.data, [one for one in allowed if isinstance(one, str)])
+        hint = nearest(value.data, [one for one in allowed if isinstance(one, str)])
         return self._wrong(value, Literal[allowed], path, hint)
 
     def _enum(self, value: Value, kind: type[enum.Enum], path: Path) -> Recipe | None:

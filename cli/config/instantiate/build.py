@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ....common.messages import closest_name, nearest
 from ....engine.optim import SCHEDULES
 from ....strategies import strategy_names
 from ....strategies.distributed import ACCELERATORS
@@ -18,7 +19,7 @@ from ....trainer import Trainer, TrainerSettings
 from ....trainer import arguments as flags
 from ....trainer.core import DataModule, SchedulerConfig, Signature, TaskModule, signature
 from ..resolve import SECTIONS, Config
-from ..values import DEFAULT, ConfigError, Value, closest, meant
+from ..values import DEFAULT, ConfigError, Value
 from .annotations import Checker
 from .recipes import Object, Plain, Recipe, default_value
 
@@ -165,7 +166,7 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
     root = config.root
     for key, item in root.data.items():
         if key not in SECTIONS:
-            close = _ELSEWHERE.get(str(key)) or closest(str(key), SECTIONS)
+            close = _ELSEWHERE.get(str(key)) or closest_name(str(key), SECTIONS)
             hint = f" Did you mean {close!r}?" if close else ""
             checker.report(item, (key,), f": there is no section {key!r}.{hint} There are {', '.join(SECTIONS)}.")
     trainer = _check_trainer(checker, config)
@@ -215,7 +216,7 @@ def _check_trainer(checker: Checker, config: Config) -> dict[str, Recipe]:
     for flag, names in (("strategy", strategy_names()), ("accelerator", ACCELERATORS)):
         value = known.get(flag)
         if value is not None and isinstance(value.data, str) and value.data not in names:
-            hint = meant(value.data, names)
+            hint = nearest(value.data, names)
             checker.report(value, ("trainer", flag), f"={value.data!r} is not one of {', '.join(names)}.{hint}")
             del known[flag]
     section = config.section("trainer") or config.root
@@ -273,7 +274,7 @@ def _check_run(checker: Checker, config: Config) -> dict[str, str]:
     found = {"name": "default", "dir": "runs"}
     for key, item in _mapping(checker, config, "run").items():
         if key not in found:
-            hint = meant(str(key), found)
+            hint = nearest(str(key), found)
             checker.report(item, ("run", key), f": a run has no {key!r}.{hint} It has name, dir.")
         elif isinstance(made := checker.check(item, str, ("run", key)), Plain):
             found[key] = made.made

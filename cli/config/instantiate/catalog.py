@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from .... import callbacks, loggers, strategies
+from ....common.messages import nearest
 from ....engine import profilers
 from ....trainer.core import DataModule, TaskModule
-from ..values import ConfigError, meant
+from ..values import ConfigError
 
 _SHELVES: tuple[tuple[type, str], ...] = (
     (callbacks.Callback, callbacks.__name__),
@@ -76,7 +77,7 @@ def find(name: str, base: Any) -> Any:
         main = getattr(sys.modules.get("__main__"), name, None)
         if main is not None:
             return main
-        hint = meant(name, known)
+        hint = nearest(name, known)
         raise ConfigError(
             f"there is no {_noun(base)}{name!r}.{hint} Name one of {_some(known)}, or an import path as "
             "'my_package.module.Name'."
@@ -110,7 +111,7 @@ def imported(name: str) -> Any:
                     f"{path!r} can't be imported: {asking} imports {error.name!r}, which is not there."
                 ) from error
             if module is None:
-                hint = meant(parts[0], _importable_here())
+                hint = nearest(parts[0], _importable_here())
                 hint = own(parts[-1]) or hint
                 raise ConfigError(f"there is no module {parts[0]!r} in {Path.cwd()} or installed.{hint}") from None
             break
@@ -137,7 +138,7 @@ def _attribute(holder: Any, name: str, path: str = "") -> Any:
             holder = getattr(holder, part)
         except AttributeError:
             known = [one for one in dir(holder) if not one.startswith("_")]
-            hint = meant(part, known)
+            hint = nearest(part, known)
             raise ConfigError(f"{path or holder!r} has no {part!r}.{hint}") from None
     return holder
 

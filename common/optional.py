@@ -1,0 +1,36 @@
+"""Packages that one part of Treadle needs and nothing else does."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported, without importing it.
+
+    A folder of the same name, such as the ``./wandb`` that W&B writes its runs to, is not a package.
+    """
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def require(needed_by: str, *packages: str, extra: str) -> None:
+    """Check that packages can be imported, without importing them.
+
+    Args:
+        needed_by: what needs them, as the user wrote it.
+        packages: the names they are imported by.
+        extra: Treadle's extra that installs them.
+
+    Raises:
+        ModuleNotFoundError: names the missing packages and how to install them.
+    """
+    missing = [package for package in packages if not is_installed(package)]
+    if missing:
+        several = len(missing) > 1
+        raise ModuleNotFoundError(
+            f"{needed_by} needs the package{'s' * several} {' and '.join(map(repr, missing))}, which "
+            f"{'are' if several else 'is'} not installed: pip install 'treadle[{extra}]', or pip install "
+            f"{' '.join(missing)}.",
+            name=missing[0],
+        )

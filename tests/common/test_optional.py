@@ -1,0 +1,51 @@
+"""Optional packages: one check, whose error names what to install."""
+
+import ast
+import tomllib
+from pathlib import Path
+
+import pytest
+from treadle.common.optional import is_installed, require
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_what_is_installed():
+    assert is_installed("torch")
+    assert not is_installed("a_package_that_nobody_wrote")
+    require("this", "torch", "numpy", extra="test")
+
+
+def test_a_folder_is_not_a_package(tmp_path, monkeypatch):
+    (tmp_path / "a_package_that_nobody_wrote").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not is_installed("a_package_that_nobody_wrote")
+
+
+def test_the_error_names_what_to_install():
+    with pytest.raises(ModuleNotFoundError) as raised:
+        require("to_onnx", "torch", "no_onnx", extra="onnx")
+    assert str(raised.value) == (
+        "to_onnx needs the package 'no_onnx', which is not installed: pip install 'treadle[onnx]', or pip install "
+        "no_onnx."
+    )
+    assert raised.value.name == "no_onnx"
+    with pytest.raises(
+        ModuleNotFoundError, match=r"packages 'no_a' and 'no_b', which are not .* pip install no_a no_b"
+    ):
+        require("this", "no_a", "no_b", extra="x")
+
+
+def test_every_extra_that_an_error_names_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    named = {
+        keyword.value.value
+        for room in ("callbacks", "engine", "loggers", "trainer")
+        for path in (ROOT / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "require"
+        for keyword in node.keywords
+        if keyword.arg == "extra" and isinstance(keyword.value, ast.Constant)
+    }
+    assert named == {"mlflow", "onnx", "plot", "psutil", "rich", "wandb"}
+    assert named <= set(extras)
