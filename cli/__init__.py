@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .main import COMMANDS, main
+    from .entry_point import COMMANDS, main
     from .script import run
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

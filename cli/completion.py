@@ -82,7 +82,7 @@ def candidates(line: str, in_parts: bool = False) -> list[str]:
 
 
 def _possible(before: list[str], last: str) -> Iterable[str]:
-    from .main import COMMANDS
+    from .entry_point import COMMANDS
 
     if not before:
         return COMMANDS

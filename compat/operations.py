@@ -7,30 +7,29 @@ from typing import Any
 import torch
 
 from ..common.validation import choose
-from ..engine import collectives as exchange
-from ..engine import seed_everything
+from ..engine import collectives, seed_everything
 from ..strategies.distributed import current_place, current_world
 
 
 def gather(tensor: Any) -> Any:
     """Concatenate every process's tensors along dimension 0, on every process; see `Accelerator.gather`."""
-    return exchange.gather(tensor, current_world())
+    return collectives.gather(tensor, current_world())
 
 
 def gather_object(object: Any) -> list[Any]:
     """Every process's values in one list, on every process; a list (or tuple) counts as its items."""
-    return exchange.gather_objects(object, current_world())
+    return collectives.gather_objects(object, current_world())
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Return process ``from_process``'s tensors, nested as they are; the input is left as it is."""
-    return exchange.broadcast(tensor, current_world(), from_process)
+    return collectives.broadcast(tensor, current_world(), from_process)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Fill ``object_list``, in place, with process ``from_process``'s, and return it."""
     world = current_world()
-    exchange.check_process(from_process, world.size, "from_process")
+    collectives.check_process(from_process, world.size, "from_process")
     if not isinstance(object_list, list):
         raise TypeError(f"broadcast_object_list fills a list in place, not a {type(object_list).__name__}.")
     object_list[:] = world.broadcast(object_list, from_process)
@@ -39,12 +38,12 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Combine tensors over the processes; see `Accelerator.reduce`, whose default is the sum."""
-    return exchange.reduce(tensor, current_world(), reduction, scale)
+    return collectives.reduce(tensor, current_world(), reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Pad tensors along ``dim`` to the longest of any process."""
-    return exchange.pad_across_processes(tensor, current_world(), dim, pad_index, pad_first)
+    return collectives.pad_across_processes(tensor, current_world(), dim, pad_index, pad_first)
 
 
 def wait_for_everyone() -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world
 from ..strategies.distributed import Devices
-from . import configuration as arguments
+from . import configuration
 from .checkpoint import Saving
 from .configuration import (
     DataLoaderConfiguration,
@@ -113,28 +113,28 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         spread: bool = False,
         **unknown: Any,
     ) -> None:
-        arguments.refuse(
+        configuration.refuse(
             unknown,
             deepspeed_plugin=deepspeed_plugin,
             deepspeed_plugins=deepspeed_plugins,
             megatron_lm_plugin=megatron_lm_plugin,
             torch_tp_plugin=torch_tp_plugin,
         )
-        arguments.check_random_types(rng_types)
-        handlers = arguments.sort_handlers(kwargs_handlers)
+        configuration.check_random_types(rng_types)
+        handlers = configuration.sort_handlers(kwargs_handlers)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.dataloader_config = arguments.loading_of(dataloader_config, split_batches)
-        self.project_configuration = arguments.project_of(project_config, project_dir)
-        self.gradient_accumulation_plugin = arguments.groups_of(
+        self.dataloader_config = configuration.loading_of(dataloader_config, split_batches)
+        self.project_configuration = configuration.project_of(project_config, project_dir)
+        self.gradient_accumulation_plugin = configuration.groups_of(
             gradient_accumulation_plugin, gradient_accumulation_steps
         )
-        self.dynamo_plugin = arguments.compilation_of(dynamo_plugin, dynamo_backend)
-        self.precision, self.mixed_precision = arguments.precision_of(mixed_precision, handlers["autocast"])
+        self.dynamo_plugin = configuration.compilation_of(dynamo_plugin, dynamo_backend)
+        self.precision, self.mixed_precision = configuration.precision_of(mixed_precision, handlers["autocast"])
         self.fsdp_plugin, self.parallelism_config = fsdp_plugin, parallelism_config
         self._choose_trackers(log_with)
         group = (handlers["group"] or InitProcessGroupKwargs()).options()
-        kind = arguments.device_kind(accelerator, cpu)
+        kind = configuration.device_kind(accelerator, cpu)
         super().__init__(open_world(kind, devices, num_nodes, spread=spread, **group))
         self.strategy = choose_strategy(strategy, self.world, fsdp_plugin, parallelism_config, handlers["replicas"])
         self._begin(handlers)

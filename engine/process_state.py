@@ -13,7 +13,7 @@ from ..common.durations import parse_duration
 from ..common.messages import nearest
 from ..strategies import World, open_world
 from ..strategies.distributed import DistributedType, backend_of, connected, current_world, disconnect, distributed_type
-from . import collectives as exchange
+from . import collectives
 from .collectives import split
 from .data import Cursor
 
@@ -111,17 +111,17 @@ class Process:
                 processes, is left out.
         """
         if not sync_grads:
-            return exchange.gather(tensor, self.world)
+            return collectives.gather(tensor, self.world)
         micro = self.cursor.micro
         stand_in = micro is not None and not micro.samples
-        return exchange.gather(tensor, self.data_world, empty=stand_in, sync_grads=True)
+        return collectives.gather(tensor, self.data_world, empty=stand_in, sync_grads=True)
 
     def gather_object(self, value: Any) -> list[Any]:
         """Every process's values in one list, on every process; a list (or tuple) counts as its items.
 
         What was made of the shares of `split_between_processes` comes back in the order of its inputs.
         """
-        return exchange.gather_objects(value, self.world)
+        return collectives.gather_objects(value, self.world)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather what was computed from the current batch, each sample of the dataset once, in its order.
@@ -139,17 +139,17 @@ class Process:
         """
         micro = self.cursor.micro
         stand_in = micro is not None and not micro.samples
-        if use_gather_object or not exchange.holds_tensor(input_data):
-            return exchange.gather_objects([] if stand_in else input_data, self.data_world)
-        return exchange.gather(input_data, self.data_world, empty=stand_in)
+        if use_gather_object or not collectives.holds_tensor(input_data):
+            return collectives.gather_objects([] if stand_in else input_data, self.data_world)
+        return collectives.gather(input_data, self.data_world, empty=stand_in)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine tensors over the processes: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``."""
-        return exchange.reduce(tensor, self.world, reduction, scale)
+        return collectives.reduce(tensor, self.world, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Pad tensors along ``dim`` to the longest of any process, with ``pad_index``."""
-        return exchange.pad_across_processes(tensor, self.world, dim, pad_index, pad_first)
+        return collectives.pad_across_processes(tensor, self.world, dim, pad_index, pad_first)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -219,7 +219,7 @@ class Process:
             raise TypeError(f"{name} says on which process to run; it is missing.")
         if self.world.size == 1 and isinstance(wanted, int) and wanted >= 0:
             return True
-        exchange.check_process(wanted, size, name)
+        collectives.check_process(wanted, size, name)
         return own == wanted
 
     def main_process_first(self) -> AbstractContextManager[None]:

@@ -13,8 +13,7 @@ import torch
 from processes import RankError, run, script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.engine.checkpoint import filesystem as disk
-from treadle.engine.checkpoint import store as checkpoint
+from treadle.engine.checkpoint import filesystem, store
 
 import treadle
 from treadle.testing import faults
@@ -279,9 +278,9 @@ STATE = {"weight": torch.arange(64.0)}
 
 
 def save(target, value=0.0):
-    files = checkpoint.write_part(target, "model", {"weight": STATE["weight"] + value})
-    files |= checkpoint.write_part(target, "state", {"value": value})
-    return checkpoint.commit(target, files, {"step": 1})
+    files = store.write_part(target, "model", {"weight": STATE["weight"] + value})
+    files |= store.write_part(target, "state", {"value": value})
+    return store.commit(target, files, {"step": 1})
 
 
 @pytest.mark.parametrize("point", [point for point in faults.POINTS if point.startswith("disk:")])
@@ -309,14 +308,14 @@ def test_each_disk_point(tmp_path, point):
         "replace": False,
     }
     with pytest.raises(OSError, match="No space left") as caught, FaultPlan([Fault(point, "oserror:ENOSPC")]):
-        getattr(disk, operation)(path, *arguments)
+        getattr(filesystem, operation)(path, *arguments)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
     if operation != "fsync":
         assert path.exists() == (there[operation] == (moment != "before"))
     if moment == "half":
         half = path.stat().st_size
         path.unlink()
-        getattr(disk, operation)(path, *arguments)
+        getattr(filesystem, operation)(path, *arguments)
         assert half == path.stat().st_size // 2 > 0
 
 
@@ -325,9 +324,9 @@ def test_what_was_only_delayed_half_way_is_whole(tmp_path, operation):
     sizes = []
     arguments = (b"12345678",) if operation == "write_bytes" else (STATE, {})
     with FaultPlan([Fault(f"disk:{operation}:half", lambda firing: sizes.append(os.path.getsize(firing.path)))]):
-        entry = getattr(disk, operation)(tmp_path / "x", *arguments)
+        entry = getattr(filesystem, operation)(tmp_path / "x", *arguments)
     assert sizes == [entry["bytes"] // 2]
-    assert disk.describe(tmp_path / "x") == entry
+    assert filesystem.describe(tmp_path / "x") == entry
 
 
 def test_a_file_can_be_named(tmp_path):
@@ -363,8 +362,8 @@ def test_every_disk_point_of_a_save_is_listed_and_struck_in_turn(tmp_path):
         (firing,) = FaultPlan([point.fault()], record=record).firings
         assert firing.point == f"disk:{point.operation}:{point.moment}"
         assert os.path.relpath(firing.path, target.parent) == os.path.relpath(point.path, tmp_path / "a")
-        path, _ = checkpoint.CheckpointStore(target.parent).latest()
-        found.add(checkpoint.read_part(path, "state")["value"])
+        path, _ = store.CheckpointStore(target.parent).latest()
+        found.add(store.read_part(path, "state")["value"])
     assert found == {0.0, 1.0}
     beyond = points[-1].fault()
     beyond = Fault(beyond.point, "kill", occurrence=beyond.occurrence + 1)
@@ -649,5 +648,5 @@ def test_a_plan_takes_faults_only():
 
 def test_the_disk_has_these_operations():
     """Every function of `disk` that changes something is a point: those that its docstring names."""
-    assert all(f"`{name}`" in disk.__doc__ for name in faults.OPERATIONS)
+    assert all(f"`{name}`" in filesystem.__doc__ for name in faults.OPERATIONS)
     assert json.dumps(faults.POINTS).count("disk:") == 2 * len(faults.OPERATIONS) + 2

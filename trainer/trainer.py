@@ -19,9 +19,8 @@ from ..engine.profilers import Profiler, choose_profiler
 from ..loggers import Logger
 from ..strategies import Strategy, report_uncaught
 from ..strategies.distributed import Devices
-from . import arguments as flags
-from .checkpointing import LastStep
-from .checkpointing import trainer_state as restore
+from . import arguments
+from .checkpointing import LastStep, trainer_state
 from .core import DataModule, SchedulerConfig, TaskModule, log_to
 from .default_callbacks import choose_callbacks, choose_loggers
 from .logging import History, Logbook
@@ -37,9 +36,9 @@ from .loop import (
     predictions_in_order,
     run_fit,
     run_stage,
+    run_summary,
     wrap,
 )
-from .loop import run_summary as summary
 from .profiling import Profiled
 from .trainer_properties import TrainerNames
 
@@ -126,10 +125,10 @@ class Trainer(TrainerNames):
         max_steps: int = -1,
         min_steps: int | None = None,
         max_time: str | timedelta | dict[str, int] | None = None,
-        limit_train_batches: flags.Limit = None,
-        limit_val_batches: flags.Limit = None,
-        limit_test_batches: flags.Limit = None,
-        limit_predict_batches: flags.Limit = None,
+        limit_train_batches: arguments.Limit = None,
+        limit_val_batches: arguments.Limit = None,
+        limit_test_batches: arguments.Limit = None,
+        limit_predict_batches: arguments.Limit = None,
         overfit_batches: int | float = 0.0,
         val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
         check_val_every_n_epoch: int | None = 1,
@@ -159,11 +158,11 @@ class Trainer(TrainerNames):
         **unknown: Any,
     ) -> None:
         report_uncaught()  # also what is wrong with the flags
-        self.flags_given = flags.given(locals(), Trainer.__init__.__kwdefaults__)
-        fast = flags.check_batches("fast_dev_run", fast_dev_run)
-        self.barebones = flags.check_bool("barebones", barebones)
+        self.flags_given = arguments.given(locals(), Trainer.__init__.__kwdefaults__)
+        fast = arguments.check_batches("fast_dev_run", fast_dev_run)
+        self.barebones = arguments.check_bool("barebones", barebones)
         if barebones:
-            flags.refuse_with_barebones(
+            arguments.refuse_with_barebones(
                 fast_dev_run=fast,
                 logger=logger,
                 enable_checkpointing=enable_checkpointing,
@@ -180,57 +179,57 @@ class Trainer(TrainerNames):
         if max_epochs is None:
             max_epochs = 1000 if max_steps == -1 and max_time is None else -1
         self.fast_dev_run = fast_dev_run
-        self.max_epochs = 1 if fast else flags.check_int("max_epochs", max_epochs, -1)
-        self.max_steps = fast or flags.check_int("max_steps", max_steps, -1)
-        self.min_epochs = flags.check_int("min_epochs", min_epochs or 0, 0)
-        self.min_steps = flags.check_int("min_steps", min_steps or 0, 0)
+        self.max_epochs = 1 if fast else arguments.check_int("max_epochs", max_epochs, -1)
+        self.max_steps = fast or arguments.check_int("max_steps", max_steps, -1)
+        self.min_epochs = arguments.check_int("min_epochs", min_epochs or 0, 0)
+        self.min_steps = arguments.check_int("min_steps", min_steps or 0, 0)
         if not fast:
-            flags.check_bounds("epochs", self.min_epochs, self.max_epochs)
-            flags.check_bounds("steps", self.min_steps, self.max_steps)
-        self.max_seconds = flags.seconds("max_time", max_time)
-        self.limit_train_batches = fast or flags.check_limit("limit_train_batches", limit_train_batches)
-        self.limit_val_batches = fast or flags.check_limit("limit_val_batches", limit_val_batches)
-        self.limit_test_batches = fast or flags.check_limit("limit_test_batches", limit_test_batches)
-        self.limit_predict_batches = fast or flags.check_limit("limit_predict_batches", limit_predict_batches)
-        self.overfit_batches = flags.check_limit("overfit_batches", overfit_batches)
+            arguments.check_bounds("epochs", self.min_epochs, self.max_epochs)
+            arguments.check_bounds("steps", self.min_steps, self.max_steps)
+        self.max_seconds = arguments.seconds("max_time", max_time)
+        self.limit_train_batches = fast or arguments.check_limit("limit_train_batches", limit_train_batches)
+        self.limit_val_batches = fast or arguments.check_limit("limit_val_batches", limit_val_batches)
+        self.limit_test_batches = fast or arguments.check_limit("limit_test_batches", limit_test_batches)
+        self.limit_predict_batches = fast or arguments.check_limit("limit_predict_batches", limit_predict_batches)
+        self.overfit_batches = arguments.check_limit("overfit_batches", overfit_batches)
         if self.overfit_batches and not fast:
             self.limit_train_batches = self.limit_val_batches = self.overfit_batches
         self.val_check_seconds: float | None = None
         if isinstance(val_check_interval, str | timedelta | Mapping):
-            self.val_check_seconds = None if fast else flags.seconds("val_check_interval", val_check_interval)
+            self.val_check_seconds = None if fast else arguments.seconds("val_check_interval", val_check_interval)
             val_check_interval = None
-        self.val_check_interval = 1.0 if fast else flags.check_interval("val_check_interval", val_check_interval)
+        self.val_check_interval = 1.0 if fast else arguments.check_interval("val_check_interval", val_check_interval)
         epochs = 1 if fast else check_val_every_n_epoch
         interval = self.val_check_interval if self.val_check_seconds is None else None
-        self.check_val_every_n_epoch = flags.check_epochs("check_val_every_n_epoch", epochs, interval)
+        self.check_val_every_n_epoch = arguments.check_epochs("check_val_every_n_epoch", epochs, interval)
         sanity = 2 if num_sanity_val_steps is None else num_sanity_val_steps
-        self.num_sanity_val_steps = 0 if fast else flags.check_int("num_sanity_val_steps", sanity, -1)
+        self.num_sanity_val_steps = 0 if fast else arguments.check_int("num_sanity_val_steps", sanity, -1)
         every = 50 if log_every_n_steps is None else log_every_n_steps
-        self.log_every_n_steps = flags.check_int("log_every_n_steps", every, 0)
-        self.gradient_clip_val = flags.check_clipping("gradient_clip_val", gradient_clip_val)
+        self.log_every_n_steps = arguments.check_int("log_every_n_steps", every, 0)
+        self.gradient_clip_val = arguments.check_clipping("gradient_clip_val", gradient_clip_val)
         algorithm = gradient_clip_algorithm or "norm"
         self.gradient_clip_algorithm = choose("gradient_clip_algorithm", algorithm, ("norm", "value"))
-        self.inference_mode = flags.check_bool("inference_mode", inference_mode)
-        self.use_distributed_sampler = flags.check_bool("use_distributed_sampler", use_distributed_sampler)
+        self.inference_mode = arguments.check_bool("inference_mode", inference_mode)
+        self.use_distributed_sampler = arguments.check_bool("use_distributed_sampler", use_distributed_sampler)
         every = reload_dataloaders_every_n_epochs
-        self.reload_dataloaders_every_n_epochs = flags.check_int("reload_dataloaders_every_n_epochs", every, 0)
-        self.detect_anomaly = flags.check_bool("detect_anomaly", detect_anomaly)
-        self.enable_autolog_hparams = flags.check_bool("enable_autolog_hparams", enable_autolog_hparams)
-        precision, sync_batchnorm = flags.unpack_plugins(plugins, precision, sync_batchnorm)
-        self.default_root_dir = flags.check_directory("default_root_dir", default_root_dir)
+        self.reload_dataloaders_every_n_epochs = arguments.check_int("reload_dataloaders_every_n_epochs", every, 0)
+        self.detect_anomaly = arguments.check_bool("detect_anomaly", detect_anomaly)
+        self.enable_autolog_hparams = arguments.check_bool("enable_autolog_hparams", enable_autolog_hparams)
+        precision, sync_batchnorm = arguments.unpack_plugins(plugins, precision, sync_batchnorm)
+        self.default_root_dir = arguments.check_directory("default_root_dir", default_root_dir)
         self.on_nonfinite = choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
-        flags.set_determinism(deterministic, benchmark)
+        arguments.set_determinism(deterministic, benchmark)
         self.accelerator = Accelerator(
             strategy=strategy,
             accelerator=accelerator,
             devices=devices,
             num_nodes=num_nodes,
             mixed_precision=precision,
-            gradient_accumulation_steps=flags.check_int("accumulate_grad_batches", accumulate_grad_batches, 1),
+            gradient_accumulation_steps=arguments.check_int("accumulate_grad_batches", accumulate_grad_batches, 1),
             spread=True,
-            dynamo_plugin=flags.compilation(compile),
+            dynamo_plugin=arguments.compilation(compile),
         )
-        flags.set_sync_batchnorm(self.accelerator.strategy, sync_batchnorm)
+        arguments.set_sync_batchnorm(self.accelerator.strategy, sync_batchnorm)
         self.profiler = choose_profiler(profiler)
         self.profiled: Profiled | None = None
         self.loggers = choose_loggers(logger, self.default_root_dir, silent=bool(fast))
@@ -294,12 +293,12 @@ class Trainer(TrainerNames):
         Raises:
             ValueError: for a ``schedule`` without a ``ckpt_path``, and whatever the run itself raises.
         """
-        flags.refuse_code(weights_only)
+        arguments.refuse_code(weights_only)
         if check_schedule(schedule) is not None and ckpt_path is None:
             raise ValueError(f"schedule={schedule!r} is for a resume: give ckpt_path too, or leave it out.")
         given = {"train": train_dataloaders, "val": val_dataloaders}
         run_stage(self, "fit", model, given, datamodule, ckpt_path, partial(run_fit, self, schedule))
-        summary.announce_end(self)
+        run_summary.announce_end(self)
 
     def validate(
         self,
@@ -320,7 +319,7 @@ class Trainer(TrainerNames):
             datamodule: instead of loaders.
             weights_only: see `fit`.
         """
-        flags.refuse_code(weights_only)
+        arguments.refuse_code(weights_only)
         return self._measure("validate", model, dataloaders, datamodule, ckpt_path, verbose)
 
     def test(
@@ -333,7 +332,7 @@ class Trainer(TrainerNames):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run the test; arguments and result as of `validate`."""
-        flags.refuse_code(weights_only)
+        arguments.refuse_code(weights_only)
         return self._measure("test", model, dataloaders, datamodule, ckpt_path, verbose)
 
     def predict(
@@ -355,7 +354,7 @@ class Trainer(TrainerNames):
             ckpt_path: a checkpoint to take the weights from: a path, ``"last"`` or ``"best"``.
             weights_only: see `fit`.
         """
-        flags.refuse_code(weights_only)
+        arguments.refuse_code(weights_only)
         keep = return_predictions is not False
         work = partial(self._evaluate, "predict", keep)
         found = run_stage(self, "predict", model, {"predict": dataloaders}, datamodule, ckpt_path, work)
@@ -369,13 +368,13 @@ class Trainer(TrainerNames):
             self, stage, model, given, datamodule, ckpt_path, partial(self._evaluate, stage, False)
         ).metrics
         if verbose:
-            self.print(summary.results(stage, found))
+            self.print(run_summary.results(stage, found))
         return found
 
     def _evaluate(self, stage: str, keep: bool, task: TaskModule, hooks: Hooks, sources: Sources) -> Any:
         kind = KIND_OF_STAGE[stage]
         if self.opened_checkpoint is not None:
-            restore.restore_datamodule(self, self.opened_checkpoint)
+            trainer_state.restore_datamodule(self, self.opened_checkpoint)
         if getattr(self, f"limit_{kind}_batches") == 0:
             return Evaluation([], [])
         loaders = sources.evaluation(kind)
@@ -404,7 +403,7 @@ class Trainer(TrainerNames):
         """
         if self.task is None:
             raise ValueError("save_checkpoint needs a task: call fit, or another stage, first.")
-        restore.save(self, self.task, [filepath, *also], weights_only, blocking)
+        trainer_state.save(self, self.task, [filepath, *also], weights_only, blocking)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on rank zero, beside the progress bar."""

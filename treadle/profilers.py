@@ -1,6 +1,6 @@
 """What ``Trainer(profiler=...)`` takes: names, nothing else."""
 
-from .engine import profilers as _home
+from .engine import profilers
 from .engine.profilers import *  # noqa: F403
 
-__all__ = list(_home.__all__)
+__all__ = list(profilers.__all__)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.messages import nearest, warn
-from ...engine.checkpoint import store as checkpoint
+from ...engine.checkpoint import store
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
@@ -82,7 +82,7 @@ def _is_folder(path: Path) -> bool:
     """Whether it may be searched, and is neither a checkpoint nor what a killed run left of one."""
     if path.name.startswith(".") or not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):
         return False
-    return not (path / checkpoint.MANIFEST).exists()
+    return not (path / store.MANIFEST).exists()
 
 
 class NamedCheckpoints:

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ...common.messages import warn
-from ...engine.checkpoint import store as checkpoint
+from ...engine.checkpoint import store
 
 
 def best_of(scores: Mapping[str, Tensor], mode: str, worst: bool = False) -> str:
@@ -33,7 +33,7 @@ def remove(path: str, directory: str, resumed: Path | None) -> bool:
     try:
         if not os.path.exists(path) or (resumed is not None and resumed.exists() and os.path.samefile(resumed, path)):
             return False
-        checkpoint.remove(path)
+        store.remove(path)
     except (OSError, ValueError) as error:  # the new one is saved; a leftover is no reason to end the run
         warn(f"{path} is not kept any more, but can't be removed: {error}")
         return False
@@ -61,6 +61,6 @@ def is_abandoned(path: str, step: int, resumed_step: int | None) -> bool:
 def _step_of(path: str, after: int) -> int:
     """The step a checkpoint was saved at; ``after`` if it can't be read."""
     try:
-        return checkpoint.read_manifest(Path(path)).step
+        return store.read_manifest(Path(path)).step
     except ValueError:
         return after

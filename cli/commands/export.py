@@ -81,8 +81,12 @@ def export(
             folder of a checkpoint, which it would destroy.
         OSError: The disk refused.
     """
-    from ...engine.checkpoint import OpenCheckpoint, extra_part, model_part
-    from ...engine.checkpoint import filesystem as disk  # torch, for which --help need not wait
+    from ...engine.checkpoint import (
+        OpenCheckpoint,
+        extra_part,
+        filesystem,  # torch, for which --help need not wait
+        model_part,
+    )
     from ...engine.weights import byte_size, in_one_move, nbytes, refuse_checkpoint, write_file, write_weights
 
     path, target = Path(checkpoint), Path(output)
@@ -99,7 +103,7 @@ def export(
     if to_folder:
         write_weights(tensors, aliases, target, byte_size(max_shard_size))
     else:
-        disk.make_directory(target.absolute().parent)
+        filesystem.make_directory(target.absolute().parent)
         in_one_move(target, lambda beside: write_file(Path(beside), tensors, aliases))
     size = sum(nbytes(tensor) for tensor in tensors.values())
     without = f", without what is no tensor: {', '.join(left)}" if left else ""

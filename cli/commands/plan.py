@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> tuple[str, bool]:
         The screen, and whether the run would fit.
     """
     from ...engine.planning import Plan, advise, screen, simulate
-    from ...strategies import simulation as simulated
+    from ...strategies import simulation
 
     subject = _subject(options)
     settings = _settings(options, subject)
@@ -150,7 +150,7 @@ def run(options: argparse.Namespace) -> tuple[str, bool]:
         conditions = {**settings, "gpu": gpu}
         own = ("micro_batch", "accumulate", "precision")
         conditions.update({name: changes.pop(name) for name in own if name in changes})
-        strategy = simulated.varied(subject.strategy(settings["world_size"]), **changes)
+        strategy = simulation.varied(subject.strategy(settings["world_size"]), **changes)
         parts = (subject.build_model, subject.make_batch, subject.loss, subject.optimizer)
         return simulate(*parts, strategy=strategy, step=subject.step, **conditions)
 

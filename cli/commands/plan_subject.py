@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...engine.planning import Decoder, Schedule, next_token_loss, sizes_of, tokens
-from ...strategies import Strategy
-from ...strategies import simulation as simulated
+from ...strategies import Strategy, simulation
 
 if TYPE_CHECKING:
     from ...engine.planning import Plan
@@ -96,10 +95,10 @@ def varied_by(options: argparse.Namespace, name: str | Strategy, world_size: int
     Raises:
         ValueError: for an unknown name, or options that the strategy has no use for.
     """
-    made = name if isinstance(name, Strategy) else simulated.called(name, world_size)
+    made = name if isinstance(name, Strategy) else simulation.called(name, world_size)
     changes: dict[str, Any] = {}
     if options.replicate is not None:
         changes["replicate"] = options.replicate
     if options.checkpoint_activations:
         changes["recompute"] = True
-    return simulated.varied(made, **changes)
+    return simulation.varied(made, **changes)

@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 
 from ...callbacks.reporting import duration, number_text
 from ...common.messages import nearest
-from ...trainer.runs import Run
-from ...trainer.runs import index as listing
+from ...trainer.runs import Run, index
 from ..config import DEFAULT, printable
 from .terminal_plot import plot
 
@@ -98,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _list(given: argparse.Namespace) -> str:
-    runs = _named(listing.find(Path(given.dir)), given.name)
+    runs = _named(index.find(Path(given.dir)), given.name)
     if given.state is not None:
         _check("--state", given.state, STATES)
         runs = [run for run in runs if run.state.partition(":")[0] == given.state]
@@ -153,11 +152,11 @@ def _show(given: argparse.Namespace) -> str:
         raise ValueError(f"--width {given.width} is not between {_NARROWEST} and 1000 letters.")
     directory = Path(given.dir)
     if given.name is not None:
-        _named(listing.find(directory), given.name)  # a name that no run has
-    run = listing.read(listing.holding(listing.locate(given.run, directory, given.name)))
+        _named(index.find(directory), given.name)  # a name that no run has
+    run = index.read(index.holding(index.locate(given.run, directory, given.name)))
     problems = [run.problem] if run.problem else []
     parts: dict[str, Any] = {"config": "", "environment": {}, "charts": {}}
-    for name, look in (("config", listing.config), ("environment", listing.environment), ("charts", _curves)):
+    for name, look in (("config", index.config), ("environment", index.environment), ("charts", _curves)):
         try:
             parts[name] = look(run)
         except ValueError as error:
@@ -229,7 +228,7 @@ def _curves(run: Run) -> dict[str, dict[str, dict[str, Any]]]:
             name: {"steps": points[0], "values": points[1], "missing": missing}
             for name, (points, missing) in curves.items()
         }
-        for title, curves in listing.charts(run).items()
+        for title, curves in index.charts(run).items()
     }
 
 

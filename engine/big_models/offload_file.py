@@ -11,8 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..checkpoint import Piece, Weights, some, whole_model
-from ..checkpoint import filesystem as disk
+from ..checkpoint import Piece, Weights, filesystem, some, whole_model
 
 
 def check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -> None:
@@ -33,15 +32,15 @@ def check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) ->
 def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> Weights:
     """Write tensors into a folder, to be read from there; a file of an earlier run is replaced."""
     path = Path(folder).absolute() / "offload.safetensors"
-    disk.make_directory(path.parent)
+    filesystem.make_directory(path.parent)
     _clear_dead(path)
     part = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.part")
     try:
-        disk.write_tensors(part, tensors, {"format": "pt"})
-        disk.replace(part, path)
+        filesystem.write_tensors(part, tensors, {"format": "pt"})
+        filesystem.replace(part, path)
     except BaseException:
         with suppress(OSError):
-            disk.delete(part)
+            filesystem.delete(part)
         raise
     return whole_model(path)
 
@@ -51,11 +50,11 @@ def _clear_dead(path: Path) -> None:
     if os.name != "posix":  # nowhere else can a process be asked for without harm
         return
     of_a_process = re.compile(rf"\.{re.escape(path.name)}\.{re.escape(socket.gethostname())}-(\d+)\.part")
-    for name in disk.names(path.parent):
+    for name in filesystem.names(path.parent):
         if found := of_a_process.fullmatch(name):
             try:
                 os.kill(int(found[1]), 0)
             except ProcessLookupError:
-                disk.delete(path.with_name(name))
+                filesystem.delete(path.with_name(name))
             except OSError:  # somebody else's
                 pass

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from . import filesystem as disk
+from . import filesystem
 from .manifest import MANIFEST, read_manifest, verify
 
 UNFINISHED = "unfinished.json"
@@ -59,22 +59,22 @@ def swap_in(staging: Path, target: Path) -> None:
     """
     old, gone, aside = beside(target, "old"), beside(target, "gone"), None
     if os.path.lexists(target) and is_empty(target):
-        disk.rmdir(target)
+        filesystem.rmdir(target)
     elif os.path.lexists(target):
         # If an earlier swap left both, the one that can be loaded stays until the new one is in place.
         aside = gone if os.path.lexists(old) and not is_whole(target) else old
         retire(aside, target)
     try:
         if aside is not None:
-            disk.rename(target, aside)
-        disk.rename(staging, target)
-        disk.fsync(target.parent)
+            filesystem.rename(target, aside)
+        filesystem.rename(staging, target)
+        filesystem.fsync(target.parent)
     except OSError:  # what was not saved for certain was not saved; a rename may have happened and yet have failed
         with suppress(OSError):
             if not os.path.lexists(staging):
-                disk.rename(target, staging)
+                filesystem.rename(target, staging)
             if aside is not None and not os.path.lexists(target):
-                disk.rename(aside, target)
+                filesystem.rename(aside, target)
         raise
     try:
         retire(old, target)
@@ -92,12 +92,12 @@ def finish(target: Path) -> str:
         retire(old, target)
         return f"{target}: removed the checkpoint it replaced"
     if is_whole(part, digests=True):
-        disk.rename(part, target)
-        disk.fsync(target.parent)
+        filesystem.rename(part, target)
+        filesystem.fsync(target.parent)
         retire(old, target)
         return f"{target}: finished replacing it by the newer checkpoint"
-    disk.rename(old, target)
-    disk.fsync(target.parent)
+    filesystem.rename(old, target)
+    filesystem.fsync(target.parent)
     return f"{target}: put back, as its replacement was never completed"
 
 
@@ -113,7 +113,7 @@ def recover(target: Path) -> list[str]:
         done.append(f"{target}: finished deleting it")
     if is_staged(part):
         done.append(f"{target}: removed a checkpoint that was never completed")
-        disk.delete(part, first=MANIFEST)
+        filesystem.delete(part, first=MANIFEST)
     return done
 
 
@@ -135,8 +135,8 @@ def take_away(path: Path) -> None:
         )
     if os.path.lexists(gone):
         raise ValueError(f"{gone} is no part of a checkpoint, and stands where {path.name} is deleted. Move it.")
-    disk.rename(path, gone)
-    disk.fsync(path.parent)
+    filesystem.rename(path, gone)
+    filesystem.fsync(path.parent)
     _clear(gone, own)
 
 
@@ -149,7 +149,7 @@ def retire(path: Path, target: Path) -> bool:
     if not _is_left(path):
         return False
     if path.is_symlink():  # what it leads to is the user's
-        disk.unlink(path)
+        filesystem.unlink(path)
         return True
     own = _own_files(path, target)
     if own is None:
@@ -181,7 +181,7 @@ def is_staged(path: Path) -> bool:
     if is_empty(path):
         return True
     with suppress(OSError):
-        return any(disk.FILE.fullmatch(name) and os.path.isfile(path / name) for name in _inside(path))
+        return any(filesystem.FILE.fullmatch(name) and os.path.isfile(path / name) for name in _inside(path))
     return False
 
 
@@ -195,7 +195,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _inside(path: Path) -> list[str]:
-    return disk.names(path) if _is_folder(path) else []
+    return filesystem.names(path) if _is_folder(path) else []
 
 
 def _own_files(path: Path, target: Path) -> Collection[str] | None:
@@ -213,14 +213,14 @@ def _others(path: Path, own: Collection[str], into: Path | None = None, inside: 
 
     Directories without any file are nothing.
     """
-    for name in disk.names(path / inside):
+    for name in filesystem.names(path / inside):
         entry = inside + name
         if not _is_folder(path / entry):
             if entry not in own:
                 yield entry
         elif any(one.startswith(f"{entry}/") for one in own) or (into is not None and _is_folder(into / entry)):
             yield from _others(path, own, into, f"{entry}/")
-        elif any(True for _ in disk.leaves(path / entry)):
+        elif any(True for _ in filesystem.leaves(path / entry)):
             yield entry
 
 
@@ -231,15 +231,15 @@ def _carry_over(path: Path, target: Path, own: Collection[str]) -> None:
         place = target
         for name in entry.split("/")[:-1]:
             place = place / name if _is_folder(place / name) else _free(place / name)
-        disk.make_directory(place)
+        filesystem.make_directory(place)
         place = _free(place / os.path.basename(entry))
         if place.name != os.path.basename(entry):
             warnings.warn(f"{target} has a {entry} of its own now; what was there under this name is {place.name}.")
         with suppress(FileNotFoundError):  # another process is at it too
-            disk.rename(path / entry, place)
+            filesystem.rename(path / entry, place)
         folders.add(place.parent)
     for folder in sorted(folders):
-        disk.fsync(folder)
+        filesystem.fsync(folder)
 
 
 def _free(path: Path) -> Path:
@@ -251,21 +251,21 @@ def _clear(path: Path, own: Collection[str]) -> None:
     """Delete a checkpoint's own files, and its directory if nothing is left in it."""
     mark = path / UNFINISHED
     if os.path.lexists(path / MANIFEST):
-        disk.replace(path / MANIFEST, mark)
-    for name in sorted(disk.leaves(path)):  # no name from a manifest is followed anywhere
+        filesystem.replace(path / MANIFEST, mark)
+    for name in sorted(filesystem.leaves(path)):  # no name from a manifest is followed anywhere
         if name in own and name != UNFINISHED:
-            disk.unlink(path / name)
-    for folder in disk.names(path):
+            filesystem.unlink(path / name)
+    for folder in filesystem.names(path):
         _drop_empty(path / folder)
     if os.path.lexists(mark):
-        disk.unlink(mark)
+        filesystem.unlink(mark)
     if is_empty(path):
-        disk.rmdir(path)
+        filesystem.rmdir(path)
 
 
 def _drop_empty(path: Path) -> None:
     if _is_folder(path):
-        for name in disk.names(path):
+        for name in filesystem.names(path):
             _drop_empty(path / name)
         if is_empty(path):
-            disk.rmdir(path)
+            filesystem.rmdir(path)

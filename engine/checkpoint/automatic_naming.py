@@ -10,8 +10,7 @@ from pathlib import Path
 from ...common.messages import warn
 from ...strategies import World
 from ..configuration import ProjectConfiguration
-from . import filesystem as disk
-from . import store as checkpoint
+from . import filesystem, store
 from .open_checkpoint import OpenCheckpoint, first_intact
 from .train_state import STATE
 
@@ -29,7 +28,7 @@ def _folder(project: ProjectConfiguration, method: str) -> Path:
 
 
 def _numbers(folder: Path, pattern: re.Pattern[str] = _NAME) -> list[int]:
-    return sorted(int(found[1]) for name in disk.names(folder) if (found := pattern.fullmatch(name)))
+    return sorted(int(found[1]) for name in filesystem.names(folder) if (found := pattern.fullmatch(name)))
 
 
 def next_target(project: ProjectConfiguration) -> Path:
@@ -78,7 +77,7 @@ def _from_highest(project: ProjectConfiguration, resumable: bool, skipped: list[
     for number in sorted({*_numbers(folder), *_numbers(folder, _REPLACED)}, reverse=True):
         path = folder / f"checkpoint_{number}"
         try:
-            checkpoint.find_again(path)
+            store.find_again(path)
             opened = OpenCheckpoint(path)
         except (OSError, ValueError) as error:
             skipped.append(str(error))
@@ -104,13 +103,13 @@ def drop_oldest(folder: Path, limit: int) -> None:
 
     One that can't be deleted is no error, as the new one is saved: a warning says why, and the next save tries again.
     """
-    numbers = [n for n in _numbers(folder) if os.path.isfile(folder / f"checkpoint_{n}" / checkpoint.MANIFEST)]
+    numbers = [n for n in _numbers(folder) if os.path.isfile(folder / f"checkpoint_{n}" / store.MANIFEST)]
     try:
-        checkpoint.CheckpointStore(folder).recover()  # what was killed while it deleted
+        store.CheckpointStore(folder).recover()  # what was killed while it deleted
     except (OSError, ValueError) as error:
         warn(f"leftovers of older checkpoints in {folder} can't be deleted now: {error}. The next save will try again.")
     for number in numbers[:-limit]:
         try:
-            checkpoint.remove(folder / f"checkpoint_{number}")
+            store.remove(folder / f"checkpoint_{number}")
         except (OSError, ValueError) as error:
             warn(f"checkpoint_{number} in {folder} is not kept any more, but can't be deleted: {error}")

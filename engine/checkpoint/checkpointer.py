@@ -21,8 +21,7 @@ from ..optim import PreparedOptimizer, check_schedule
 from ..parameter_names import own_name
 from ..process_state import Process
 from ..weights import save as export
-from . import automatic_naming as numbered
-from . import load as restoring
+from . import automatic_naming, load
 from . import save as snapshot
 from .async_save import Copying, HostCopies, Job
 from .manifest import Manifest
@@ -125,7 +124,9 @@ class Saving(Process):
         info = snapshot.described(self, info or {})  # type: ignore[arg-type]
         numbering = self.project_configuration if output_dir is None else None
         with self.world.together():
-            path = Path(output_dir) if output_dir is not None else numbered.next_target(self.project_configuration)
+            path = (
+                Path(output_dir) if output_dir is not None else automatic_naming.next_target(self.project_configuration)
+            )
             targets = [Path(os.path.abspath(one)) for one in (path, *also)]
             snapshot.check(self, targets, parts or {})  # type: ignore[arg-type]
         if self.save_hooks and len(targets) > 1:
@@ -158,7 +159,7 @@ class Saving(Process):
             if numbering is not None and numbering.total_limit is not None:
                 with world.together():
                     if world.is_main:
-                        numbered.drop_oldest(targets[0].parent, numbering.total_limit)
+                        automatic_naming.drop_oldest(targets[0].parent, numbering.total_limit)
 
         if copying is None:
             publish(self.world)
@@ -236,15 +237,15 @@ class Saving(Process):
             raise ValueError(f"load_state(load_kwargs={dict(load_kwargs)!r}): checkpoints are read in one way only.")
         project = self.project_configuration
         if input_dir is None:
-            opened, skipped = numbered.newest(self.world, project, state)
+            opened, skipped = automatic_naming.newest(self.world, project, state)
             for text in skipped:
                 warn(f"load_state skipped a checkpoint: {text}")
         else:
             opened = input_dir if isinstance(input_dir, OpenCheckpoint) else open_together(self.world, input_dir)
-        info = restoring.load(self, opened, models=models, state=state, strict=strict, schedule=schedule)  # type: ignore[arg-type]
+        info = load.load(self, opened, models=models, state=state, strict=strict, schedule=schedule)  # type: ignore[arg-type]
         if state:
             self.steps = info["step"]
-            project.iteration = self.world.broadcast(numbered.iteration_after(project, opened.path))
+            project.iteration = self.world.broadcast(automatic_naming.iteration_after(project, opened.path))
         return info
 
     # -- weights for others --------------------------------------------------------------------------------------

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from ...common.messages import warn
 from ...strategies import World
 from ...strategies.distributed import cut_like, is_sharded
-from ..optim import LoadedOptimizer, PreparedScheduler, optimizer_state
-from ..optim import resume_options as as_built
+from ..optim import LoadedOptimizer, PreparedScheduler, optimizer_state, resume_options
 from ..parameter_names import own_name
 from ..rng import set_random_state
-from . import model_check as architecture
+from . import model_check
 from .manifest import Manifest
 from .open_checkpoint import OpenCheckpoint
 from .safetensors_file import Stored
@@ -97,7 +96,7 @@ def load(
         accelerator.loaded_from[model] = os.path.abspath(opened.path), manifest, accelerator.steps
     if found is not None:
         _load_training(accelerator, manifest, found, own, optimizers)
-        as_built.hold(accelerator, optimizers, found, script=schedule == "script")
+        resume_options.hold(accelerator, optimizers, found, script=schedule == "script")
     accelerator.drop_gradients()
     return manifest.info
 
@@ -210,7 +209,7 @@ def weight_differences(model: nn.Module, opened: OpenCheckpoint, complete: bool)
     saved = opened.open_part(model_part(0))
     if opened.has(extra_part(0)):
         saved = saved | opened.read_part(extra_part(0))
-    return architecture.differences(model, saved, complete)
+    return model_check.differences(model, saved, complete)
 
 
 def in_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any:
@@ -275,13 +274,13 @@ def _fitting_weights(
         own = accelerator.strategy.unwrap(model)
         exactly = getattr(own, "strict_loading", True) if strict is None else strict
         part = opened.part(model_part(number))
-        architecture.compare(own, part.notes, opened.path)
+        model_check.compare(own, part.notes, opened.path)
         saved = part.unread()
         if opened.has(extra_part(number)):
             saved = saved | opened.read_part(extra_part(number))
         now = own.state_dict()
         saved = _as_named_in(now, saved)
-        fits = architecture.check_weights(own, saved, opened.path, exactly)
+        fits = model_check.check_weights(own, saved, opened.path, exactly)
         values = {n: cut_like(v, now.get(n)) if isinstance(v, Stored) else v for n, v in fits.items()}
         loads.append((model, values, exactly))
     return loads
@@ -326,15 +325,15 @@ def _choose_schedule(
 ) -> None:
     """Decide whose learning rates and schedules hold; see `Saving.load_state`."""
     if schedule == "script":
-        as_built.follow_script(accelerator, optimizers, state)
+        resume_options.follow_script(accelerator, optimizers, state)
         return
     # Where not all has to fit: a schedule keeps values for each group of parameters, so the saved one can't go on.
     regrouped = [one for one in optimizers if one.groups != len(one.optimizer.param_groups)]
-    if regrouped := [one for one in regrouped if as_built.is_scheduled(accelerator, one.optimizer)]:
+    if regrouped := [one for one in regrouped if resume_options.is_scheduled(accelerator, one.optimizer)]:
         warn(f"{path} has another number of groups of parameters: their learning rates and schedules are the script's.")
-        as_built.follow_script(accelerator, regrouped, state)
+        resume_options.follow_script(accelerator, regrouped, state)
     if schedule is None:
-        as_built.compare(accelerator, path, [one for one in optimizers if one not in regrouped], state)
+        resume_options.compare(accelerator, path, [one for one in optimizers if one not in regrouped], state)
 
 
 def _as_named_in(now: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
@@ -415,7 +414,7 @@ def _say_other_formats(accelerator: Accelerator, opened: OpenCheckpoint) -> None
         same = isinstance(known, list) and known[number : number + 1] == [now["models"][number]]
         if not same and opened.has(model_part(number)):
             stored = opened.open_part(model_part(number))
-            architecture.say_other_formats(model, _as_named_in(model.state_dict(), stored), opened.path)
+            model_check.say_other_formats(model, _as_named_in(model.state_dict(), stored), opened.path)
 
 
 def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from . import filesystem as disk
+from . import filesystem
 from .json_codec import decode, encode
 
 FORMAT = 1
@@ -96,7 +96,7 @@ def read_manifest(path: Path | str, name: str = MANIFEST) -> Manifest:
         ValueError: It isn't a checkpoint, or is damaged, or is written by a newer Treadle.
     """
     data = read_source(path, name)
-    document = disk.parse_json(Path(path) / name, data)
+    document = filesystem.parse_json(Path(path) / name, data)
     found = document.get("format") if isinstance(document, dict) else None
     if type(found) is int and found > FORMAT:
         raise ValueError(f"{path}: has format {found}, this version of Treadle reads up to {FORMAT}. Upgrade Treadle.")
@@ -119,7 +119,7 @@ def read_source(path: Path | str, name: str = MANIFEST) -> bytes:
     if not Path(path).is_dir():
         what = "is a file" if Path(path).exists() else "does not exist"
         raise ValueError(f"{path} {what}; a checkpoint is a directory with a {MANIFEST}.")
-    return disk.read_bytes(Path(path) / name, _MAX_BYTES)
+    return filesystem.read_bytes(Path(path) / name, _MAX_BYTES)
 
 
 def verify(path: Path | str, digests: bool = True) -> Manifest:
@@ -143,9 +143,9 @@ def verify(path: Path | str, digests: bool = True) -> Manifest:
 def check_files(path: Path, manifest: Manifest, digests: bool = True) -> None:
     """As `verify`, of a checkpoint whose manifest was read."""
     for name, entry in manifest.files.items():
-        disk.check_file(path, name, entry, digests)
+        filesystem.check_file(path, name, entry, digests)
     for name, entry in manifest.others.items():
-        disk.check_file(path, name, entry, digests, links=True)
+        filesystem.check_file(path, name, entry, digests, links=True)
 
 
 def _parse(document: Any) -> Manifest:
@@ -160,14 +160,18 @@ def _parse(document: Any) -> Manifest:
     others = document.get("others", {})
     _need(isinstance(others, dict), "others is no object")
     for name in files:
-        _need(name != MANIFEST and bool(disk.FILE.fullmatch(name)), f"{name!r:.80} is no name of a checkpoint's file")
+        _need(
+            name != MANIFEST and bool(filesystem.FILE.fullmatch(name)),
+            f"{name!r:.80} is no name of a checkpoint's file",
+        )
     for name in others:
         _need(
-            name not in files and name != MANIFEST and disk.is_inside(name), f"{name!r:.80} is no name for a file in it"
+            name not in files and name != MANIFEST and filesystem.is_inside(name),
+            f"{name!r:.80} is no name for a file in it",
         )
     for name, entry in (*files.items(), *others.items()):
         _need(isinstance(entry, dict), f"{name} has no entry")
-        size, digest = entry.get("bytes"), entry.get(disk.DIGEST)
+        size, digest = entry.get("bytes"), entry.get(filesystem.DIGEST)
         _need(type(size) is int and size >= 0, f"{name} has no size")
         _need(type(digest) is str and bool(_DIGEST.fullmatch(digest)), f"{name} has no digest")
     info = decode(document.get("info"), {})

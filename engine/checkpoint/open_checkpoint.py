@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...strategies import World
-from . import filesystem as disk
-from . import store as checkpoint
+from . import filesystem, store
 from .manifest import MANIFEST, Manifest, read_manifest, read_source
 from .parts import Part, has_part, open_files
 
@@ -39,7 +38,7 @@ class OpenCheckpoint:
         self.path = Path(path)
         self.manifest = read_manifest(self.path) if manifest is None else manifest
         self.verified = False
-        self._marks: dict[str, disk.Mark] = {}
+        self._marks: dict[str, filesystem.Mark] = {}
         self._parts: dict[str, Part] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,7 +110,7 @@ class OpenCheckpoint:
         self.check_unchanged()
         names = [*self.manifest.files, *self.manifest.others]
         self._check(names, digests=False)
-        self._marks = {name: disk.mark(self.path / name) for name in names}
+        self._marks = {name: filesystem.mark(self.path / name) for name in names}
         # The file's number is not the same where each machine has a copy of its own.
         status = (self.path / MANIFEST).stat()
         return status.st_ino, status.st_mtime_ns, status.st_size
@@ -120,11 +119,11 @@ class OpenCheckpoint:
         files, of_hooks = self.manifest.files, self.manifest.others
         for name in names:
             entry = files[name] if name in files else of_hooks[name]
-            disk.check_file(self.path, name, entry, digests, links=name in of_hooks)
+            filesystem.check_file(self.path, name, entry, digests, links=name in of_hooks)
 
     def _check_marks(self, names: list[str]) -> None:
         for name in names:
-            if self.verified and disk.mark(self.path / name) != self._marks[name]:
+            if self.verified and filesystem.mark(self.path / name) != self._marks[name]:
                 raise ValueError(f"{self.path}: {name} was changed after it was verified. Load the checkpoint again.")
 
 
@@ -141,7 +140,7 @@ def open_together(world: World, path: str | os.PathLike[str]) -> OpenCheckpoint:
     opened: OpenCheckpoint | None = None
     with world.together():
         if world.is_main:
-            checkpoint.find_again(Path(path))
+            store.find_again(Path(path))
             opened = OpenCheckpoint(Path(path))
     shared: OpenCheckpoint = world.broadcast(opened)
     shared.path = Path(path)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...strategies.distributed import is_sharded, piece_of
 from ..parameter_names import untied
-from . import filesystem as disk
+from . import filesystem
 from .json_codec import check_tensor, decode, encode
 from .manifest import read_manifest
 from .safetensors_file import ALIASES, OFFSETS, SHAPES, Stored, open_tensors, with_aliases
@@ -102,18 +102,18 @@ def size_of(content: bytes | TensorFile) -> int:
     return len(content) if isinstance(content, bytes) else sum(t.nbytes for t in content.tensors.values())
 
 
-def write_files(folder: Path, files: Files) -> dict[str, disk.Entry]:
+def write_files(folder: Path, files: Files) -> dict[str, filesystem.Entry]:
     """Write files into a directory, which is made if it is not there, each fsynced; returns their entries."""
     entries = {}
     if files:
-        disk.make_directory(folder)
+        filesystem.make_directory(folder)
     for name, content in files.items():
         path = folder / name
         if isinstance(content, bytes):
-            entries[name] = disk.write_bytes(path, content)
+            entries[name] = filesystem.write_bytes(path, content)
         else:
-            entries[name] = disk.write_tensors(path, content.tensors, content.notes)
-        disk.fsync(path)
+            entries[name] = filesystem.write_tensors(path, content.tensors, content.notes)
+        filesystem.fsync(path)
     return entries
 
 
@@ -185,7 +185,7 @@ def _naming_damage(path: Path, name: str) -> Iterator[None]:
         raise ValueError(f"{path}: part {name!r} is damaged: {error}. Use another checkpoint.") from error
 
 
-def open_files(path: Path, files: Mapping[str, disk.Entry], name: str) -> Part:
+def open_files(path: Path, files: Mapping[str, filesystem.Entry], name: str) -> Part:
     """Open one part of a checkpoint whose manifest is read. Nothing in the files can make this import or run code.
 
     Args:
@@ -201,10 +201,10 @@ def open_files(path: Path, files: Mapping[str, disk.Entry], name: str) -> Part:
     if not names or (not flat and f"{name}.json" not in names):
         raise ValueError(f"{path}: has no part {name!r}. Its files are {', '.join(sorted(files))}.")
     for file in names:
-        disk.check_file(path, file, files[file], digests=False)
+        filesystem.check_file(path, file, files[file], digests=False)
     stored, notes = open_tensors(path / file for file in names if file.endswith(".safetensors"))
     if not flat:
-        return Part(path, name, names, disk.read_json(path / f"{name}.json", _MAX_JSON_BYTES), stored, notes)
+        return Part(path, name, names, filesystem.read_json(path / f"{name}.json", _MAX_JSON_BYTES), stored, notes)
     with _naming_damage(path, name):
         return Part(path, name, names, None, with_aliases(stored, notes), notes)
 

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from ...common.messages import warn
 from ...strategies import World
 from ...strategies.distributed import is_sharded, local
-from ..metrics import metric_state as metric_objects
+from ..metrics import metric_state
 from ..optim import PreparedScheduler, optimizer_state
 from ..parameter_names import own_name, view_key
 from ..rng import random_state
-from . import model_check as architecture
-from . import store as checkpoint
+from . import model_check, store
 from .json_codec import decode, encode
 from .parts import Files, TensorFile, encode_part, size_of
 from .train_state import STATE, OptimizerState, RankState, TrainState, extra_part, model_part, optimizer_part, rank_part
@@ -39,16 +38,16 @@ class Counts:
 
     def __init__(self, metric: nn.Module, world: World) -> None:
         self.metric = metric
-        self._objects = metric_objects.find(metric)
+        self._objects = metric_state.find(metric)
         self._world = world
 
     def state_dict(self) -> dict[str, Any]:
         """All processes must ask."""
-        return metric_objects.state(self._objects, set(), self._world)
+        return metric_state.state(self._objects, set(), self._world)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take it back, on any number of processes."""
-        metric_objects.load(self._objects, state_dict, self._world)
+        metric_state.load(self._objects, state_dict, self._world)
 
 
 def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[str, Any], world: World) -> None:
@@ -71,7 +70,7 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
             )
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise TypeError(f"{name} ({type(value).__name__}) needs state_dict and load_state_dict to be saved.")
-        is_metric = isinstance(value, nn.Module) and hasattr(value, "compute") and metric_objects.find(value)
+        is_metric = isinstance(value, nn.Module) and hasattr(value, "compute") and metric_state.find(value)
         registered[name] = Counts(value, world) if is_metric else value
 
 
@@ -89,7 +88,7 @@ def check(accelerator: Accelerator, targets: list[Path], parts: dict[str, Any]) 
             )
     if accelerator.is_main_process:
         for target in targets:
-            checkpoint.check_target(target)
+            store.check_target(target)
 
 
 @contextmanager
@@ -100,7 +99,7 @@ def staged(accelerator: Accelerator, target: Path) -> Iterator[None]:
     except BaseException:
         if accelerator.save_hooks and accelerator.is_main_process:
             with suppress(OSError):  # what is left is cleared away at the next start
-                checkpoint.discard(target)
+                store.discard(target)
         raise
 
 
@@ -162,7 +161,7 @@ def _model_files(accelerator: Accelerator, number: int, model: nn.Module, weight
     """What this process is to write of one model."""
     rank = accelerator.process_index
     tensors, extra = _apart(weights)
-    notes = architecture.notes(accelerator.strategy.unwrap(model))
+    notes = model_check.notes(accelerator.strategy.unwrap(model))
     files = encode_part(model_part(number), tensors, rank, notes)
     return files | (encode_part(extra_part(number), extra, rank) if extra else {})
 
@@ -254,10 +253,10 @@ def publish(world: World, target: Path, files: Files, info: dict[str, Any], othe
     entries: dict[str, Any] = {}
     error: Exception | None = None
     try:
-        staging = checkpoint.beside(target)
+        staging = store.beside(target)
         if others and (taken := [name for name in files if os.path.lexists(staging / name)]):
             raise ValueError(f"a save_state pre-hook wrote {taken[0]}, which is a file of the checkpoint itself.")
-        entries = checkpoint.write_files(staging, files)
+        entries = store.write_files(staging, files)
     except Exception as caught:
         error = _explained(caught, target, files)
     every = world.gather_objects((entries, error is None))
@@ -265,11 +264,11 @@ def publish(world: World, target: Path, files: Files, info: dict[str, Any], othe
         try:
             if all(written for _, written in every):
                 merged = {name: entry for part, _ in every for name, entry in part.items()}
-                checkpoint.commit(target, merged, info, others=others)
+                store.commit(target, merged, info, others=others)
         except Exception as caught:
             error = error or caught
         with suppress(OSError):  # what is left is cleared away at the next start
-            checkpoint.discard(target)  # of a commit there is nothing
+            store.discard(target)  # of a commit there is nothing
     world.raise_together(error)
 
 
@@ -292,12 +291,12 @@ def _weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list
         return [{own_name(name): value for name, value in state.items()} for state in states]
     with accelerator.world.together():
         if accelerator.is_main_process:
-            checkpoint.begin(target)
+            store.begin(target)
     whole = [accelerator.get_state_dict(model) for model in models]
     left = list(whole)
     for hook in accelerator.save_hooks.values():
         with attempts:
-            hook(list(models), left, str(checkpoint.beside(target)))
+            hook(list(models), left, str(store.beside(target)))
     # Others than rank zero may have nothing of a sharded one, and have nothing to write.
     return [
         {name: value for name, value in state.items() if value is not None} if any(state is s for s in left) else None
@@ -375,5 +374,5 @@ def facts(accelerator: Accelerator) -> dict[str, Any]:
         "accumulate": accumulate,
         "batch_size": batch,  # of a micro-batch, over all processes
         "global_batch_size": None if batch is None else batch * accumulate,
-        "models": [architecture.fingerprint(model) for model in accelerator.own_models],
+        "models": [model_check.fingerprint(model) for model in accelerator.own_models],
     }

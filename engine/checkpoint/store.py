@@ -25,8 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from . import atomic_swap as swap
-from . import filesystem as disk
+from . import atomic_swap, filesystem
 from .atomic_swap import UNFINISHED, check_target
 from .manifest import MANIFEST, Manifest, check_files, read_manifest, verify
 from .parts import encode_part, open_part, read_part, write_files
@@ -52,7 +51,7 @@ __all__ = [
 ]
 
 
-def write_part(target: Path | str, name: str, state: Any) -> dict[str, disk.Entry]:
+def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesystem.Entry]:
     """Write one part of a checkpoint beside its target, durably. Processes may do so at once, each its own names.
 
     Args:
@@ -73,7 +72,7 @@ def write_part(target: Path | str, name: str, state: Any) -> dict[str, disk.Entr
 
 def beside(target: Path | str) -> Path:
     """Where the parts of a checkpoint are until `commit` moves them all at once."""
-    return swap.beside(target, "part")
+    return atomic_swap.beside(target, "part")
 
 
 def commit(
@@ -106,17 +105,17 @@ def commit(
     written = _settle(source, set(files)) if others else {}
     data = Manifest.of(entries, info, sequence, written).to_json()
     for name, entry in entries.items():
-        disk.check_file(source, name, entry, digests=False)
+        filesystem.check_file(source, name, entry, digests=False)
     for stray in sorted(set(os.listdir(source)) - set(files)):  # of a killed attempt: its manifest, perhaps
         if not others:
-            disk.delete(source / stray)
+            filesystem.delete(source / stray)
     try:
-        disk.write_bytes(source / MANIFEST, data)
-        disk.fsync(source / MANIFEST)
+        filesystem.write_bytes(source / MANIFEST, data)
+        filesystem.fsync(source / MANIFEST)
         if others:
-            disk.delete(source / UNFINISHED)
-        disk.fsync(source)
-        swap.swap_in(source, target)
+            filesystem.delete(source / UNFINISHED)
+        filesystem.fsync(source)
+        atomic_swap.swap_in(source, target)
     except OSError:
         with suppress(OSError):
             _delete(source)
@@ -124,11 +123,11 @@ def commit(
     return target
 
 
-def _settle(source: Path, files: set[str]) -> dict[str, disk.Entry]:
+def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
     """Bring to the disk what others wrote into a directory beside ``files``; returns its entries for a manifest."""
     entries = {}
     folders = {source}
-    for name in disk.leaves(source):
+    for name in filesystem.leaves(source):
         path = source / name
         if name in files or name == UNFINISHED:
             continue
@@ -137,11 +136,11 @@ def _settle(source: Path, files: set[str]) -> dict[str, disk.Entry]:
             what = "the name of the checkpoint's own list" if name == MANIFEST else "no file"
             raise ValueError(f"a save_state pre-hook wrote {name}, which is {what}, so it can't be saved.")
         if stat.S_ISREG(mode):
-            disk.fsync(path)
-        entries[name] = disk.describe(path)
+            filesystem.fsync(path)
+        entries[name] = filesystem.describe(path)
         folders |= {source / parent for parent in Path(name).parents}
     for folder in sorted(folders - {source}):
-        disk.fsync(folder)
+        filesystem.fsync(folder)
     return entries
 
 
@@ -149,8 +148,10 @@ def begin(target: Path | str) -> Path:
     """Make an empty directory `beside` a target, for what others write into it before `write_part`; returns it."""
     discard(target)
     source = beside(target)
-    disk.make_directory(source)
-    disk.write_bytes(source / UNFINISHED, b"{}")  # so that it is known for ours, if nothing else of ours gets there
+    filesystem.make_directory(source)
+    filesystem.write_bytes(
+        source / UNFINISHED, b"{}"
+    )  # so that it is known for ours, if nothing else of ours gets there
     return source
 
 
@@ -160,7 +161,7 @@ def discard(target: Path | str) -> None:
     Args:
         target: As given to `write_part`. A checkpoint that stands there is not touched.
     """
-    if swap.is_staged(beside(target)):
+    if atomic_swap.is_staged(beside(target)):
         _delete(beside(target))
 
 
@@ -175,12 +176,14 @@ def find_again(path: Path | str) -> None:
     """
     target = Path(os.path.abspath(path))
     for _ in range(20):
-        interrupted = [one for one in (target, *target.parents) if os.path.isfile(swap.beside(one, "old") / MANIFEST)]
+        interrupted = [
+            one for one in (target, *target.parents) if os.path.isfile(atomic_swap.beside(one, "old") / MANIFEST)
+        ]
         if os.path.lexists(target) or not interrupted:
             return
         time.sleep(0.1)
     for one in reversed(interrupted):
-        warnings.warn(swap.finish(one))
+        warnings.warn(atomic_swap.finish(one))
 
 
 def remove(path: Path | str) -> None:
@@ -197,7 +200,7 @@ def remove(path: Path | str) -> None:
     path = Path(os.path.abspath(path))
     if path.is_symlink():
         raise ValueError(f"{path} is a link, not a checkpoint; remove what it points to, or unlink it yourself.")
-    swap.take_away(path)
+    atomic_swap.take_away(path)
 
 
 class CheckpointStore:
@@ -249,7 +252,7 @@ class CheckpointStore:
         Raises:
             OSError: The directory can't be made or written to, or has less than ``nbytes`` free.
         """
-        disk.probe(self.directory, nbytes)
+        filesystem.probe(self.directory, nbytes)
 
     def recover(self) -> list[str]:
         """Finish or roll back what a killed process left, and clear leftovers away.
@@ -259,23 +262,23 @@ class CheckpointStore:
         Returns:
             What was done, one sentence each; empty if there was nothing to do.
         """
-        matches = [swap.BESIDE.fullmatch(name) for name in disk.names(self.directory)]
+        matches = [atomic_swap.BESIDE.fullmatch(name) for name in filesystem.names(self.directory)]
         names = sorted({match[1] for match in matches if match})
-        return [sentence for name in names for sentence in swap.recover(self.directory / name)]
+        return [sentence for name in names for sentence in atomic_swap.recover(self.directory / name)]
 
 
 def _scan(directory: Path) -> tuple[list[tuple[Manifest, Path]], list[str]]:
     """The readable manifests, the newest last, and what is wrong with the others."""
     found, problems = [], []
-    for name in disk.names(directory):
-        path, match = directory / name, swap.BESIDE.fullmatch(name)
+    for name in filesystem.names(directory):
+        path, match = directory / name, atomic_swap.BESIDE.fullmatch(name)
         if (
             os.path.islink(path)
             or not os.path.isdir(path)
             or (name.startswith(".") and not (match and match[2] == "old"))
         ):
             continue
-        if match and swap.is_whole(directory / match[1]):
+        if match and atomic_swap.is_whole(directory / match[1]):
             continue  # replaced, and about to be deleted
         if not _may_be_one(path):
             continue  # somebody else's directory
@@ -288,9 +291,9 @@ def _scan(directory: Path) -> tuple[list[tuple[Manifest, Path]], list[str]]:
 
 def _may_be_one(path: Path) -> bool:
     with suppress(OSError):  # what nobody may look into is not ours
-        return os.path.isfile(path / MANIFEST) or any(file.endswith(".safetensors") for file in disk.names(path))
+        return os.path.isfile(path / MANIFEST) or any(file.endswith(".safetensors") for file in filesystem.names(path))
     return False
 
 
 def _delete(directory: Path) -> None:
-    disk.delete(directory, first=MANIFEST)
+    filesystem.delete(directory, first=MANIFEST)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...common.messages import nearest, warn
 from ...strategies import World
 from ..data import Cursor
-from . import metric_state as metric_objects
+from . import metric_state
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
 
@@ -61,10 +61,10 @@ class Metrics:
             if cursor.micro is None or cursor.micro.samples:
                 yield batch
                 continue
-            objects = [*metric_objects.find(owner).values()]
-            held = metric_objects.parts_of(objects)
+            objects = [*metric_state.find(owner).values()]
+            held = metric_state.parts_of(objects)
             objects += [e.metric for e in self.entries if e.metric is not None and id(e.metric) not in held]
-            with metric_objects.unchanged(objects):
+            with metric_state.unchanged(objects):
                 yield batch
 
     @property
@@ -260,10 +260,10 @@ class Metrics:
 
         All processes must ask. ``over`` says that the epoch is at its end: the next one has logged nothing yet.
         """
-        objects = {} if owner is None else metric_objects.find(owner)
+        objects = {} if owner is None else metric_state.find(owner)
         done = [e.metric for e in self.entries] if over else []
         done += [] if self.evaluation is None else [e.metric for e in self.evaluation.entries]
-        counts = metric_objects.state(objects, metric_objects.parts_of(done), world)
+        counts = metric_state.state(objects, metric_state.parts_of(done), world)
         if over:
             return {"values": {}, "metrics": {}, "latest": {}, "objects": counts}
         shown = {e.name: {key: getattr(e, key) for key in SHOWN} for e in self._in_step.values()}
@@ -273,7 +273,7 @@ class Metrics:
             for e in self._in_step.values()
             if e.metric is not None and (e.on_epoch or id(e.metric) in held)
         }
-        places = metric_objects.places(logged, objects, owner)
+        places = metric_state.places(logged, objects, owner)
         entries = self._in_step.values()
         sums = {e.name: e.part() for e in entries if e.on_epoch and e.metric is None}
         newest = {e.name: e.latest() for e in entries if e.on_step and e.last is not None}
@@ -290,8 +290,8 @@ class Metrics:
         self._in_step.clear()
         self._in_epoch.clear()
         self.evaluation = None
-        objects = {} if owner is None else metric_objects.find(owner)
-        metric_objects.load(objects, state["objects"], world)
+        objects = {} if owner is None else metric_state.find(owner)
+        metric_state.load(objects, state["objects"], world)
         for name, one in (state["values"] | state["metrics"]).items():
             entry = self._in_step[name] = Entry(name, None, **{key: one[key] for key in SHOWN})
             if "place" in one:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...strategies import simulation as simulated
+from ...strategies import simulation
 from .clocks import Clocks
 from .collective_costs import collective_seconds
 from .op_costs import Prices
@@ -219,10 +219,10 @@ class Meter(TorchDispatchMode):
     def _ranks(self, args: Any) -> tuple[int, ...]:
         for arg in args:
             if isinstance(arg, torch.ScriptObject):
-                return simulated.members(arg)
+                return simulation.members(arg)
         name = args[-1]
         if name not in self._members:
-            self._members[name] = simulated.members(name)
+            self._members[name] = simulation.members(name)
         return self._members[name]
 
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ...common.messages import warn
 from ...strategies.distributed import Whole, is_sharded
-from ..checkpoint import MANIFEST, check_tensor, encode
-from ..checkpoint import filesystem as disk
+from ..checkpoint import MANIFEST, check_tensor, encode, filesystem
 from ..parameter_names import untied
 
 _UNITS = {"": 1, "B": 1} | {
@@ -90,19 +89,19 @@ def in_one_move(path: Path, write: Callable[[str], object]) -> None:
     beside = path.parent / f".{path.name}.part"
     try:
         write(str(beside))
-        disk.fsync(beside)
-        disk.replace(beside, path)
+        filesystem.fsync(beside)
+        filesystem.replace(beside, path)
     except BaseException:
         _clear([beside])
         raise
-    disk.fsync(path.parent)
+    filesystem.fsync(path.parent)
 
 
 def _clear(paths: Iterable[Path]) -> None:
     """Delete what a failure left, if the disk still lets us; the failure itself is what the caller must hear of."""
     for path in paths:
         with suppress(OSError):
-            disk.delete(path)
+            filesystem.delete(path)
 
 
 def save_weights(weights: Mapping[str, Any], directory: Path, limit: int, safe: bool) -> None:
@@ -142,7 +141,7 @@ def write_weights(
     """
     directory = Path(os.path.abspath(directory))
     refuse_checkpoint(directory)
-    disk.make_directory(directory)
+    filesystem.make_directory(directory)
     shards = _shards(tensors, limit)
     kind, other = _KINDS if safe else _KINDS[::-1]
     files = _free_names(directory, *kind, len(shards))
@@ -156,7 +155,7 @@ def write_weights(
             part = {name: tensors[name] for name in shard}
             in_one_move(directory / file, partial(_write, tensors=part, aliases=aliases, safe=safe))
         if len(files) > 1:
-            in_one_move(index, lambda beside: disk.write_bytes(Path(beside), text))
+            in_one_move(index, lambda beside: filesystem.write_bytes(Path(beside), text))
     except BaseException:
         if len(files) > 1 and not (index.is_file() and index.read_bytes() == text):  # which would name them
             _clear(directory / file for file in files)
@@ -229,22 +228,22 @@ def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, s
     """Write one safetensors file."""
     # Header entries as safetensors' own `save_model` writes them, which its `load_model` reads.
     notes = {alias: kept for alias, kept in aliases.items() if kept in tensors}
-    disk.write_tensors(path, tensors, {"format": "pt", **notes})
+    filesystem.write_tensors(path, tensors, {"format": "pt", **notes})
 
 
 def _drop_others(directory: Path, stem: str, ending: str, kept: set[str]) -> None:
     """Delete what the new files replace, and what killed processes left of theirs."""
     ours = re.compile(rf"{stem}(-v\d+)?(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?")
     entries = {f"{stem}.{ending}", f"{stem}.{ending}.index.json"} - kept
-    found = disk.names(directory)
+    found = filesystem.names(directory)
     for name in entries.intersection(found):  # loaders would take it for the weights, so it may not stay
-        disk.unlink(directory / name)
-        disk.fsync(directory)
+        filesystem.unlink(directory / name)
+        filesystem.fsync(directory)
     left = [name for name in found if name not in kept | entries and ours.fullmatch(name)]
     left += [name for name in found if name[:1] == "." and name[-5:] == ".part" and ours.fullmatch(name[1:-5])]
     try:
         for name in left:
-            disk.unlink(directory / name)
+            filesystem.unlink(directory / name)
     except OSError as error:
         warn(f"the weights in {directory} are saved, but older files can't be deleted: {error}. The next save will.")
 

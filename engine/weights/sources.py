@@ -14,8 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import MANIFEST, OpenCheckpoint, Weights, check_files, extra_part, model_part, some, whole_model
-from ..checkpoint import filesystem as disk
+from ..checkpoint import (
+    MANIFEST,
+    OpenCheckpoint,
+    Weights,
+    check_files,
+    extra_part,
+    filesystem,
+    model_part,
+    some,
+    whole_model,
+)
 from .download import check_digest, fetch, is_url
 from .torch_files import TorchFile, View
 
@@ -112,7 +121,7 @@ def _folder(path: Path, digests: bool) -> Opened:
         saved.verify() if digests else check_files(path, saved.manifest, digests=False)
         others = saved.read_part(extra) if saved.has(extra) else {}
         return Opened(str(path), saved.open_part(model_part(0)), others, checkpoint=saved)
-    names = disk.names(path)
+    names = filesystem.names(path)
     if ".metadata" in names:
         raise ValueError(
             "is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle that runs what it says. If "
@@ -132,7 +141,7 @@ def _folder(path: Path, digests: bool) -> Opened:
 
 def _index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     # Hugging Face's cache holds links only. What must not lead elsewhere is the content, see below.
-    document = disk.read_json(path.resolve(), _MAX_INDEX_BYTES)
+    document = filesystem.read_json(path.resolve(), _MAX_INDEX_BYTES)
     places = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise ValueError("is no index: it has no weight_map of tensors to files")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import Filed, Held, Piece, mark_of
-from . import pickle_reader as pickles
+from . import pickle_reader
 from .pickle_types import Reader, Unknown
 
 _MAX_DIRECTORY_BYTES = 32 * 2**20  # a zip's list of entries, some 100 bytes each
@@ -120,7 +120,7 @@ class TorchFile:
 
     def _storage(self, pid: Any) -> Storage:
         kind, name, key, _, count = pid[:5] if isinstance(pid, tuple) and len(pid) in (5, 6) else (None,) * 5
-        if kind != "storage" or not isinstance(name, pickles.Name) or not isinstance(key, str) or any(pid[5:]):
+        if kind != "storage" or not isinstance(name, pickle_reader.Name) or not isinstance(key, str) or any(pid[5:]):
             raise ValueError("it refers to something that is no storage of a tensor")
         word = name.path.rpartition(".")[2].removesuffix("Storage")
         if not name.path.startswith("torch.") or word not in _KINDS:
@@ -143,11 +143,11 @@ class TorchFile:
                 order = self._small(file, f"{root}/byteorder", 16) or b"little"
                 if order.strip() != b"little":
                     raise ValueError("it was written by a big-endian machine; save it again as safetensors")
-                data = self._small(file, f"{root}/data.pkl", pickles.MAX_BYTES)
+                data = self._small(file, f"{root}/data.pkl", pickle_reader.MAX_BYTES)
         except (zipfile.BadZipFile, struct.error, EOFError, NotImplementedError) as error:
             raise ValueError(f"it is a damaged archive: {error}") from error
         self.reader.budget = _COPIED_AT_LEAST + 4 * len(data)
-        return pickles.read(io.BytesIO(data))
+        return pickle_reader.read(io.BytesIO(data))
 
     def _small(self, file: Any, name: str, limit: int) -> bytes:
         start, nbytes = self._places.get(name, (0, 0))
@@ -158,13 +158,13 @@ class TorchFile:
 
     def _legacy(self, file: Any, size: int) -> Any:
         # Mapped, so that only what the pickles take up is read; they come first.
-        with mmap.mmap(file.fileno(), min(size, pickles.MAX_BYTES), access=mmap.ACCESS_READ) as stream:
-            if pickles.read(stream) != _MAGIC or pickles.read(stream) != _LEGACY_VERSION:
+        with mmap.mmap(file.fileno(), min(size, pickle_reader.MAX_BYTES), access=mmap.ACCESS_READ) as stream:
+            if pickle_reader.read(stream) != _MAGIC or pickle_reader.read(stream) != _LEGACY_VERSION:
                 raise ValueError("it is a pickle, but no file of torch.save; save weights as safetensors")
-            system = pickles.read(stream)
+            system = pickle_reader.read(stream)
             if not isinstance(system, dict) or system.get("little_endian") is not True:
                 raise ValueError("it was written by a big-endian machine; save it again as safetensors")
-            document, keys = pickles.read(stream), pickles.read(stream)
+            document, keys = pickle_reader.read(stream), pickle_reader.read(stream)
             if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
                 raise ValueError("its list of storages is damaged")
             start = stream.tell()
@@ -185,7 +185,7 @@ class TorchFile:
         left = [document]
         while left:
             value = left.pop()
-            if id(value) in seen or not isinstance(value, pickles.Made | dict | list | tuple):
+            if id(value) in seen or not isinstance(value, pickle_reader.Made | dict | list | tuple):
                 continue
             seen.add(id(value))
             if isinstance(value, dict):
@@ -284,7 +284,7 @@ def _tensor_v2(
 def _tensor_v3(
     reader: Reader, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
 ) -> View:
-    if any(more) or not isinstance(dtype, torch.dtype | pickles.Name):
+    if any(more) or not isinstance(dtype, torch.dtype | pickle_reader.Name):
         raise Unknown("a tensor of no dtype")
     found = dtype if isinstance(dtype, torch.dtype) else reader.data(dtype)
     return _tensor(reader, storage, offset, shape, stride, dtype=found)
@@ -292,7 +292,11 @@ def _tensor_v3(
 
 def _of_class(reader: Reader, make: Any, kind: Any, args: Any, state: Any = None) -> Any:
     plain = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
-    if not isinstance(make, pickles.Name) or getattr(kind, "path", None) not in plain or make.path not in _TENSORS:
+    if (
+        not isinstance(make, pickle_reader.Name)
+        or getattr(kind, "path", None) not in plain
+        or make.path not in _TENSORS
+    ):
         raise Unknown(getattr(kind, "path", "a tensor's subclass"))
     return _TENSORS[make.path](reader, *args)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from . import process_group as connection
+from . import process_group
 from .launch_environment import LaunchEnvironment
 from .open_world import make_world, open_world
 from .world import World
@@ -56,7 +56,7 @@ def backend_of(world: World) -> str | None:
 def disconnect() -> None:
     """End the process group, where there is one. The next World makes a new one."""
     if dist.is_initialized():
-        connection.await_gloo_threads()
+        process_group.await_gloo_threads()
         dist.destroy_process_group()
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from . import process_group as connection
+from . import process_group
 from .current import current_place, current_world, disconnect
 from .launch_environment import LaunchEnvironment
 from .tracebacks import PeerFailed
@@ -45,7 +45,7 @@ class Attempts:
             )
         self._device = current_world().device.type if dist.is_initialized() else None
         # Not the group's own connection to the store, which ends with the group.
-        store = connection.meeting_place(self.rank, self.size, timedelta(minutes=30), launched.address)
+        store = process_group.meeting_place(self.rank, self.size, timedelta(minutes=30), launched.address)
         call = store.add(f"treadle/{launched.run_id}/calls of {self.rank}", 1)
         self._store = dist.PrefixStore(f"treadle/{launched.run_id}/call {call}", store)
 

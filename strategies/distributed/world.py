@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...common.validation import choose
-from . import process_group as connection
+from . import process_group
 from .launch_environment import DebugEnvironment
 from .matching_calls import arrivals_of, shared_count
 from .tracebacks import PeerFailed
@@ -82,9 +82,9 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if size > 1:
-            connection.connect(self.device, rank, size, self.timeout, address, run_id, backend)
+            process_group.connect(self.device, rank, size, self.timeout, address, run_id, backend)
             if timeout is not None:
-                connection.set_timeout(timeout)
+                process_group.set_timeout(timeout)
             if dist.get_backend() != "fake":  # of a plan, in which nobody else is
                 arrivals_of(self)  # so that others can see where this process is
 
@@ -102,7 +102,7 @@ class World:
             raise ValueError(f"a mesh of {grid} needs {math.prod(dimensions.values())} processes, not {self.size}.")
         known = tuple(dimensions.items())
         if known not in self._meshes:
-            connection.connect(self.device, self.rank, self.size, self.timeout)  # also a world of one
+            process_group.connect(self.device, self.rank, self.size, self.timeout)  # also a world of one
             shape, names = tuple(dimensions.values()), tuple(dimensions)
             self._meshes[known] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         return self._meshes[known]

@@ -21,9 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ...common.validation import check_int, choose
-from ..distributed import LaunchEnvironment, World, formatted, hide_frames
-from ..distributed import process_group as connection
-from ..distributed.os_process import die_with_parent
+from ..distributed import LaunchEnvironment, World, die_with_parent, formatted, hide_frames, process_group
 from .supervisor import FAILURE_GRACE
 
 _ANY_PORT = "29500"  # Accelerate's default, which two notebooks would share
@@ -286,7 +284,7 @@ class _Launch:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # the others may be gone, and a backend's end would wait for them
-        connection.disconnect()
+        process_group.disconnect()
 
 
 def _check_autograd() -> None:

@@ -116,9 +116,9 @@ def supervise_job(job: Job) -> int:
         variables["GLOO_SOCKET_IFNAME"] = place.interface
     # torch's agent starts each rank with a copy of this process's own.
     with variables_set(variables), _signals_restored():
-        from . import elastic_agent as agent  # a second of imports, which only a supervisor has to pay
+        from . import elastic_agent  # a second of imports, which only a supervisor has to pay
 
-        return agent.run(job, place)
+        return elastic_agent.run(job, place)
 
 
 def has_script() -> bool:

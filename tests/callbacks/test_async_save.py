@@ -8,7 +8,7 @@ import pytest
 from callback_runs import Tiny, fit
 from processes import run, script
 from treadle.callbacks import Callback, ModelCheckpoint
-from treadle.engine.checkpoint import filesystem as disk
+from treadle.engine.checkpoint import filesystem
 from treadle.engine.checkpoint.store import verify
 
 import treadle
@@ -30,7 +30,7 @@ class Gated:
         self.gate = threading.Event()
         self.gate.set()
         self.writes = 0
-        write = disk.write_tensors
+        write = filesystem.write_tensors
 
         def gated(path, tensors, notes):
             assert self.gate.wait(60)
@@ -39,7 +39,7 @@ class Gated:
                 raise OSError(5, "the disk is gone")
             return write(path, tensors, notes)
 
-        monkeypatch.setattr(disk, "write_tensors", gated)
+        monkeypatch.setattr(filesystem, "write_tensors", gated)
 
 
 OPTIONS = {"monitor": "val_loss", "save_top_k": 2, "save_last": True}

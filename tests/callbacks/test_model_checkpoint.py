@@ -17,8 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from treadle.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from treadle.callbacks._checkpointing.removal import finish_removing
-from treadle.engine.checkpoint import filesystem as disk
-from treadle.engine.checkpoint import store as checkpoint
+from treadle.engine.checkpoint import filesystem, store
 
 NAN = float("nan")
 
@@ -80,7 +79,7 @@ def test_the_weights_are_those_of_the_step(tmp_path):
     for step in (2, 4, 6):
         task = Tiny.load_from_checkpoint(tmp_path / "c" / f"step={step}.ckpt")
         assert torch.equal(task.net.weight, steps.weights[step])
-        assert checkpoint.read_manifest(tmp_path / "c" / f"step={step}.ckpt").step == step
+        assert store.read_manifest(tmp_path / "c" / f"step={step}.ckpt").step == step
     assert torch.equal(Tiny.load_from_checkpoint(kept.last_model_path).net.weight, steps.weights[6])
 
 
@@ -204,7 +203,7 @@ def test_a_part_of_an_epoch_is_not_ranked_as_a_whole_one(tmp_path):
 
     assert go("whole") == {"step=10.ckpt": 2.0}
     assert go("parts", max_steps=7) == {"step=5.ckpt": 4.0}
-    assert checkpoint.read_manifest(tmp_path / "parts" / "last.ckpt").step == 7
+    assert store.read_manifest(tmp_path / "parts" / "last.ckpt").step == 7
     assert go("parts", "last") == {"step=10.ckpt": 2.0}
     assert names(tmp_path / "parts") == ["last.ckpt", "step=10.ckpt"]
 
@@ -415,7 +414,7 @@ def test_the_best_of_before_stays_the_best_in_another_directory(tmp_path):
     fit(tmp_path, third, values=[0.5], max_epochs=5, ckpt_path=second.last_model_path)
     assert (third.best_model_path, third.best_model_score) == (str(tmp_path / "three" / "epoch=4.ckpt"), 0.5)
     # And one that is not there any more is not the best.
-    checkpoint.remove(first.best_model_path)
+    store.remove(first.best_model_path)
     fourth = callback("four")
     fit(tmp_path, fourth, values=[9.0], max_epochs=5, ckpt_path=second.last_model_path)
     assert (fourth.best_model_path, fourth.best_model_score) == (str(tmp_path / "four" / "epoch=4.ckpt"), 9.0)
@@ -423,14 +422,14 @@ def test_the_best_of_before_stays_the_best_in_another_directory(tmp_path):
 
 def killed(root, name):
     """A run that is killed when the new checkpoint is in place and the one it replaces is about to be removed."""
-    original = disk.rename
+    original = filesystem.rename
 
     def rename(source, target):
         if target.name == f".{name}.gone":
             os._exit(9)
         original(source, target)
 
-    disk.rename = rename
+    filesystem.rename = rename
     fit(Path(root), saving_best(root), values=[3.0, 2.0, 1.0], max_epochs=3)
 
 
@@ -480,7 +479,7 @@ def test_what_was_saved_anew_under_a_replaced_name_is_not_removed(tmp_path):
 def test_a_kept_one_that_somebody_removed_is_forgotten(tmp_path):
     first = ModelCheckpoint(tmp_path / "c", "{epoch}", "val_loss", save_top_k=2, save_last=True)
     fit(tmp_path, first, values=[1.0, 2.0])
-    checkpoint.remove(tmp_path / "c" / "epoch=0.ckpt")
+    store.remove(tmp_path / "c" / "epoch=0.ckpt")
     again = ModelCheckpoint(tmp_path / "c", "{epoch}", "val_loss", save_top_k=2, save_last=True)
     fit(tmp_path, again, values=[3.0, 4.0], max_epochs=4, ckpt_path=first.last_model_path)
     assert again.best_model_path.endswith("epoch=1.ckpt")
@@ -669,7 +668,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, value, kind, name
         fit(tmp_path, kept, task=Breaks(value, kind))
     assert names(tmp_path / "c") == ["epoch=0-step=5.ckpt", "last.ckpt"]
     assert kept.best_model_path == str(tmp_path / "c" / "epoch=0-step=5.ckpt")
-    weights = checkpoint.read_part(kept.last_model_path, "model")
+    weights = store.read_part(kept.last_model_path, "model")
     assert all(torch.isfinite(weights[key]).all() for key in weights if key != "mask")
 
 

@@ -17,7 +17,7 @@ from treadle.callbacks import (
     Timer,
 )
 from treadle.loggers import Logger
-from treadle.trainer.loop import fit_loop as loop
+from treadle.trainer.loop import fit_loop
 
 
 class Rows(Logger):
@@ -310,4 +310,4 @@ def test_the_list_of_hooks():
     named = {name for name in vars(Callback) if name.startswith("on_")} | {"setup", "teardown"}
     assert set(HOOKS) == named
     assert all(getattr(Callback, name).__doc__ for name in HOOKS)
-    assert all(name in loop.__doc__ for name in HOOKS)
+    assert all(name in fit_loop.__doc__ for name in HOOKS)

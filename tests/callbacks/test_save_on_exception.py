@@ -10,7 +10,7 @@ from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from treadle.engine.checkpoint import store as checkpoint
+from treadle.engine.checkpoint import store
 
 import treadle
 
@@ -152,7 +152,7 @@ def test_a_run_goes_on_as_if_it_had_never_failed(tmp_path, whole, place, step):
     if place == "step_end" and within:  # what other callbacks have done in it is not known
         assert path is None
         return
-    assert checkpoint.read_manifest(path).step == step
+    assert store.read_manifest(path).step == step
     treadle.seed_everything(99)
     again = Task()
     own = made(tmp_path, saver(tmp_path))
@@ -288,7 +288,7 @@ def test_what_is_saved_already_is_not_saved_again(tmp_path):
     often = ModelCheckpoint(tmp_path / "c", every_n_train_steps=1, save_top_k=-1, save_on_exception=True)
     with pytest.raises(RuntimeError):
         made(tmp_path, Fails("forward", 3), often).fit(Task(), *loaders())
-    assert sorted(checkpoint.read_manifest(path).step for path in (tmp_path / "c").iterdir()) == [1, 2, 3]
+    assert sorted(store.read_manifest(path).step for path in (tmp_path / "c").iterdir()) == [1, 2, 3]
 
 
 def test_weights_only(tmp_path):
@@ -345,7 +345,7 @@ def go_on(root):
 def test_of_two_processes_rank_zero_saves_and_nobody_waits(tmp_path, rank):
     assert "planned" in run(two, 2, str(tmp_path), rank, timeout=60)[rank]
     (path,) = (tmp_path / "c").iterdir()
-    assert checkpoint.read_manifest(path).step == 2
+    assert store.read_manifest(path).step == 2
     first, second = run(go_on, 2, str(tmp_path))
     assert first == second
     assert first[0] > 2

@@ -8,8 +8,7 @@ import pytest
 from callback_runs import Tiny, fit, loader, trainer
 from processes import run
 from treadle.callbacks import ModelCheckpoint
-from treadle.engine.checkpoint import filesystem as disk
-from treadle.engine.checkpoint import store as checkpoint
+from treadle.engine.checkpoint import filesystem, store
 
 VALUES = [5.0, 4.0, 1.0, 3.0, 2.0]
 
@@ -26,7 +25,7 @@ def pair(folder, **options):
 
 
 def step_of(path):
-    return checkpoint.verify(path).step
+    return store.verify(path).step
 
 
 def names(folder):
@@ -37,14 +36,14 @@ def names(folder):
 @pytest.mark.parametrize("cut", [0, 2])
 def test_the_best_stays_the_bests(tmp_path, monkeypatch, beside, cut):
     """The second's retention would remove it, or the first's record would be of nothing yet on the disk."""
-    write = disk.write_tensors
+    write = filesystem.write_tensors
 
     def slow(*args):
         time.sleep(0.01)
         return write(*args)
 
     if beside:
-        monkeypatch.setattr(disk, "write_tensors", slow)
+        monkeypatch.setattr(filesystem, "write_tensors", slow)
     if cut:
         fit(tmp_path, *pair(tmp_path / "c", async_save=beside), task=ByEpoch(), max_epochs=cut)
     best, newest = pair(tmp_path / "c", async_save=beside)
@@ -86,7 +85,7 @@ def test_the_last_of_both_in_a_state_of_before(tmp_path):
     """An earlier version gave both the same; one of them gets another, and nothing is removed."""
     one, two = pair(tmp_path / "c", save_last=True)
     made = fit(tmp_path, one, two, task=ByEpoch(), max_epochs=1)
-    checkpoint.remove(two.last_model_path)
+    store.remove(two.last_model_path)
     two.last_model_path = one.last_model_path
     made.max_epochs = 2
     made.fit(ByEpoch(), loader(), loader(4))

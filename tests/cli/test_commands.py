@@ -14,7 +14,7 @@ import torch
 from processes import clean_environment, run, script
 from treadle.cli.commands import command_line
 from treadle.cli.config.resolve import load
-from treadle.engine.checkpoint import store as checkpoint
+from treadle.engine.checkpoint import store
 
 import treadle
 from treadle.__main__ import main
@@ -56,7 +56,7 @@ def test_fit_and_its_folder(here):
     assert config.plain()["model"] == {"class": "cli_samples.Line", "lr": 0.05, "backbone": None}
     assert re.search(r"lr: 0.05 +# command line", (folder / "config.yaml").read_text())
     (saved,) = (folder / "checkpoints").glob("*.ckpt")
-    assert checkpoint.read_part(saved, "config") == {"yaml": (folder / "config.yaml").read_text()}
+    assert store.read_part(saved, "config") == {"yaml": (folder / "config.yaml").read_text()}
 
 
 def by_hand(lr=0.02, epochs=2):

@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, RunReport
 from treadle.callbacks.reporting.run_record import RunRecord
 from treadle.loggers import CSVLogger, TensorBoardLogger
-from treadle.trainer.runs import index as listing
-from treadle.trainer.runs import lock
+from treadle.trainer.runs import index, lock
 from treadle.trainer.runs.folder import RunFolder, check_name
 from treadle.trainer.runs.lock import FILE, Holder, RunLock, holder
 
@@ -72,7 +71,7 @@ def record(path):
 
 
 def state(path):
-    return listing.read(Path(path)).state
+    return index.read(Path(path)).state
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------
@@ -130,7 +129,7 @@ def test_odd_names(name, tmp_path):
     with RunFolder.create(tmp_path, name) as folder:
         pass
     assert folder.path == tmp_path / name / "1"
-    (found,) = listing.find(tmp_path)
+    (found,) = index.find(tmp_path)
     assert (found.name, found.number, found.state) == (name, 1, "finished")
 
 
@@ -810,7 +809,7 @@ def failing(directory, rank):
 def test_the_first_error_of_any_process_is_shown(rank, tmp_path):
     with pytest.raises(ValueError, match=f"rank {rank}'s own"):
         run(failing, 2, str(tmp_path), rank)
-    found = listing.read(tmp_path / "default" / "1")
+    found = index.read(tmp_path / "default" / "1")
     assert (found.state, found.facts["error"]) == ("failed: ValueError", f"ValueError: rank {rank}'s own")
     with RunFolder.open(found.path) as folder:
         assert not (folder.path / "error.json").exists()

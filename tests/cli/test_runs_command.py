@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks.reporting.run_record import RunRecord
 from treadle.cli.commands.runs import main
 from treadle.cli.commands.terminal_plot import plot
-from treadle.trainer.runs import index as listing
+from treadle.trainer.runs import index
 from treadle.trainer.runs.folder import RunFolder
 
 import treadle
@@ -430,7 +430,7 @@ ODD = {
 def test_what_can_not_be_is_left_out(tmp_path, capsys):
     folder = made(tmp_path)
     (folder.path / "run.json").write_text(json.dumps({"state": "finished", "steps": -5, "seconds": -1, "began": -1}))
-    assert not {"steps", "seconds", "began"} & listing.read(folder.path).facts.keys()
+    assert not {"steps", "seconds", "began"} & index.read(folder.path).facts.keys()
 
 
 def test_no_line_floods_the_terminal(tmp_path, capsys):
@@ -471,7 +471,7 @@ def test_a_record_of_odd_values(content, tmp_path, capsys):
     (folder.path / "run.json").write_text(json.dumps(content))
     table, _ = shown(folder.path, capsys)
     assert "default/1" in table
-    listing.read(folder.path)
+    index.read(folder.path)
 
 
 @pytest.mark.parametrize("name", ["run.json", "curves.json", "environment.json", "config.yaml", "lock"])

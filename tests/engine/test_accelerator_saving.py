@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
-from treadle.engine.checkpoint import filesystem as disk
+from treadle.engine.checkpoint import filesystem
 from treadle.engine.checkpoint.store import CheckpointStore, read_manifest, read_part
 from treadle.strategies import FSDP
 
@@ -106,11 +106,11 @@ def test_an_earlier_save_of_the_other_kind_goes(tmp_path, safe, size):
         seen.append(model.middle.weight[0, 0].item())
         os.unlink(path)
 
-    original, disk.unlink = disk.unlink, unlink
+    original, filesystem.unlink = filesystem.unlink, unlink
     try:
         accelerator.save_model(new, tmp_path, max_shard_size=size, safe_serialization=safe)
     finally:
-        disk.unlink = original
+        filesystem.unlink = original
     before = old.middle.weight[0, 0].item()
     assert set(seen) <= {before, 7.0}
     assert seen == sorted(seen, key=lambda value: value == 7)  # never back again

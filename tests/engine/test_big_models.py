@@ -30,7 +30,7 @@ from treadle.engine.big_models import (
     load_checkpoint_in_model,
     remove_hook_from_submodules,
 )
-from treadle.engine.checkpoint import store as checkpoint
+from treadle.engine.checkpoint import store
 
 
 class Block(nn.Module):
@@ -367,8 +367,8 @@ def write(plain, path, form):
         save_model(plain, str(path / "one.safetensors"))  # leaves the tied name out
         return path / "one.safetensors"
     if form == "treadle":
-        files = checkpoint.write_part(path / "step-1", "model", plain.state_dict())
-        return checkpoint.commit(path / "step-1", files, {"step": 1})
+        files = store.write_part(path / "step-1", "model", plain.state_dict())
+        return store.commit(path / "step-1", files, {"step": 1})
     if form == "torch":
         torch.save(plain.state_dict(), path / "model.pt")
         return path / "model.pt"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from treadle.engine.checkpoint import filesystem as disk
+from treadle.engine.checkpoint import filesystem
 from treadle.engine.checkpoint import store as checkpoint
 from treadle.engine.checkpoint.store import CheckpointStore
 
@@ -399,14 +399,14 @@ def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_the_e
 
 def test_a_failed_rename_puts_the_old_one_back(tmp_path, monkeypatch):
     save(tmp_path / "last", 1)
-    rename = disk.rename
+    rename = filesystem.rename
 
     def failing(source, target):
         if source.name == ".last.part":
             raise OSError(5, "Input/output error")
         rename(source, target)
 
-    monkeypatch.setattr(disk, "rename", failing)
+    monkeypatch.setattr(filesystem, "rename", failing)
     with pytest.raises(OSError, match="Input/output"):
         save(tmp_path / "last", 2)
     assert_holds(tmp_path / "last", 1)
@@ -421,7 +421,7 @@ def test_a_leftover_that_cannot_be_deleted_does_not_undo_the_save(tmp_path, monk
         raise OSError(16, "Device or resource busy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "rmdir", failing)
+        patch.setattr(filesystem, "rmdir", failing)
         with pytest.warns(UserWarning, match=r"is saved, but.*busy"):
             save(tmp_path / "last", 2)
     assert_holds(tmp_path / "last", 2)
@@ -621,7 +621,7 @@ def test_deleting_follows_no_link_out_of_a_hostile_checkpoint(tmp_path):
     path = save(tmp_path / "runs" / "x", 1)
     (path / "deep").symlink_to(tmp_path / "home")
     document = json.loads((path / "manifest.json").read_text())
-    others = {"deep/thesis.tex": disk.describe(tmp_path / "home" / "thesis.tex"), "deep": ENTRY}
+    others = {"deep/thesis.tex": filesystem.describe(tmp_path / "home" / "thesis.tex"), "deep": ENTRY}
     (path / "manifest.json").write_text(json.dumps(document | {"others": others}))
     checkpoint.remove(path)
     assert os.listdir(tmp_path / "runs") == []
@@ -682,7 +682,7 @@ def test_a_state_that_is_no_data_is_refused_before_anything_is_written(tmp_path)
 
 def test_commit_refuses_what_was_not_staged(tmp_path):
     files = checkpoint.write_part(tmp_path / "x", "model", model_state(1))
-    other = {"bytes": 1, disk.DIGEST: "0" * 32}
+    other = {"bytes": 1, filesystem.DIGEST: "0" * 32}
     for wrong, reason in (
         ({**files, "state.json": other}, r"state\.json is missing"),
         ({"model.safetensors": other}, r"1 were written"),
@@ -702,7 +702,7 @@ def test_commit_refuses_what_was_not_staged(tmp_path):
     assert checkpoint.commit(tmp_path / "x", files, {"step": 1}) == tmp_path / "x"
 
 
-ENTRY = {"bytes": 1, disk.DIGEST: "0" * 32}
+ENTRY = {"bytes": 1, filesystem.DIGEST: "0" * 32}
 
 
 @pytest.mark.guarantee
@@ -713,7 +713,7 @@ ENTRY = {"bytes": 1, disk.DIGEST: "0" * 32}
         *({"format": "1"}, {"files": []}, {"files": {}}, {"files": {"../../secret.json": ENTRY}}, {"info": 3}),
         *({"files": {"/etc/passwd": ENTRY}}, {"files": {".x.json": ENTRY}}, {"files": {"a/b.json": ENTRY}}),
         *({"files": {"x.pkl": ENTRY}}, {"files": {"a.json": 1}}, {"files": {"a.json": {"bytes": 1}}}),
-        *({"files": {"a.json": {"bytes": -1, disk.DIGEST: "0" * 32}}}, {"info": {"$call": "os.system"}}),
+        *({"files": {"a.json": {"bytes": -1, filesystem.DIGEST: "0" * 32}}}, {"info": {"$call": "os.system"}}),
     ],
     ids=str,
 )
@@ -748,7 +748,7 @@ def forge(path, name, content):
         tensors, notes = content
         save_file(tensors, path / name, notes)
     document = json.loads((path / "manifest.json").read_text())
-    document["files"][name] = disk.describe(path / name)
+    document["files"][name] = filesystem.describe(path / name)
     (path / "manifest.json").write_text(json.dumps(document))
 
 

@@ -9,7 +9,7 @@ import torch
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.engine import garbage_collection as garbage
+from treadle.engine import garbage_collection
 
 import treadle
 
@@ -110,7 +110,7 @@ def test_a_dropped_run_is_collected_where_memory_is_short(tmp_path, monkeypatch)
         dropped(tmp_path)
         assert optimizer() is not None
         assert found == []
-        monkeypatch.setattr(garbage, "HOST_SHARE", 0.0)
+        monkeypatch.setattr(garbage_collection, "HOST_SHARE", 0.0)
         dropped(tmp_path)
         assert optimizer() is None
         assert found == [2]

@@ -12,8 +12,7 @@ from processes import run
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from treadle.engine.checkpoint import filesystem as disk
-from treadle.engine.checkpoint import store as checkpoint
+from treadle.engine.checkpoint import filesystem, store
 from treadle.engine.checkpoint.safetensors_file import Filed, Stored
 from treadle.engine.checkpoint.store import read_part
 from treadle.strategies import DDP, FSDP
@@ -166,14 +165,13 @@ def forge(path, name, change):
     """Rewrite one shard's notes, and make the manifest agree."""
     from safetensors import safe_open
     from safetensors.torch import save_file
-    from treadle.engine.checkpoint import filesystem as disk
 
     with safe_open(path / name, framework="pt") as file:
         tensors, notes = {key: file.get_tensor(key).clone() for key in file.keys()}, file.metadata()  # noqa: SIM118
     change(tensors, notes)
     save_file(tensors, path / name, notes)
     document = json.loads((path / "manifest.json").read_text())
-    document["files"][name] = disk.describe(path / name)
+    document["files"][name] = filesystem.describe(path / name)
     (path / "manifest.json").write_text(json.dumps(document))
 
 
@@ -211,7 +209,7 @@ def test_shards_that_do_not_fit_together(checkpoints, tmp_path, change):
     path = tmp_path / "x"
     shutil.copytree(checkpoints[0] / "fsdp", path)
     forge(path, "model-shard-00001.safetensors", change)
-    checkpoint.verify(path)
+    store.verify(path)
     with pytest.raises(ValueError, match=r"x: .*Use another checkpoint"):
         read_part(path, "model")
 
@@ -221,7 +219,7 @@ def test_a_missing_shard_is_noticed(checkpoints, tmp_path):
     shutil.copytree(checkpoints[0] / "fsdp", path)
     (path / "optimizer-shard-00001.safetensors").unlink()
     with pytest.raises(ValueError, match=r"optimizer-shard-00001\.safetensors is missing"):
-        checkpoint.verify(path)
+        store.verify(path)
 
 
 @pytest.mark.guarantee
@@ -282,7 +280,7 @@ def refused_by_one(folder):
         assert now[1] == before[1]
 
     refused(path if accelerator.process_index == 0 else f"{folder}/nowhere")
-    files = sorted(checkpoint.read_manifest(path).files)
+    files = sorted(store.read_manifest(path).files)
     for name in files:
         content = (path / name).read_bytes()
         accelerator.wait_for_everyone()
@@ -294,8 +292,8 @@ def refused_by_one(folder):
         if accelerator.is_main_process:
             (path / name).write_bytes(content)
         accelerator.wait_for_everyone()
-    looked, describe = [], disk.describe
-    disk.describe = lambda path: looked.append(path.name) or describe(path)
+    looked, describe = [], filesystem.describe
+    filesystem.describe = lambda path: looked.append(path.name) or describe(path)
     accelerator.load_state(path)
     return files, looked
 

@@ -7,7 +7,7 @@ from processes import run
 from torch import nn
 from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric, Running
 from treadle.engine.checkpoint.json_codec import decode, encode
-from treadle.engine.metrics import metric_state as metric_objects
+from treadle.engine.metrics import metric_state
 from treadle.strategies import World, open_world
 
 
@@ -107,7 +107,7 @@ class Model(nn.Module):
 
 
 def test_everything_is_found():
-    places = set(metric_objects.find(Model(merged=False)))
+    places = set(metric_state.find(Model(merged=False)))
     assert {"own", "error", "several.R2Score", "inside.ranks", "listed[0].", "tally", "by_name['tally']"} <= places
     assert {"extremes", "extremes._base_metric", "recent", "recent.base_metric", "straps.metrics.0"} <= places
     assert not any(place.startswith("net") for place in places)
@@ -117,11 +117,11 @@ def test_everything_is_found():
 def test_one_process():
     whole, resumed = Model(merged=False), Model(merged=False)
     whole.count(0, 0, 3)
-    state = metric_objects.state(metric_objects.find(whole), set(), World())
+    state = metric_state.state(metric_state.find(whole), set(), World())
     document = encode(state)
     whole.count(0, 3, 5)  # must not reach the state
     resumed.count(0, 7, 8)  # of another run
-    metric_objects.load(metric_objects.find(resumed), decode(*document), World())
+    metric_state.load(metric_state.find(resumed), decode(*document), World())
     resumed.count(0, 3, 5)
     for name, value in whole.values().items():
         again = resumed.values()[name]
@@ -134,9 +134,9 @@ def test_one_process():
 def test_what_is_over_begins_anew():
     model = Model()
     model.count(0, 0, 2)
-    objects = metric_objects.find(model)
-    state = metric_objects.state(objects, metric_objects.parts_of([model.error, model.several]), World())
-    metric_objects.load(objects, state, World())
+    objects = metric_state.find(model)
+    state = metric_state.state(objects, metric_state.parts_of([model.error, model.several]), World())
+    metric_state.load(objects, state, World())
     assert model.error.update_count == model.several["R2Score"].update_count == 0
     assert model.own.update_count == 2
 
@@ -144,13 +144,13 @@ def test_what_is_over_begins_anew():
 def counted(world_size, state=None, start=0, stop=2):
     world = open_world("cpu") if world_size > 1 else World()
     model = Model()
-    objects = metric_objects.find(model)
+    objects = metric_state.find(model)
     if state is None:
         model.count(world.rank, start, stop)
     else:
-        metric_objects.load(objects, decode(*state), world)
+        metric_state.load(objects, decode(*state), world)
     values = model.values()  # synchronised by torchmetrics
-    return {name: encode(v) for name, v in values.items()}, encode(metric_objects.state(objects, set(), world))
+    return {name: encode(v) for name, v in values.items()}, encode(metric_state.state(objects, set(), world))
 
 
 def on_two(*states):
@@ -185,38 +185,38 @@ class Seat:
 def test_what_can_not_be_shared_out(metric, why):
     found = torch.tensor([0.0, 1.0, 3.0])
     metric.update(found, found.roll(1))
-    one = metric_objects.state({"it": metric}, set(), World())["it"][0]
+    one = metric_state.state({"it": metric}, set(), World())["it"][0]
     saved = {"it": [one, one, one]}
     with pytest.raises(ValueError, match=rf"metric 'it' \({type(metric).__name__}\).*3 process.*to 2: it.*{why}.*end"):
-        metric_objects.load({"it": metric}, saved, Seat(0, 2))
+        metric_state.load({"it": metric}, saved, Seat(0, 2))
     metric.reset()
-    fresh = metric_objects.state({"it": metric}, set(), World())["it"][0]
+    fresh = metric_state.state({"it": metric}, set(), World())["it"][0]
     if isinstance(metric, torchmetrics.Metric):  # nothing was counted, so there is nothing to share out
-        metric_objects.load({"it": metric}, {"it": [fresh] * 3}, Seat(0, 2))
+        metric_state.load({"it": metric}, {"it": [fresh] * 3}, Seat(0, 2))
 
 
 def test_a_tally_of_one_process_goes_to_rank_zero():
     tally = Tally()
     tally.update(torch.ones(3), None)
-    saved = metric_objects.state({"it": tally}, set(), World())
+    saved = metric_state.state({"it": tally}, set(), World())
     ranks = [Tally(), Tally()]
     for rank, one in enumerate(ranks):
         one.update(torch.zeros(2), None)
-        metric_objects.load({"it": one}, saved, Seat(rank, 2))
+        metric_state.load({"it": one}, saved, Seat(rank, 2))
     assert [one.counts for one in ranks] == [{1: 3}, {}]
 
 
 def test_a_metric_that_is_gone():
     with pytest.warns(UserWarning, match="'it' has counted, but the task has no such metric"):
-        metric_objects.load({}, {"it": [{"counts": {}}], "over": None}, World())
+        metric_state.load({}, {"it": [{"counts": {}}], "over": None}, World())
 
 
 def test_classes_one_by_one():
     model = nn.ModuleDict({"each": ClasswiseWrapper(torchmetrics.classification.MulticlassAccuracy(3, average=None))})
     again = nn.ModuleDict({"each": ClasswiseWrapper(torchmetrics.classification.MulticlassAccuracy(3, average=None))})
     model["each"].update(torch.tensor([0, 1, 2]), torch.tensor([0, 2, 2]))
-    state = decode(*encode(metric_objects.state(metric_objects.find(model), set(), World())))
-    metric_objects.load(metric_objects.find(again), state, World())
+    state = decode(*encode(metric_state.state(metric_state.find(model), set(), World())))
+    metric_state.load(metric_state.find(again), state, World())
     for one in (model, again):
         one["each"].update(torch.tensor([1, 1]), torch.tensor([1, 0]))
     assert repr(model["each"].compute()) == repr(again["each"].compute())

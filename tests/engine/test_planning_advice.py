@@ -12,8 +12,7 @@ from treadle.engine.planning.decoder import Decoder, Sizes, next_token_loss, tok
 from treadle.engine.planning.gpus import GPU
 from treadle.engine.planning.report import Schedule, curve, duration, rounded, screen
 from treadle.engine.planning.simulation import simulate
-from treadle.strategies import DDP, FSDP
-from treadle.strategies import simulation as simulated
+from treadle.strategies import DDP, FSDP, simulation
 
 from treadle.__main__ import main
 
@@ -45,7 +44,7 @@ def planner(strategy, world_size, mib, micro_batch=8, network=50e9, precision="b
             next_token_loss,
             partial(torch.optim.AdamW, fused=True),
             world_size=world_size,
-            strategy=simulated.varied(strategy(), **changes),
+            strategy=simulation.varied(strategy(), **changes),
             gpu=gpu_of(mib, network),
             **own,
         )
@@ -85,7 +84,7 @@ def test_a_model_without_blocks_gets_other_advice():
         return simulate(
             lambda: torch.nn.Linear(512, 512), lambda samples: torch.zeros(samples, 512),
             lambda model, batch: model(batch).exp().mean(), torch.optim.SGD, world_size=2,
-            strategy=simulated.varied(FSDP(), **changes), gpu=gpu_of(3.2), precision="32-true", **given,
+            strategy=simulation.varied(FSDP(), **changes), gpu=gpu_of(3.2), precision="32-true", **given,
         )  # fmt: skip
 
     plan = again()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.cli.commands.export import export, main
-from treadle.engine.checkpoint import filesystem as disk
+from treadle.engine.checkpoint import filesystem
 from treadle.engine.checkpoint.store import read_manifest
 
 import treadle
@@ -373,7 +373,7 @@ def test_a_whole_file_of_another_form_is_an_ordinary_error(saved, part, content)
     path, *_ = saved
     (path / f"{part}.json").write_text(json.dumps(content))
     document = json.loads((path / "manifest.json").read_text())
-    document["files"][f"{part}.json"] = disk.describe(path / f"{part}.json")
+    document["files"][f"{part}.json"] = filesystem.describe(path / f"{part}.json")
     (path / "manifest.json").write_text(json.dumps(document))
     accelerator, *_ = prepared()
     with pytest.raises(ValueError, match=f"part '{part}' is damaged"):

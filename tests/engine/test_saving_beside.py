@@ -8,8 +8,7 @@ import pytest
 import torch
 from processes import run, script
 from torch import nn
-from treadle.engine.checkpoint import async_save as background
-from treadle.engine.checkpoint import filesystem as disk
+from treadle.engine.checkpoint import async_save, filesystem
 from treadle.engine.checkpoint.store import CheckpointStore, verify
 from treadle.strategies import DDP, FSDP
 
@@ -36,7 +35,7 @@ class Gate:
     def __init__(self, monkeypatch=None, failing=False):
         self.open = threading.Event()
         self.failing = failing
-        write = disk.write_tensors
+        write = filesystem.write_tensors
 
         def gated(path, tensors, notes):
             assert self.open.wait(60)
@@ -45,9 +44,9 @@ class Gate:
             return write(path, tensors, notes)
 
         if monkeypatch is None:
-            disk.write_tensors = gated
+            filesystem.write_tensors = gated
         else:
-            monkeypatch.setattr(disk, "write_tensors", gated)
+            monkeypatch.setattr(filesystem, "write_tensors", gated)
 
 
 @pytest.mark.guarantee
@@ -77,7 +76,7 @@ def test_a_step_that_comes_before_its_optimizer_is_copied_waits_for_that(tmp_pat
     accelerator, model, optimizer = prepared()
     step(accelerator, model, optimizer)
     accelerator.save_state(tmp_path / "now")
-    make, begun, go_on = background.Copying.make, threading.Event(), threading.Event()
+    make, begun, go_on = async_save.Copying.make, threading.Event(), threading.Event()
 
     def slowly(copying):
         if threading.current_thread().name == "treadle-save":
@@ -86,7 +85,7 @@ def test_a_step_that_comes_before_its_optimizer_is_copied_waits_for_that(tmp_pat
                 assert go_on.wait(60)
         make(copying)
 
-    monkeypatch.setattr(background.Copying, "make", slowly)
+    monkeypatch.setattr(async_save.Copying, "make", slowly)
     accelerator.save_state(tmp_path / "beside", blocking=False)
     assert begun.wait(60)
     accelerator.backward(model(torch.ones(4, 6)).square().mean())  # needs nothing that is being copied
@@ -103,8 +102,8 @@ def test_a_step_that_comes_before_its_optimizer_is_copied_waits_for_that(tmp_pat
 def test_a_state_that_is_changed_while_it_is_copied_is_not_saved(tmp_path, monkeypatch):
     accelerator, model, optimizer = prepared()
     step(accelerator, model, optimizer)
-    make, go_on = background.Copying.make, threading.Event()
-    monkeypatch.setattr(background.Copying, "make", lambda copying: go_on.wait(60) and make(copying))
+    make, go_on = async_save.Copying.make, threading.Event()
+    monkeypatch.setattr(async_save.Copying, "make", lambda copying: go_on.wait(60) and make(copying))
     accelerator.save_state(tmp_path / "beside", blocking=False)
     optimizer.state[model[2].bias]["exp_avg"].zero_()
     go_on.set()
@@ -124,7 +123,7 @@ def test_a_thread_that_can_not_start_leaves_nothing_to_wait_for(tmp_path, monkey
         raise RuntimeError("can't start new thread")
 
     registered = []
-    monkeypatch.setattr(background.atexit, "register", registered.append)
+    monkeypatch.setattr(async_save.atexit, "register", registered.append)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
         with pytest.raises(RuntimeError, match="can't start new thread"):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LambdaCallback
 from treadle.strategies import open_world
-from treadle.strategies.distributed import matching_calls as arrivals
+from treadle.strategies.distributed import matching_calls
 
 import treadle
 from treadle import Accelerator
@@ -30,7 +30,7 @@ class Task(treadle.TaskModule):
 
 def quick():
     """The same, without the patience that a real run needs."""
-    arrivals._FIRST_LOOK, arrivals._STANDING = 0.2, 0.3
+    matching_calls._FIRST_LOOK, matching_calls._STANDING = 0.2, 0.3
 
 
 def fit(root, strategy, hook, ranks):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from processes import clean_environment, script
-from treadle.strategies.launch import supervisor as launch
+from treadle.strategies.launch import supervisor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc as on Linux")
 
@@ -285,15 +285,15 @@ def test_refused_where_there_is_no_script(how: str) -> None:
 
 
 def test_refused_in_a_test_runner() -> None:
-    assert not launch.has_script()
+    assert not supervisor.has_script()
     with pytest.raises(ValueError, match="devices=2 runs this script again"):
-        launch.relaunch(2)
+        supervisor.relaunch(2)
 
 
 @pytest.mark.parametrize("nproc", [0, -1, True, "2"])
 def test_number_of_processes_is_checked(nproc: int) -> None:
     with pytest.raises(ValueError, match="nproc="):
-        launch.supervise(nproc, ["true"])
+        supervisor.supervise(nproc, ["true"])
 
 
 def test_supervise_leaves_the_caller_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
@@ -302,7 +302,7 @@ def test_supervise_leaves_the_caller_as_it_was(capfd: pytest.CaptureFixture[str]
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
     try:
         handlers, variables = [signal.getsignal(number) for number in numbers], dict(os.environ)
-        assert launch.supervise(1, [sys.executable, "-c", code], run_id="mine") == 0
+        assert supervisor.supervise(1, [sys.executable, "-c", code], run_id="mine") == 0
         assert handlers == [signal.getsignal(number) for number in numbers]
         assert variables == dict(os.environ)
     finally:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from processes import clean_environment
-from treadle.strategies.launch import rendezvous as nodes
+from treadle.strategies.launch import rendezvous
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals, /proc and interfaces as on Linux")
 
@@ -182,8 +182,8 @@ def test_nobody_at_the_endpoint_is_said_in_time(script: str, tmp_path: Path) -> 
 
 
 def test_the_interface_of_an_address() -> None:
-    assert nodes.interface_of("127.0.0.1") == "lo"
-    assert nodes.interface_of("192.0.2.1") is None
+    assert rendezvous.interface_of("127.0.0.1") == "lo"
+    assert rendezvous.interface_of("192.0.2.1") is None
 
 
 def ip(*words: str) -> None:

@@ -12,7 +12,7 @@ from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LambdaCallback, ModelCheckpoint
-from treadle.engine.checkpoint import store as checkpoint
+from treadle.engine.checkpoint import store
 from treadle.loggers import CSVLogger
 from treadle.trainer.runs.folder import RunFolder
 
@@ -285,7 +285,7 @@ def test_the_best_without_a_fit_is_an_error_but_in_the_folder_of_a_run(tmp_path,
 
 def test_a_best_that_is_gone_is_an_error(tmp_path):
     fit(tmp_path, best(tmp_path), max_epochs=3)
-    checkpoint.remove(tmp_path / "c" / "epoch=1.ckpt")
+    store.remove(tmp_path / "c" / "epoch=1.ckpt")
     with pytest.raises(ValueError, match=r"epoch=1.ckpt, the best that .*last.ckpt knows of, does not exist"):
         fit(tmp_path, best(tmp_path), ckpt_path="best")
 

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ...engine import Loader
-from ...engine.checkpoint import STATE, CallbackStates, TrainState
+from ...engine.checkpoint import STATE, CallbackStates, TrainState, store
 from ...engine.checkpoint import save as snapshot
-from ...engine.checkpoint import store as checkpoint
-from ...engine.metrics import metric_state as metric_objects
+from ...engine.metrics import metric_state
 from ...strategies import World
 from ...strategies.distributed import local
-from . import trainer_state as restore
+from . import trainer_state
 
 if TYPE_CHECKING:
     from ...callbacks import Callback
@@ -51,7 +50,7 @@ class LastStep:
         self._sums: list[Tensor] | None = None
         self._state: dict[str, Any] = {}
         # To look for metric objects means to walk through all modules.
-        self._counting = task if metric_objects.find(task) else None
+        self._counting = task if metric_state.find(task) else None
         if accelerator.num_processes > 1 and (why := _needs_others(trainer)):
             raise ValueError(
                 f"save_on_exception=True saves on rank zero alone, as the others may be gone by then, but {why}. Use "
@@ -123,7 +122,7 @@ class LastStep:
 
     def _registered(self) -> dict[str, Any]:
         trainer = self._trainer
-        own = copy.deepcopy(restore.own_states(trainer.callbacks))
+        own = copy.deepcopy(trainer_state.own_states(trainer.callbacks))
         states: dict[str, Any] = {"callbacks": CallbackStates(callbacks=own, added={}), "metrics": {}}
         if self._alone is not None:
             over = trainer.progress.closing
@@ -181,8 +180,8 @@ class LastStep:
         for optimizer, groups in zip(trainer.optimizers, state["groups"], strict=True):
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 group.update(options)
-        restore.refuse_broken_weights(trainer, task, path)
-        parts = restore.parts_of(task, trainer.datamodule, trainer.config)
+        trainer_state.refuse_broken_weights(trainer, task, path)
+        parts = trainer_state.parts_of(task, trainer.datamodule, trainer.config)
         files = snapshot.collect(accelerator, path, parts, weights_only=True)
         if not weights_only:
             files |= snapshot.optimizer_files(accelerator)
@@ -190,11 +189,11 @@ class LastStep:
             shared["registered"]["progress"] = state["progress"].state_dict()
             shared["registered"]["history"] = trainer.history.state_dict()  # it only grows, and much: too much to copy
             shared["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
-            shared["registered"]["callbacks"]["added"] = restore.added_states(trainer)
-            files |= checkpoint.encode_part(STATE, shared)
+            shared["registered"]["callbacks"]["added"] = trainer_state.added_states(trainer)
+            files |= store.encode_part(STATE, shared)
             files |= snapshot.rank_files(0, state["random"], [])
         # Of the other processes it holds nothing, and a resume takes it for one process's.
-        info = {**snapshot.facts(accelerator), **restore.facts(state["progress"], task, trainer.datamodule)}
+        info = {**snapshot.facts(accelerator), **trainer_state.facts(state["progress"], task, trainer.datamodule)}
         info |= {"world_size": 1, "saved_by": accelerator.num_processes}
         snapshot.publish(self._alone, path, files, info)
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...callbacks import Callback, open_added
 from ...common.messages import warn
-from ...engine import isolated_random_state
-from ...engine import rng as random_state
+from ...engine import isolated_random_state, random_state
 from ...engine.checkpoint import (
     ADDED,
     CONFIG,
@@ -25,7 +24,7 @@ from ...engine.checkpoint import (
     open_registered,
 )
 from ..core import DataModule
-from . import run_identity as candidates
+from . import run_identity
 
 if TYPE_CHECKING:
     from ..core import TaskModule
@@ -126,8 +125,8 @@ def facts(progress: Progress, task: TaskModule, datamodule: DataModule | None) -
         "step": progress.step,
         "epoch": progress.epoch,
         "samples": progress.samples,
-        "task": candidates.class_name(type(task)),
-        "configuration": candidates.configuration(task, datamodule),
+        "task": run_identity.class_name(type(task)),
+        "configuration": run_identity.configuration(task, datamodule),
     }
 
 

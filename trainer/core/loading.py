@@ -14,9 +14,8 @@ import torch
 
 from ...common.messages import warn
 from ...engine.checkpoint import DATAMODULE_HPARAMS, HPARAMS, Record, in_memory, open_registered, read_now
-from ...engine.weights import Opened, Source, TorchFile, View, check_extent, opened
-from ...engine.weights import load as foreign
-from ..checkpointing import trainer_state as restore
+from ...engine.weights import Opened, Source, TorchFile, View, check_extent, load, opened
+from ..checkpointing import trainer_state
 from .signatures import Argument, signature
 from .stored_hparams import CannotRebuild, rebuild
 
@@ -53,7 +52,7 @@ def build(
                 document = _of_file(beside, document)
             task = cls(**_arguments(cls, found.place, document, given))
             task.configure_model()
-            task.on_load_checkpoint(restore.added_in(saved))
+            task.on_load_checkpoint(trainer_state.added_in(saved))
         else:
             document = {} if found.file is None else _document(found, found.file)
             if beside is not None:
@@ -63,7 +62,7 @@ def build(
             if found.file is not None:
                 task.on_load_checkpoint(document)
                 found = Opened(found.place, dict(document["state_dict"]))  # the hook may have changed it
-        foreign.put(task, found, task.strict_loading if strict is None else strict)
+        load.put(task, found, task.strict_loading if strict is None else strict)
     return task if map_location is None else task.to(map_location)
 
 

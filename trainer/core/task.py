@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ...common.messages import warn
 from ...common.validation import choose
-from ...engine import collectives as exchange
+from ...engine import collectives
 from ...engine.metrics import Metrics
 from .datamodule import TransferHooks
 from .export import Exports
@@ -238,7 +238,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         if group is not None and world.size > 1:
             world = world.of_group(group)
         data = apply_to_collection(data, (bool, int, float), torch.tensor, device=self.device)
-        return exchange.all_gather(data, world, sync_grads)
+        return collectives.all_gather(data, world, sync_grads)
 
     def freeze(self) -> Self:
         """Make every parameter constant, and go to evaluation mode."""

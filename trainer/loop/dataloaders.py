@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from ...common.messages import warn
 from ...engine import Accelerator, CombinedLoader, JointLoader, Loader, check_same
 from ...engine.data import is_collection
-from .. import arguments as flags
+from .. import arguments
 from ..core import DataModule, TaskModule, TransferHooks
 
 KINDS = ("train", "val", "test", "predict")
@@ -154,7 +154,7 @@ class Sources:
         )
         one_by_one = isinstance(loader, JointLoader) and loader.mode == "sequential"
         for each in loader.loaders if one_by_one else [loader]:  # type: ignore[attr-defined]
-            count = flags.limited(f"limit_{kind}_batches", self.limits[kind], each.length)
+            count = arguments.limited(f"limit_{kind}_batches", self.limits[kind], each.length)
             each.limit = each.limit if count is None or count == each.length else count
         if self._one_order and kind in ("train", "val") and loader.keep_order() and kind not in self._warned:
             self._warned.add(kind)

@@ -14,7 +14,7 @@ from ...common.messages import warn
 from ...engine import Loader, Metrics, evaluation_mode, move_data_to_device
 from ...strategies import World
 from ..core import TaskModule
-from . import run_summary as summary
+from . import run_summary
 from .automatic import count_positional
 from .hook_table import Hooks
 
@@ -159,7 +159,7 @@ def _one_loader(
         if keep and metrics.weight:
             kept.append(move_data_to_device(output, "cpu"))
     if trainer.accelerator.world.all(index < 0):
-        words = f"the {stage} loader yielded no batch. {summary.explain_empty(loader, trainer.world_size)}"
+        words = f"the {stage} loader yielded no batch. {run_summary.explain_empty(loader, trainer.world_size)}"
         if not within_fit:
             raise ValueError(words)
         if loader.length != 0:  # else it was said when fit began

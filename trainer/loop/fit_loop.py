@@ -47,7 +47,7 @@ from ...callbacks import AgreedInterval, learning_rates
 from ...common.messages import warn
 from ...engine import Loader, isolated_random_state, set_random_state
 from ..core import SchedulerConfig, TaskModule
-from . import run_summary as summary
+from . import run_summary
 from .automatic import Steps
 from .closure import ClosureSteps, check_closure, needs_closure
 from .hook_table import Hooks
@@ -201,11 +201,11 @@ class FitLoop:
         sources.reload(self.progress.epoch)
         self.loader = sources.train
         self.total = self.loader.length
-        summary.warn_of_empty_validation(self.trainer)
+        run_summary.warn_of_empty_validation(self.trainer)
         self.validation_every = self._validation_interval()
 
     def _why_empty(self) -> str:
-        return summary.explain_empty(self.loader, self.trainer.world_size)
+        return run_summary.explain_empty(self.loader, self.trainer.world_size)
 
     def _wants_to_stop(self) -> bool:
         return self.trainer.should_stop or self._is_late()

@@ -11,12 +11,11 @@ import torch
 from ...callbacks import ValidationWatch
 from ...common.messages import warn
 from ...engine import isolated_random_state, unused
-from ..checkpointing import LastStep
-from ..checkpointing import trainer_state as restore
+from ..checkpointing import LastStep, trainer_state
 from ..core import SchedulerConfig, TaskModule, check_ownership, endless, parse_optimizers
 from ..preflight import check_monitors, check_same_optimizers, check_storable, warn_of_untrained
 from ..profiling import measured
-from . import run_summary as summary
+from . import run_summary
 from .dataloaders import Sources
 from .evaluation_loop import evaluate
 from .fit_loop import FitLoop
@@ -40,12 +39,12 @@ def run_fit(trainer: Trainer, schedule: str | None, task: TaskModule, hooks: Hoo
         trainer.logbook.watch = ValidationWatch()
         trainer.progress.loaded = trainer.progress.epoch
         trainer.metrics.reset()
-    with restore.ahead(trainer, trainer.opened_checkpoint):
+    with trainer_state.ahead(trainer, trainer.opened_checkpoint):
         new = _ask_again(trainer, sources)
         model, random_state = _prepare(trainer, schedule, task, hooks, sources, new)
     loader = sources.train
     trainer.accelerator.draw_apart()  # the data is there; the sanity check leaves no trace in what is drawn
-    summary.announce_fit(trainer, loader)
+    run_summary.announce_fit(trainer, loader)
     sanity_check = trainer.ckpt_path is None and trainer.num_sanity_val_steps and trainer.has_validation
     if sanity_check:
         _sanity_check(trainer, hooks)
@@ -82,9 +81,9 @@ def _prepare(
     loader = sources.train
     loader.set_epoch(trainer.progress.epoch)
     _check_validation(trainer, task, sources)
-    restore.register(trainer)
+    trainer_state.register(trainer)
     made = [(one, one.state_dict()) for one in (sources.asked if new else [])]
-    random_state = restore.restore_run(trainer, trainer.opened_checkpoint, schedule)
+    random_state = trainer_state.restore_run(trainer, trainer.opened_checkpoint, schedule)
     trainer.opened_checkpoint = None  # all is restored: nothing of it has to stay in memory
     if new:
         trainer.progress.loaded = trainer.progress.epoch
@@ -195,7 +194,7 @@ def _check_validation(trainer: Trainer, task: TaskModule, sources: Sources) -> N
     if loaders and not has_step:
         warn(f"there is a validation loader, but {type(task).__name__} has no validation_step: nothing is validated.")
     if has_step:
-        summary.warn_of_empty_validation(trainer)
+        run_summary.warn_of_empty_validation(trainer)
     if has_step and not loaders and trainer.limit_val_batches:
         warn(f"{type(task).__name__} has a validation_step, but there is no validation loader: nothing is validated.")
 

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...strategies.distributed import hide_frames
-from .. import arguments as flags
-from ..checkpointing import resolve as resume
-from ..checkpointing import trainer_state as restore
+from .. import arguments
+from ..checkpointing import resolve, trainer_state
 from ..core import DataModule, TaskModule, log_to, task_modules
 from ..default_callbacks import as_callbacks
 from ..preflight import same_settings
-from ..profiling import stage_profiler as profiled
-from . import error_notes as diagnosis
-from . import run_summary as summary
+from ..profiling import stage_profiler
+from . import error_notes, run_summary
 from .dataloaders import KINDS, Sources, check_kinds
 from .hook_table import Hooks, name_of
 
@@ -59,7 +57,7 @@ def run_stage(
     if isinstance(given[first], DataModule):
         given, datamodule = {**given, first: None}, given[first]
     if task is None:
-        task, ckpt_path = restore.fitted(trainer, stage, ckpt_path)
+        task, ckpt_path = trainer_state.fitted(trainer, stage, ckpt_path)
         datamodule = datamodule or (None if any(v is not None for v in given.values()) else trainer.datamodule)
     check_kinds(stage, task, datamodule)
     if datamodule is not None and any(loader is not None for loader in given.values()):
@@ -114,19 +112,19 @@ def _setup(
         callback._task = task
     trainer.hooks = hooks = Hooks(trainer, task, trainer.callbacks)
     accelerator.compare_settings(same_settings(trainer, stage, task, ckpt_path))
-    trainer.opened_checkpoint = opened = resume.find_checkpoint(trainer, stage, ckpt_path)
+    trainer.opened_checkpoint = opened = resolve.find_checkpoint(trainer, stage, ckpt_path)
     trainer.ckpt_path = None if opened is None else opened.path
     limits = {kind: getattr(trainer, f"limit_{kind}_batches") for kind in KINDS}
     shard = trainer.use_distributed_sampler
     one_order = stage == "fit" and trainer.overfit_batches > 0
     trainer.sources = sources = Sources(task, datamodule, given, accelerator, limits, shard, one_order)
     trainer.logbook.agree_on_versions()
-    profiled.begin(trainer, hooks, stage)
+    stage_profiler.begin(trainer, hooks, stage)
     with accelerator.world.together():
         for owner in (datamodule, task):
             if owner is None:
                 continue
-            per_node = flags.check_bool("prepare_data_per_node", owner.prepare_data_per_node)
+            per_node = arguments.check_bool("prepare_data_per_node", owner.prepare_data_per_node)
             if accelerator.is_local_main_process if per_node else accelerator.is_main_process:
                 owner.prepare_data()
     if datamodule is not None:
@@ -146,7 +144,7 @@ def _teardown(trainer: Trainer, stage: str, task: TaskModule, failure: BaseExcep
         for callback in trainer.callbacks:
             callback._task = None
         if isinstance(failure, KeyboardInterrupt):
-            summary.announce_interrupt(trainer, stage, diagnosis.place(trainer, stage, failure))
+            run_summary.announce_interrupt(trainer, stage, error_notes.place(trainer, stage, failure))
 
 
 def _clean_up(trainer: Trainer, stage: str, task: TaskModule, failure: BaseException | None) -> None:
@@ -172,7 +170,7 @@ def _clean_up(trainer: Trainer, stage: str, task: TaskModule, failure: BaseExcep
 
 
 def _tell_of(trainer: Trainer, error: BaseException) -> None:
-    diagnosis.annotate(error, trainer)
+    error_notes.annotate(error, trainer)
     hide_frames(error)
     owners = () if trainer.datamodule is None else (trainer.datamodule.on_exception,)
     for hook in (*(trainer.hooks.on_exception if trainer.hooks is not None else ()), *owners):

@@ -317,15 +317,15 @@ class RunFolder:
 
     def _write(self, name: str, content: str | bytes, durable: bool = True) -> None:
         """Write a file in one move: whoever reads it sees the old or the new one."""
-        from ...engine.checkpoint import filesystem as disk
+        from ...engine.checkpoint import filesystem
 
         part = self.path / f".{name}.tmp"
         try:
             part.unlink(missing_ok=True)  # what is there may be a link to a file that is not ours
-            disk.write_bytes(part, content if isinstance(content, bytes) else content.encode(errors="replace"))
+            filesystem.write_bytes(part, content if isinstance(content, bytes) else content.encode(errors="replace"))
             if durable:
-                disk.fsync(part)
-            disk.replace(part, self.path / name)
+                filesystem.fsync(part)
+            filesystem.replace(part, self.path / name)
         except BaseException:
             part.unlink(missing_ok=True)
             raise

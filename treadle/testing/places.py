@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ..callbacks import HOOKS
 from ..engine import Accelerator
-from ..engine.checkpoint import filesystem as disk
+from ..engine.checkpoint import filesystem
 from ..trainer.loop import Hooks
 
 OPERATIONS = ("mkdir", "write_bytes", "write_tensors", "fsync", "rename", "replace", "unlink", "rmdir")
@@ -81,7 +81,7 @@ class Places(Generic[Due]):
         _replace(undo, Hooks, "__init__", self._hooks)
         if "disk" in kinds:
             for name in OPERATIONS:
-                _replace(undo, disk, name, functools.partial(self._operation, name))
+                _replace(undo, filesystem, name, functools.partial(self._operation, name))
         if "step" in kinds:
             undo.callback(register_optimizer_step_pre_hook(functools.partial(self._at_step, "step:before")).remove)
             undo.callback(register_optimizer_step_post_hook(functools.partial(self._at_step, "step:after")).remove)

@@ -15,8 +15,7 @@ from ....common.messages import closest_name, nearest
 from ....engine.optim import SCHEDULES
 from ....strategies import strategy_names
 from ....strategies.distributed import ACCELERATORS
-from ....trainer import Trainer, TrainerSettings
-from ....trainer import arguments as flags
+from ....trainer import Trainer, TrainerSettings, arguments
 from ....trainer.core import DataModule, SchedulerConfig, Signature, TaskModule, signature
 from ..resolve import SECTIONS, Config
 from ..values import DEFAULT, ConfigError, Value
@@ -210,7 +209,7 @@ def _check_trainer(checker: Checker, config: Config) -> dict[str, Recipe]:
             known[key] = item
             continue
         try:
-            flags.refuse_unknown({key: item}, takes.arguments)
+            arguments.refuse_unknown({key: item}, takes.arguments)
         except TypeError as error:
             checker.report(item, ("trainer", key), f": {error}")
     for flag, names in (("strategy", strategy_names()), ("accelerator", ACCELERATORS)):
