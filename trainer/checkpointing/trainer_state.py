@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...callbacks import Callback, open_added
 from ...common.messages import warn
-from ...engine import isolated_random_state
-from ...engine import rng as random_state
+from ...engine import isolated_random_state, random_state
 from ...engine.checkpoint import (
     ADDED,
     CONFIG,
