@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ..strategies import World
 from . import checkpoint, disk
 from .manifest import MANIFEST, Manifest, read_manifest, read_source
-from .parts import Part, has_part, open_files
+from .parts import Part, files_of, has_part, open_files
 
 T = TypeVar("T")
 
@@ -64,9 +64,8 @@ class OpenCheckpoint:
     def part(self, name: str) -> Part:
         """Return a part with its files opened, the same object each time."""
         if name not in self._parts:
-            part = open_files(self.path, self.manifest.files, name)
-            self._check_marks(part.files)
-            self._parts[name] = part
+            self._check_marks(files_of(name, self.manifest.files))
+            self._parts[name] = open_files(self.path, self.manifest.files, name)
         return self._parts[name]
 
     def check_unchanged(self) -> None:
@@ -122,8 +121,9 @@ class OpenCheckpoint:
             disk.check_file(self.path, name, entry, digests, links=name in of_hooks)
 
     def _check_marks(self, names: list[str]) -> None:
-        for name in names:
-            if self.verified and disk.mark(self.path / name) != self._marks[name]:
+        for name in names if self.verified else ():
+            path = self.path / name
+            if path.exists() and disk.mark(path) != self._marks[name]:  # one that is missing is an error elsewhere
                 raise ValueError(f"{self.path}: {name} was changed after it was verified. Load the checkpoint again.")
 
 
