@@ -12,6 +12,7 @@ from treadle.engine.checkpoint import encode_part, read_manifest, read_part, wri
 from treadle.engine.train_state import (
     CallbackStates,
     OptimizerState,
+    RandomState,
     RankState,
     TrainerStates,
     TrainState,
@@ -67,12 +68,13 @@ def test_a_saved_run_has_these_keys_and_no_others(tmp_path, fails):
     else:
         fit(tmp_path)
     (path,) = tmp_path.glob("*.ckpt")
-    state = read_part(path, "state")
+    state, own = read_part(path, "state"), read_part(path, "rank-00000")
     written = {
         TrainState: state,
         TrainerStates: state["registered"],
         CallbackStates: state["registered"]["callbacks"],
-        RankState: read_part(path, "rank-00000"),
+        RankState: own,
+        RandomState: {"cuda": [], **own["random"]},
         OptimizerState: read_part(path, "optimizer"),
     }
     for form, saved in written.items():
