@@ -75,10 +75,13 @@ class OpenCheckpoint:
             ValueError: it was replaced, or is gone.
         """
         try:
-            replaced = read_source(self.path) != self.manifest.source
+            source = read_source(self.path)
         except ValueError:
-            replaced = True
-        if replaced:
+            source = b""
+        self._compare(source)
+
+    def _compare(self, source: bytes) -> None:
+        if source != self.manifest.source:
             raise ValueError(f"{self.path} was replaced while it was read. Nothing is changed; load it again.")
 
     def verify(self, world: World | None = None) -> None:
@@ -106,7 +109,7 @@ class OpenCheckpoint:
 
     def _look(self) -> tuple[int, int, int]:
         """Check names and sizes and note each file's mark; returns what tells the file system of this process."""
-        self.check_unchanged()
+        self._compare(read_source(self.path))  # a path that is wrong on this process alone is an error of its own
         names = [*self.manifest.files, *self.manifest.others]
         self._check(names, digests=False)
         self._marks = {name: disk.mark(self.path / name) for name in names}
