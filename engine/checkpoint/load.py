@@ -62,10 +62,10 @@ def load(
     them. Its files are verified first, if that was not done before; see `OpenCheckpoint.verify`.
 
     Raises:
-        ValueError: if it is damaged, another model's or set-up's, or was replaced while it was read;
-            nothing is changed then. What a scheduler's, loader's or registered object's own ``load_state_dict`` raises
-            comes later: models and optimizers are loaded by then.
-        RuntimeError: in the place of these on the processes that found nothing wrong.
+        ValueError: if it is damaged, another model's or set-up's, or was replaced while it was read; nothing is changed
+            then. What a scheduler's, loader's or registered object's own ``load_state_dict`` raises comes later: models
+            and optimizers are loaded by then.
+        RuntimeError: on the processes that found nothing wrong, unless it is damaged: all see that alike.
     """
     world, manifest = accelerator.world, opened.manifest
     found: TrainState | None = None

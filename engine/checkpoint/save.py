@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -23,7 +23,17 @@ from ..rng import random_state
 from . import model_check, store
 from .json_codec import decode, encode
 from .parts import Files, TensorFile, encode_part, size_of
-from .train_state import STATE, OptimizerState, RankState, TrainState, extra_part, model_part, optimizer_part, rank_part
+from .train_state import (
+    STATE,
+    OptimizerState,
+    RandomState,
+    RankState,
+    TrainState,
+    extra_part,
+    model_part,
+    optimizer_part,
+    rank_part,
+)
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
@@ -207,9 +217,10 @@ def of_optimizers(files: Files) -> set[str]:
     return {name for name in files if name.startswith(optimizer_part(0))}
 
 
-def own_random_state(accelerator: Accelerator) -> dict[str, Any]:
+def own_random_state(accelerator: Accelerator) -> RandomState:
     """The state of all that this process alone draws from: its generators, and those of the datasets it reads."""
-    return {**random_state(), "loaders": [loader.reading_state() for loader in in_order(accelerator.loaders)]}
+    readers = [loader.reading_state() for loader in in_order(accelerator.loaders)]
+    return cast(RandomState, {**random_state(), "loaders": readers})
 
 
 def in_order(loaders: list[Loader]) -> list[Loader]:
@@ -217,7 +228,7 @@ def in_order(loaders: list[Loader]) -> list[Loader]:
     return sorted(loaders, key=lambda loader: loader.evaluation)
 
 
-def rank_files(rank: int, random: dict[str, Any], buffers: list[dict[str, Tensor]]) -> Files:
+def rank_files(rank: int, random: RandomState, buffers: list[dict[str, Tensor]]) -> Files:
     """What process ``rank`` alone knows.
 
     Args:
