@@ -154,6 +154,7 @@ def main(listener: socket.socket, lifeline: socket.socket) -> None:
     import multiprocessing.spawn  # noqa: F401  # keeps the path of the interpreter
 
     import numpy
+    import scipy.stats  # noqa: F401  # most of what scikit-learn imports, which itself starts a thread
     import torch
     import torch._dynamo  # noqa: F401  # optimizers import it when they are made
 
@@ -241,6 +242,7 @@ def _run(request: dict[str, Any]) -> int:
     for text in request["warnings"]:
         sys.warnoptions.append(text)
         warnings._processoptions([text])  # type: ignore[attr-defined]
+    sys.dont_write_bytecode |= not request["bytecode"]
     unbuffered = request["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
     for name, number, mode, errors in (
         ("stdin", 0, "rb", "strict"),
@@ -264,7 +266,7 @@ def _run(request: dict[str, Any]) -> int:
     kind, target = request["kind"], request["target"]
     added = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one not in sys.path]
     sys.path[1:1] = added
-    sys.path[0] = {"-m": os.getcwd(), "-c": ""}.get(kind, os.path.dirname(os.path.realpath(target)))
+    sys.path[0] = {"-m": os.getcwd(), "-c": "", "-": ""}.get(kind, os.path.dirname(os.path.realpath(target)))
     try:
         if kind == "-m":
             import runpy
@@ -272,6 +274,8 @@ def _run(request: dict[str, Any]) -> int:
             runpy._run_module_as_main(target)  # type: ignore[attr-defined]
         elif kind == "-c":
             exec(compile(target, "<string>", "exec"), module.__dict__)
+        elif kind == "-":
+            exec(compile(sys.stdin.read(), target, "exec"), module.__dict__)
         else:
             module.__file__ = target
             with open(target, "rb") as file:

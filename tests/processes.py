@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NPROC_PER_NODE")
 LAUNCH_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TREADLE_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
 # What is read after torch was imported: a rank with another value of these may be forked from a process with torch.
-READ_LATE = ("PYTEST_", "MLFLOW_", "_MLFLOW_", "WANDB_", "TORCHINDUCTOR_CACHE_DIR")  # packages set some themselves
+READ_LATE = (
+    *("GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR"),
+    *("PYTEST_", "MLFLOW_", "_MLFLOW_", "WANDB_"),  # packages set some themselves
+)
 # What matters to processes that are started from the one with torch, or where there are GPUs, alone.
 NEVER_READ = {"PATH", "TMPDIR", "OLDPWD", "PWD", "SHLVL", "_", "COLUMNS", "NO_COLOR", "PYTHONPATH", "TERM"}
 if not os.path.exists("/dev/nvidiactl"):

@@ -18,13 +18,17 @@ MOST_DESCRIPTORS = 200  # Linux sends 253 at once
 
 def parsed(given):
     """What the interpreter's command line says, or None where it says something that is not known here."""
-    known, given = {"unbuffered": False, "warnings": []}, list(given)
+    known, given = {"unbuffered": False, "bytecode": True, "warnings": []}, list(given)
     while given:
         word = given.pop(0)
         if word == "-u":
             known["unbuffered"] = True
+        elif word == "-B":
+            known["bytecode"] = False
         elif word == "-W" and given:
             known["warnings"].append(given.pop(0))
+        elif word == "-" and not os.isatty(0):
+            return {**known, "kind": word, "target": "<stdin>", "argv": [word, *given]}
         elif word in ("-m", "-c") and given:
             return {**known, "kind": word, "target": given[0], "argv": [word, *given[1:]]}
         elif not word.startswith("-") and os.path.isfile(word) and not word.endswith((".zip", ".pyz")):
