@@ -29,6 +29,7 @@ LAUNCH_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TREADLE_", "S
 # What is read after torch was imported: a rank with another value of these may be forked from a process with torch.
 READ_LATE = (
     *("GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR"),
+    "KMP_",  # of another OpenMP than torch's; scikit-learn sets some
     *("PYTEST_", "MLFLOW_", "_MLFLOW_", "WANDB_"),  # packages set some themselves
 )
 # What matters to processes that are started from the one with torch, or where there are GPUs, alone.

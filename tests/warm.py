@@ -27,6 +27,8 @@ def parsed(given):
             known["bytecode"] = False
         elif word == "-W" and given:
             known["warnings"].append(given.pop(0))
+        elif word.startswith("-W") and word != "-W":
+            known["warnings"].append(word[2:])
         elif word == "-" and not os.isatty(0):
             return {**known, "kind": word, "target": "<stdin>", "argv": [word, *given]}
         elif word in ("-m", "-c") and given:
