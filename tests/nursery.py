@@ -36,6 +36,7 @@ from typing import Any
 
 COUNT = 2
 REFUSED = -1  # said in place of a process id
+MOST_DESCRIPTORS = 200  # of one process; Linux sends 253 at once
 BYTES = 8  # of each number that is said
 
 
@@ -142,18 +143,96 @@ def executables(base: tuple[tuple[str, str], ...]) -> Path:
 # -- in the nursery ---------------------------------------------------------------------------------------------------
 
 
-def main(listener: socket.socket, lifeline: socket.socket) -> None:
-    """Forks a process per request until the lifeline is closed.
+class Nursery:
+    """Forks a process per request, until the lifeline is closed.
 
     A request is forgotten once its process has ended and its status is told. Where the other side is gone before that,
     the process is killed with its session.
+
+    Args:
+        listener: Where requests come from.
+        lifeline: What the process that started this one holds the other end of.
     """
+
+    def __init__(self, listener: socket.socket, lifeline: socket.socket) -> None:
+        self.listener, self.lifeline, self.pid = listener, lifeline, os.getpid()
+        self.selector = selectors.DefaultSelector()
+        # By what is watched: the end of a process, or of the side that asked for it. An open request stands here twice.
+        self.asked: dict[int, tuple[int, int, socket.socket]] = {}
+
+    def serve(self, usual: Mapping[str, str]) -> None:
+        """Answers requests whose environment is the ``usual`` one, as far as torch reads it when it is imported."""
+        for watched in (self.listener, self.lifeline):
+            self.selector.register(watched, selectors.EVENT_READ)
+        while True:
+            ready = {key.fd for key, _ in self.selector.select()}
+            if self.lifeline.fileno() in ready:
+                for pid in {pid for pid, _, _ in self.asked.values()}:
+                    _kill(pid)
+                return
+            for descriptor in ready:
+                if descriptor in self.asked:  # not where both ends of a request are ready, and one was seen
+                    self.forget(descriptor)
+            if self.listener.fileno() in ready:
+                self.answer(usual)
+
+    def answer(self, usual: Mapping[str, str]) -> None:
+        import processes
+
+        reply, _ = self.listener.accept()
+        _, descriptors, _, _ = socket.recv_fds(reply, 1, 1 + MOST_DESCRIPTORS)
+        request = json.loads(os.pread(descriptors[0], 1 << 24, 0)) if descriptors else None
+        if request is None or processes.early(request["env"]) != usual:
+            _say(reply, REFUSED)
+            reply.close()
+        elif (pid := os.fork()) == 0:
+            self.leave(reply)
+            _become(request, descriptors)
+            if "target" in request:
+                _end(_run(request))
+            if (code := processes.rank_main(Path(request["call"]))) != 0:
+                os._exit(code)  # not waiting for what a group does at its end whose other members still hang
+            _end(0)
+        else:
+            pidfd = os.pidfd_open(pid)
+            for watched in (pidfd, reply.fileno()):
+                self.asked[watched] = (pid, pidfd, reply)
+                self.selector.register(watched, selectors.EVENT_READ)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def forget(self, descriptor: int) -> None:
+        pid, pidfd, reply = self.asked[descriptor]
+        if descriptor != pidfd:
+            _kill(pid)
+        for watched in (pidfd, reply.fileno()):
+            self.selector.unregister(watched)
+            del self.asked[watched]
+        _say(reply, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os.close(pidfd)
+        reply.close()
+
+    def leave(self, reply: socket.socket) -> None:
+        """In a forked process: gives up all that is the nursery's, and says to ``reply`` which process this is."""
+        import processes
+
+        processes.die_with(self.pid)
+        os.setsid()
+        _say(reply, os.getpid())
+        self.selector.close()
+        for other in (self.listener, self.lifeline, reply, *(known for _, _, known in self.asked.values())):
+            other.close()
+        for pidfd in {pidfd for _, pidfd, _ in self.asked.values()}:
+            os.close(pidfd)
+
+
+def main(listener: socket.socket, lifeline: socket.socket) -> None:
+    """Imports what all forked processes find, and serves."""
     import processes
 
     usual = processes.early(os.environ)  # before a package adds to it
     import multiprocessing.spawn  # noqa: F401  # keeps the path of the interpreter
 
-    import numpy
     import scipy.stats  # noqa: F401  # most of what scikit-learn imports, which itself starts a thread
     import torch
     import torch._dynamo  # noqa: F401  # optimizers import it when they are made
@@ -161,61 +240,15 @@ def main(listener: socket.socket, lifeline: socket.socket) -> None:
     if len(threads := os.listdir("/proc/self/task")) != 1:
         raise RuntimeError(f"a nursery must not have {len(threads)} threads: forked processes would lack all but one")
     gc.collect()
-    gc.freeze()  # else a process looks through all of torch when it collects and when it ends: 0.8 s instead of 0.2
-    selector = selectors.DefaultSelector()
-    selector.register(listener, selectors.EVENT_READ)
-    selector.register(lifeline, selectors.EVENT_READ)
-    # By what is watched: the end of a process, or of the side that asked for it. An open request stands here twice.
-    asked: dict[int, tuple[int, int, socket.socket]] = {}
-    nursery = os.getpid()
-    while True:
-        for key, _ in selector.select():
-            if key.fd == lifeline.fileno():
-                for pid in {pid for pid, _, _ in asked.values()}:
-                    os.killpg(pid, signal.SIGKILL)
-                return
-            if key.fd in asked:
-                pid, pidfd, reply = asked[key.fd]
-                if key.fd != pidfd:
-                    os.killpg(pid, signal.SIGKILL)
-                for watched in (pidfd, reply.fileno()):
-                    selector.unregister(watched)
-                    del asked[watched]
-                _say(reply, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-                os.close(pidfd)
-                reply.close()
-                break  # the same select may have told of the other one as well
-            if key.fd != listener.fileno():
-                continue
-            reply, _ = listener.accept()
-            _, descriptors, _, _ = socket.recv_fds(reply, 1, 250)
-            request = json.loads(os.pread(descriptors[0], 1 << 24, 0)) if descriptors else None
-            if request is None or processes.early(request["env"]) != usual:
-                _say(reply, REFUSED)
-                reply.close()
-            elif (pid := os.fork()) == 0:
-                processes.die_with(nursery)
-                os.setsid()
-                _say(reply, os.getpid())
-                selector.close()
-                for other in (listener, lifeline, reply, *(known for _, _, known in asked.values())):
-                    other.close()
-                for known in {pidfd for _, pidfd, _ in asked.values()}:
-                    os.close(known)
-                _become(request, descriptors)
-                numpy.random.seed()
-                if "target" in request:
-                    _leave(_run(request))
-                if (code := processes.rank_main(Path(request["call"]))) != 0:
-                    os._exit(code)  # not waiting for what a group does at its end whose other members still hang
-                _leave(0)
-            else:
-                pidfd = os.pidfd_open(pid)
-                for watched in (pidfd, reply.fileno()):
-                    asked[watched] = (pid, pidfd, reply)
-                    selector.register(watched, selectors.EVENT_READ)
-            for descriptor in descriptors:
-                os.close(descriptor)
+    gc.freeze()  # else a process looks through all of torch whenever it collects
+    Nursery(listener, lifeline).serve(usual)
+
+
+def _kill(pid: int) -> None:
+    """Kills a forked process and its session, also where it is about to begin one."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:
@@ -233,10 +266,11 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     tempfile.tempdir = None  # kept from an environment with another TMPDIR
+    sys.modules["numpy"].random.seed()
 
 
 def _run(request: dict[str, Any]) -> int:
-    """Runs a program as the interpreter does when it is started with these arguments."""
+    """Runs a program as the interpreter does when it is started with these arguments; returns its exit status."""
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     for text in request["warnings"]:
@@ -244,43 +278,15 @@ def _run(request: dict[str, Any]) -> int:
         warnings._processoptions([text])  # type: ignore[attr-defined]
     sys.dont_write_bytecode |= not request["bytecode"]
     unbuffered = request["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
-    for name, number, mode, errors in (
-        ("stdin", 0, "rb", "strict"),
-        ("stdout", 1, "wb", "strict"),
-        ("stderr", 2, "wb", "backslashreplace"),
-    ):
-        stream: Any = None
-        if number in request["descriptors"]:
-            at_once = unbuffered and mode == "wb"
-            raw: Any = io.FileIO(number, mode, closefd=False)
-            if not at_once:
-                raw = io.BufferedReader(raw) if mode == "rb" else io.BufferedWriter(raw)
-            by_line = not at_once and (name == "stderr" or os.isatty(number))
-            stream = io.TextIOWrapper(raw, "utf-8", errors, line_buffering=by_line, write_through=at_once)
-            stream.mode = mode[0]
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = _stream(number, unbuffered) if number in request["descriptors"] else None
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.executable, sys.orig_argv, sys.argv = request["executable"], request["orig_argv"], request["argv"]
-    module = sys.modules["__main__"] = types.ModuleType("__main__")
-    module.__dict__.update(__builtins__=builtins, __spec__=None)
-    kind, target = request["kind"], request["target"]
     added = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one not in sys.path]
     sys.path[1:1] = added
-    sys.path[0] = {"-m": os.getcwd(), "-c": "", "-": ""}.get(kind, os.path.dirname(os.path.realpath(target)))
     try:
-        if kind == "-m":
-            import runpy
-
-            runpy._run_module_as_main(target)  # type: ignore[attr-defined]
-        elif kind == "-c":
-            exec(compile(target, "<string>", "exec"), module.__dict__)
-        elif kind == "-":
-            exec(compile(sys.stdin.read(), target, "exec"), module.__dict__)
-        else:
-            module.__file__ = target
-            with open(target, "rb") as file:
-                source = file.read()
-            exec(compile(source, target, "exec"), module.__dict__)
+        _execute(request["kind"], request["target"])
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
@@ -295,7 +301,40 @@ def _run(request: dict[str, Any]) -> int:
     return 0
 
 
-def _leave(code: int) -> None:
+def _stream(number: int, unbuffered: bool) -> io.TextIOWrapper:
+    """One of the three standard streams, as the interpreter makes it."""
+    at_once = unbuffered and number > 0
+    raw: Any = io.FileIO(number, "wb" if number else "rb", closefd=False)
+    if not at_once:
+        raw = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
+    by_line = not at_once and (number == 2 or os.isatty(number))
+    errors = "backslashreplace" if number == 2 else "strict"
+    stream: Any = io.TextIOWrapper(raw, "utf-8", errors, line_buffering=by_line, write_through=at_once)
+    stream.mode = "w" if number else "r"
+    return stream
+
+
+def _execute(kind: str, target: str) -> None:
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module.__dict__.update(__builtins__=builtins, __spec__=None)
+    if kind == "script":
+        sys.path[0] = os.path.dirname(os.path.realpath(target))
+        module.__file__ = os.path.abspath(target)
+        with open(target, "rb") as file:
+            code = compile(file.read(), module.__file__, "exec")
+    elif kind == "-m":
+        import runpy
+
+        sys.path[0] = os.getcwd()
+        runpy._run_module_as_main(target)  # type: ignore[attr-defined]
+        return
+    else:
+        sys.path[0] = ""
+        code = compile(sys.stdin.read() if kind == "-" else target, target if kind == "-" else "<string>", "exec")
+    exec(code, module.__dict__)
+
+
+def _end(code: int) -> None:
     """Ends a forked process as the interpreter ends one, but leaves torch standing: to take it down costs 0.3 s.
 
     Args:
