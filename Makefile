@@ -6,7 +6,7 @@ BENCH := .venv-bench
 # Tests start many processes; each would compile the whole package where bytecode is not kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-slow test-resume test-slurm test-browser lint types wheel bench clean
+.PHONY: install demo test test-all test-slow test-resume test-slurm test-browser lint types wheel bench clean
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -19,6 +19,10 @@ demo: install
 	$(BIN)/python examples/digits.py
 
 test: install
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not exhaustive and not slow and not slurm and not browser' $(ARGS)
+
+# The same, and every variant of what the tests above show with one.
+test-all: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not slurm and not browser' $(ARGS)
 
 test-slow: install

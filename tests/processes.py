@@ -27,7 +27,15 @@ if TYPE_CHECKING:
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NPROC_PER_NODE")
 LAUNCH_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TREADLE_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
 # What is read after torch was imported: a rank with another value of these may be forked from a process with torch.
-READ_LATE = ("PYTEST_", "MLFLOW_", "_MLFLOW_", "WANDB_", "TORCHINDUCTOR_CACHE_DIR")  # packages set some themselves
+READ_LATE = (
+    *("GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR"),
+    "KMP_",  # of another OpenMP than torch's; scikit-learn sets some
+    *("PYTEST_", "MLFLOW_", "_MLFLOW_", "WANDB_"),  # packages set some themselves
+)
+# What matters to processes that are started from the one with torch, or where there are GPUs, alone.
+NEVER_READ = {"PATH", "TMPDIR", "OLDPWD", "PWD", "SHLVL", "_", "COLUMNS", "NO_COLOR", "PYTHONPATH", "TERM"}
+if not os.path.exists("/dev/nvidiactl"):
+    NEVER_READ.add("CUDA_VISIBLE_DEVICES")
 
 
 class RankError(RuntimeError):
@@ -105,22 +113,24 @@ def run(
             _kill(ranks)
 
 
-def _early(env: Mapping[str, str]) -> dict[str, str]:
+def early(env: Mapping[str, str]) -> dict[str, str]:
     """The part of an environment that may matter while torch is imported."""
     late = (*LAUNCH_PREFIXES, *READ_LATE)
-    return {k: v for k, v in env.items() if k not in LAUNCH_VARIABLES and not k.startswith(late)}
+    never = {*LAUNCH_VARIABLES, *NEVER_READ}
+    return {k: v for k, v in env.items() if k not in never and not k.startswith(late)}
 
 
 # As it is before any test: what a nursery is started with.
-_USUAL = _early(clean_environment({"CUDA_VISIBLE_DEVICES": ""}))
+_BASE = clean_environment({"CUDA_VISIBLE_DEVICES": ""})
+_USUAL = early(_BASE)
 
 
 def _start(rank: int, folder: Path, env: dict[str, str]) -> Rank:
     """Starts a process of `run`: forked from a nursery, which takes no time, unless its environment forbids that."""
-    if sys.platform == "linux" and _early(env) == _USUAL:
+    if sys.platform == "linux" and early(env) == _USUAL:
         import nursery
 
-        return nursery.fork(rank, folder, env, _USUAL)
+        return nursery.fork(rank, folder, env, _BASE)
     command = [sys.executable, os.path.abspath(__file__), str(folder)]
     return subprocess.Popen(command, env=env, start_new_session=True)
 
@@ -196,10 +206,28 @@ def _kill(processes: Iterable[Rank]) -> None:
         process.wait()
 
 
+def programs() -> Path:
+    """A folder to put first in ``PATH``: its `python`, `treadle` and `torchrun` start at once, see `nursery`."""
+    if sys.platform != "linux":
+        return Path(sys.executable).parent
+    import nursery
+
+    return nursery.executables(tuple(sorted(_BASE.items())))
+
+
+def python() -> str:
+    """The interpreter that tests start programs with, in place of `sys.executable`."""
+    return str(programs() / "python") if sys.platform == "linux" else sys.executable
+
+
 def script(
-    path_or_source: str | Path, *args: str, env: Mapping[str, str] | None = None, timeout: float = 120
+    path_or_source: str | Path,
+    *args: str,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script in a fresh interpreter which no launcher started.
+    """Runs a script in a process which no launcher started.
 
     Args:
         path_or_source: A `Path` to a script, or its source text, which is run as `train.py` from an empty folder of
@@ -207,6 +235,8 @@ def script(
         args: Command line arguments for the script.
         env: More environment variables. Default: none.
         timeout: Seconds after which the script is ended. Default: 120.
+        fresh: Whether the interpreter is a new one which imports torch itself, for tests of what is imported, or of
+            the memory that this takes. Default: False, it is forked from one which has imported torch.
 
     Returns:
         Exit status and captured text of both streams; a non-zero status does not raise.
@@ -221,7 +251,7 @@ def script(
         if isinstance(path, str):
             path = folder / "train.py"
             path.write_text(str(path_or_source))
-        command = [sys.executable, str(path.resolve()), *args]
+        command = [sys.executable if fresh else python(), str(path.resolve()), *args]
         cwd = folder if isinstance(path_or_source, str) else None
         # Files, not pipes: a process left over by a killed script would hold a pipe open and the reader with it.
         with (Path(name) / "out").open("w+") as out, (Path(name) / "err").open("w+") as err:

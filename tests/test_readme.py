@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from processes import clean_environment, run, script
+from processes import clean_environment, programs, python, run, script
 
 import treadle
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- not run: *(.*?) *-->\n+)?```(\w+)([^\n]*)\n(.*?)```", re.DOTALL)
-ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,12 @@ def commands(block):
 
 
 def start(line, folder):
-    """Starts a command line; its `node1` is this machine."""
+    """Starts a command line; its `node1` is this machine, and its `python` and `treadle` start at once."""
+    path = os.pathsep.join(map(str, (programs(), Path(sys.executable).parent, os.environ["PATH"])))
     return subprocess.Popen(
         ["bash", "-c", re.sub(r"\bnode\d+\b", "127.0.0.1", line)],
         cwd=folder,
-        env=clean_environment(ON_CPU),
+        env=clean_environment({**ON_CPU, "PATH": path}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -179,7 +180,8 @@ def test_command_lines_run(block, folder):
 def test_readme_example_runs_on_two_processes(number, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPTS[number].text)
-    command = [sys.executable, "-m", "treadle", "launch", "--nproc-per-node", "2", str(path)]
+    # One of both as a user starts it: three interpreters, each of which imports torch.
+    command = [python() if number else sys.executable, "-m", "treadle", "launch", "--nproc-per-node", "2", str(path)]
     done = subprocess.run(
         command, cwd=tmp_path, env=clean_environment(ON_CPU), capture_output=True, text=True, timeout=120
     )

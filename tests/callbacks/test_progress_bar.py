@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from callback_runs import Tiny, fit, loader, trainer
-from processes import clean_environment, run
+from processes import clean_environment, python, run
 from treadle.callbacks import LambdaCallback, ProgressBar, RichProgressBar, RichProgressBarTheme, TQDMProgressBar
 
 HEAD = f"""
@@ -34,7 +34,7 @@ def on_a_terminal(source, after=lambda process, master: None, columns=100):
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     env = clean_environment({"TERM": "xterm", "CUDA_VISIBLE_DEVICES": ""})
     process = subprocess.Popen(
-        [sys.executable, "-c", HEAD + source], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True
+        [python(), "-c", HEAD + source], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True
     )
     os.close(slave)
     written = bytearray()

@@ -11,7 +11,7 @@ from pathlib import Path
 import cli_samples
 import pytest
 import torch
-from processes import clean_environment, run, script
+from processes import clean_environment, python, run, script
 from treadle.cli.commands import command_line
 from treadle.cli.config.resolve import load
 from treadle.engine.checkpoint import store
@@ -440,7 +440,7 @@ def test_errors_are_said_once(monkeypatch, capsys):
 
 
 def test_a_launched_error_is_said_once(here):
-    command = [sys.executable, "-m", "treadle", "launch", "--nproc-per-node", "2", "-m", "treadle", "fit", "model.x=1"]
+    command = [python(), "-m", "treadle", "launch", "--nproc-per-node", "2", "-m", "treadle", "fit", "model.x=1"]
     done = subprocess.run(command, env=clean_environment({}), capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr.count("model names no class") == 1

@@ -239,12 +239,12 @@ loaded = peak() - start
 print(loaded / ONE)
 """
     at_once = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is freed goes back to the system
-    away = script(source + "\nprint(built / ONE, ran / ONE)", env=at_once)
+    away = script(source + "\nprint(built / ONE, ran / ONE)", env=at_once, fresh=True)
     assert away.returncode == 0, away.stderr
     built, ran = map(float, away.stdout.split())
     assert built < 1.5  # one random parameter at a time, of fourteen
     assert ran < 3.5  # twelve of fourteen are run through, one after the other
-    done = script(streamed, env=at_once)
+    done = script(streamed, env=at_once, fresh=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 15  # the fourteen of the model, and less than one more
 

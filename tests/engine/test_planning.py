@@ -109,8 +109,8 @@ def planned(name, world, rank, accumulate=1, clip=None, **more):
     ("name", "world", "accumulate", "clip"),
     [
         ("flat", 2, 1, None),
-        ("flat", 4, 1, 1.0),
-        ("hybrid", 4, 1, None),
+        pytest.param("flat", 4, 1, 1.0, marks=pytest.mark.exhaustive),
+        pytest.param("hybrid", 4, 1, None, marks=pytest.mark.exhaustive),
         ("hybrid", 4, 2, 1.0),
         ("checkpointed", 2, 2, None),
         ("each", 2, 2, None),

@@ -6,7 +6,7 @@ import sys
 import textwrap
 
 import pytest
-from processes import clean_environment
+from processes import clean_environment, python
 from treadle.strategies.launch.supervisor import _quoted
 
 pytestmark = pytest.mark.skipif(
@@ -71,7 +71,7 @@ main()
 
 def application(folder, source, *arguments):
     (folder / "train.py").write_text(textwrap.dedent(source))
-    command = [sys.executable, "-W", "ignore", str(folder / "train.py"), *arguments]
+    command = [python(), "-W", "ignore", str(folder / "train.py"), *arguments]
     env = clean_environment({"CUDA_VISIBLE_DEVICES": ""})
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

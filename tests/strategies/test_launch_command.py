@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import clean_environment
+from processes import clean_environment, python
 from treadle.strategies.launch import command as launch_command
 from treadle.strategies.launch.rendezvous import Job
 
@@ -22,7 +22,7 @@ sys.exit(int(os.environ["RANK"]) * 3)
 
 
 def treadle(*args: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "treadle", *args]
+    command = [python(), "-m", "treadle", *args]
     return subprocess.run(
         command, cwd=cwd, env=clean_environment(env), capture_output=True, text=True, timeout=60, check=False
     )

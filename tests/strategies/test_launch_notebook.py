@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from processes import clean_environment, run
+from processes import clean_environment, python, run
 from treadle.strategies.launch.notebook import debug_launcher, notebook_launcher
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
@@ -24,14 +24,19 @@ from treadle.strategies.launch.notebook import debug_launcher, notebook_launcher
 def say(text):
     os.write(1, f"{text}\\n".encode())
 """
-STDIN = [sys.executable, "-"]
 
 
-def cell(source: str, command: list[str] = STDIN, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def cell(source: str, command: list[str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     """Runs code of which no file is kept, as in a notebook."""
     text = HEAD + textwrap.dedent(source)
     return subprocess.run(
-        command, input=text, env=clean_environment(), capture_output=True, text=True, timeout=timeout, check=False
+        command or [python(), "-"],
+        input=text,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import clean_environment
+from processes import clean_environment, python
 from treadle.strategies.launch import rendezvous
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals, /proc and interfaces as on Linux")
@@ -48,8 +48,8 @@ place = world.rank, world.size, world.node_rank, world.local_rank, world.local_s
 os.write(1, f"{(*place, weights)}\\n".encode())
 """
 LAUNCHERS = {
-    "treadle": [sys.executable, "-m", "treadle", "launch"],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"],
+    "treadle": ["-m", "treadle", "launch"],
+    "torchrun": ["-m", "torch.distributed.run", "--rdzv-backend", "c10d"],
 }
 
 
@@ -96,7 +96,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
 def alone(script: str) -> list[float]:
     """The weights that one process comes to, without any launcher."""
     done = subprocess.run(
-        [sys.executable, script], env=clean_environment(), capture_output=True, text=True, timeout=60, check=True
+        [python(), script], env=clean_environment(), capture_output=True, text=True, timeout=60, check=True
     )
     return places(done.stdout)[0][-1]  # type: ignore[return-value]
 
@@ -112,7 +112,7 @@ def alone(script: str) -> list[float]:
 def test_two_agents_train_what_one_process_does(
     script: str, alone: list[float], tmp_path: Path, launcher: str, count: int
 ) -> None:
-    command = [*LAUNCHERS[launcher], "--nnodes", "2", "--nproc-per-node", str(count), "--rdzv-id", "one"]
+    command = [python(), *LAUNCHERS[launcher], "--nnodes", "2", "--nproc-per-node", str(count), "--rdzv-id", "one"]
     command += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", script]
     codes, texts = run([command, command], tmp_path)
     assert codes == [0, 0], texts
@@ -129,12 +129,12 @@ def test_machines_with_numbers(script: str, alone: list[float], tmp_path: Path) 
     port = str(free_port())
     # Accelerate's spelling; the number of processes is that of both machines.
     options = ["--num_machines", "2", "--num_processes", "3", "--main_process_ip", "127.0.0.1"]
-    wrong = [*LAUNCHERS["treadle"], *options, "--main_process_port", port, "--machine_rank", "0", script]
+    wrong = [python(), *LAUNCHERS["treadle"], *options, "--main_process_port", port, "--machine_rank", "0", script]
     codes, texts = run([wrong], tmp_path)
     assert codes == [2]
     assert "--num_processes 3 can't be shared out evenly among 2 machine(s)" in texts[0]
     options[3] = "2"
-    command = [*LAUNCHERS["treadle"], *options, "--main_process_port", port, "--machine_rank"]
+    command = [python(), *LAUNCHERS["treadle"], *options, "--main_process_port", port, "--machine_rank"]
     codes, texts = run([[*command, "1", script], [*command, "0", script]], tmp_path)
     assert codes == [0, 0], texts
     assert [place[0] for text in texts for place in places(text)] == [1, 0]
@@ -142,7 +142,16 @@ def test_machines_with_numbers(script: str, alone: list[float], tmp_path: Path) 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_failing_rank_ends_both_machines(script: str, tmp_path: Path, rank: int) -> None:
-    command = [*LAUNCHERS["treadle"], "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", script, str(rank)]
+    command = [
+        python(),
+        *LAUNCHERS["treadle"],
+        "--nnodes",
+        "2",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        script,
+        str(rank),
+    ]
     codes, texts = run([command, command], tmp_path)
     ended = time.time()
     assert codes == [7, 7], texts
@@ -155,7 +164,16 @@ def test_a_failing_rank_ends_both_machines(script: str, tmp_path: Path, rank: in
 
 
 def test_a_signal_to_one_machine_ends_both(script: str, tmp_path: Path) -> None:
-    command = [*LAUNCHERS["treadle"], "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", script, "none"]
+    command = [
+        sys.executable,  # whose ranks are its own children
+        *LAUNCHERS["treadle"],
+        "--nnodes",
+        "2",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        script,
+        "none",
+    ]
     with agents([command, command], tmp_path) as started:
         # Ranks are up when a supervisor has children.
         end = time.monotonic() + 60
@@ -170,7 +188,7 @@ def test_a_signal_to_one_machine_ends_both(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nobody_at_the_endpoint_is_said_in_time(script: str, tmp_path: Path) -> None:
-    base = [*LAUNCHERS["treadle"], "--nnodes", "2", script]
+    base = [python(), *LAUNCHERS["treadle"], "--nnodes", "2", script]
     # 192.0.2.1 is for documentation: a route leads there, nobody answers.
     far = [*base[:-1], "--rdzv-endpoint", "192.0.2.1:29400", "--rdzv-conf", "read_timeout=2", script]
     foreign = [*base[:-1], "--rdzv-endpoint", "127.0.0.1:29400", "--local-addr", "192.0.2.1", script]
@@ -218,7 +236,7 @@ def hosts() -> Iterator[list[str]]:
 def test_two_hosts_whose_names_are_loopback_addresses(
     script: str, alone: list[float], hosts: list[str], tmp_path: Path
 ) -> None:
-    launch = [*LAUNCHERS["treadle"], "--nnodes", "2", "--rdzv-endpoint", "10.213.7.1:29400", script]
+    launch = [python(), *LAUNCHERS["treadle"], "--nnodes", "2", "--rdzv-endpoint", "10.213.7.1:29400", script]
     codes, texts = run([["ip", "netns", "exec", host, *launch] for host in reversed(hosts)], tmp_path)
     assert codes == [0, 0], texts
     seen = places(*texts)

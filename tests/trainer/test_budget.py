@@ -143,7 +143,7 @@ HEAVY = (
 def test_import():
     results = []
     for _ in range(4):  # the first one compiles, if need be, and keeps the bytecode whatever the environment says
-        done = script(IMPORTS, env={"PYTHONDONTWRITEBYTECODE": ""})
+        done = script(IMPORTS, env={"PYTHONDONTWRITEBYTECODE": ""}, fresh=True)
         assert done.returncode == 0, done.stderr
         results.append(json.loads(done.stdout.splitlines()[-1]))
     results = results[1:]
