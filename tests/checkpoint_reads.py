@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from treadle.engine import disk, manifest
+from treadle.engine.checkpoint import filesystem, manifest
 
 
 class Reads:
@@ -22,7 +22,7 @@ class Reads:
         self.parsed = 0
 
     def __enter__(self) -> Reads:
-        self._before = disk.describe, manifest._parse
+        self._before = filesystem.describe, manifest._parse
         describe, parse = self._before
 
         def counting_describe(path: Path) -> Any:
@@ -33,11 +33,11 @@ class Reads:
             self.parsed += 1
             return parse(document)
 
-        disk.describe, manifest._parse = counting_describe, counting_parse
+        filesystem.describe, manifest._parse = counting_describe, counting_parse
         return self
 
     def __exit__(self, *_: object) -> None:
-        disk.describe, manifest._parse = self._before
+        filesystem.describe, manifest._parse = self._before
 
 
 def once(*checkpoints: Path) -> Counter[str]:

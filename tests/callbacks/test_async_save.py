@@ -155,7 +155,7 @@ import os, signal, sys, threading, time, warnings
 sys.path[:0] = sys.argv[2:]
 from callback_runs import Tiny, fit
 from treadle.callbacks import ModelCheckpoint
-from treadle.engine import disk
+from treadle.engine.checkpoint import filesystem as disk
 warnings.simplefilter("ignore")
 write = disk.write_tensors
 

@@ -10,8 +10,8 @@ from checkpoint_reads import Reads, once
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.engine.export_command import export
-from treadle.engine.open_checkpoint import OpenCheckpoint
+from treadle.cli.commands.export import export
+from treadle.engine.checkpoint.open_checkpoint import OpenCheckpoint
 
 import treadle
 from treadle.utils import ProjectConfiguration

@@ -6,9 +6,9 @@ from contextlib import redirect_stderr
 
 import pytest
 from processes import run, script
-from treadle.engine import get_logger
 
 import treadle
+from treadle.utils import get_logger
 
 
 def test_a_level_that_is_asked_for_shows_before_anything_is_set_up():

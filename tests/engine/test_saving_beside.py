@@ -197,7 +197,7 @@ def test_a_failure_surfaces_and_leaves_nothing(tmp_path, monkeypatch, asked):
 UNASKED = """
 import sys, treadle
 from torch import nn
-from treadle.engine import disk
+from treadle.engine.checkpoint import filesystem as disk
 accelerator = treadle.Accelerator(cpu=True)
 accelerator.prepare(nn.Linear(2, 2))
 if sys.argv[1] == "bad":
@@ -223,7 +223,7 @@ def test_a_program_that_ends_waits_and_does_not_succeed_if_the_save_failed(tmp_p
 INTERRUPTED = """
 import os, signal, sys, threading, treadle
 from torch import nn
-from treadle.engine import disk
+from treadle.engine.checkpoint import filesystem as disk
 from treadle.engine.checkpoint.store import read_part
 write, gate = disk.write_tensors, threading.Event()
 disk.write_tensors = lambda *args: gate.wait(60) and write(*args)

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
-from treadle.engine.checkpoint import encode_part, read_manifest, read_part, write_files
-from treadle.engine.train_state import (
+from treadle.engine.checkpoint.manifest import read_manifest
+from treadle.engine.checkpoint.parts import encode_part, read_part, write_files
+from treadle.engine.checkpoint.train_state import (
     CallbackStates,
     OptimizerState,
     RandomState,

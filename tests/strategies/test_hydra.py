@@ -26,8 +26,8 @@ def main(cfg):
     os.write(1, line.encode())
     if rank == "no":
         time.sleep(1.1)
-        from treadle.strategies import launch
-        launch.relaunch(2)
+        from treadle.strategies.launch import supervisor
+        supervisor.relaunch(2)
 
 main()
 """

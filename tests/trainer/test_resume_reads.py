@@ -12,7 +12,7 @@ from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import GradientAccumulationScheduler, ModelCheckpoint, ModelPruning, WeightAveraging
-from treadle.callbacks.averages import averaged_weights
+from treadle.callbacks._averaging import averaged_weights
 
 import treadle
 
