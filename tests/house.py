@@ -111,3 +111,22 @@ def target(module: str | None, name: str | None) -> str | None:
         else:
             break
     return module if module in files() else None
+
+
+def sentence(package: str) -> str:
+    """The first sentence of a face's docstring."""
+    return (ast.get_docstring(tree(package)) or "").partition("\n")[0].removesuffix(".")
+
+
+def picture() -> str:
+    """The rooms, the highest first, each with its sentence: the list in ``docs/architecture.md``."""
+    rows = []
+    for room in reversed(TOP_ROOMS):
+        packages = [package for package in files() if package.split(".")[0] == room and is_package(package)]
+        rows += [(f"{'    ' * package.count('.')}{package.split('.')[-1]}/", sentence(package)) for package in packages]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {words}" for name, words in rows)
+
+
+if __name__ == "__main__":
+    print(picture())

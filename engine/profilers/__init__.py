@@ -1,4 +1,4 @@
-"""Where the time of a run goes."""
+"""Profilers: where the time of a run goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of one run: `runs/<name>/<n>/`, its lock, and what can be read from it afterwards."""
+"""Run folders, `runs/<name>/<number>/`: their lock, and what can be read from them afterwards."""
 
 from __future__ import annotations
 
