@@ -182,9 +182,8 @@ def main() -> None:
         trainer.fit(task, data)
         size = sum(file.stat().st_size for file in folder.rglob("*.*") if file.is_file())
         print(f"{size / 2**20:,.0f} MiB on disk; medians of {given.rounds} rounds\n")
-        print(
-            "| resume | processes | hashed by rank, x its size | manifests parsed by rank | cold, s | cached, s | processor, s |"
-        )
+        head = "| resume | processes | hashed by rank, x size | manifests parsed by rank | cold, s | cached, s |"
+        print(f"{head} processor, s, all ranks |")
         print("|---|---|---|---|---|---|---|")
         for kind in given.kinds:
             for world in (1, 2):
