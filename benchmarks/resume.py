@@ -73,10 +73,10 @@ class Counts:
     """What is read of checkpoints from now on in this process."""
 
     def __init__(self) -> None:
-        from treadle.engine.checkpoint import filesystem, manifest
+        from treadle.engine import disk, manifest
 
         self.hashed = self.parsed = 0
-        digest, parse = filesystem.xxh3_128, manifest._parse
+        digest, parse = disk.xxh3_128, manifest._parse
 
         class Counting:
             def __init__(inner, data: bytes = b"") -> None:
@@ -94,7 +94,7 @@ class Counts:
             self.parsed += 1
             return parse(document)
 
-        filesystem.xxh3_128, manifest._parse = Counting, counting
+        disk.xxh3_128, manifest._parse = Counting, counting
 
 
 class Begun(Exception):
@@ -182,8 +182,8 @@ def main() -> None:
         trainer.fit(task, data)
         size = sum(file.stat().st_size for file in folder.rglob("*.*") if file.is_file())
         print(f"{size / 2**20:,.0f} MiB on disk; medians of {given.rounds} rounds\n")
-        columns = ("resume", "processes", "hashed by rank, x its size", "manifests parsed by rank")
-        print(f"| {' | '.join(columns)} | cold, s | cached, s | processor, s |")
+        head = "| resume | processes | hashed by rank, x size | manifests parsed by rank | cold, s | cached, s |"
+        print(f"{head} processor, s, all ranks |")
         print("|---|---|---|---|---|---|---|")
         for kind in given.kinds:
             for world in (1, 2):

@@ -18,11 +18,10 @@ Writers build these dicts by calling the class, so a type checker finds a key th
 them from `check_form`, which finds a file that is whole and yet not ours.
 """
 
-from __future__ import annotations
-
+# No postponed annotations here: to look at them would mean to evaluate text while a checkpoint is read.
 import types
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, TypeVar, Union, cast, get_origin, get_type_hints, is_typeddict
+from typing import Any, NotRequired, TypedDict, TypeVar, Union, cast, get_origin, is_typeddict
 
 from torch import Tensor
 
@@ -142,8 +141,8 @@ def check_form(form: type[Form], value: Any, path: Path, part: str) -> Form:
 
 def _required_kinds(form: type[Any]) -> dict[str, type]:
     """The keys that a form always has, with the class of each value; those that may be None are left out."""
-    hints = get_type_hints(form, include_extras=True)  # __required_keys__ is wrong where annotations are postponed
-    kinds = {name: get_origin(hint) or hint for name, hint in hints.items() if get_origin(hint) is not NotRequired}
+    hints = form.__annotations__
+    kinds = {name: get_origin(hints[name]) or hints[name] for name in hints if name in form.__required_keys__}
     kinds = {name: dict if is_typeddict(kind) else kind for name, kind in kinds.items()}
     return {name: kind for name, kind in kinds.items() if kind not in (Union, types.UnionType)}
 
