@@ -139,11 +139,10 @@ def test_off_no_optimizer_is_hooked(monkeypatch):
     assert not optimizer.optimizer._optimizer_step_post_hooks
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64],
-    ids=str,
-)
+MORE = [pytest.param(dtype, marks=pytest.mark.exhaustive) for dtype in (torch.float64, torch.float16, torch.complex64)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, *MORE], ids=str)
 def test_any_bit_changes_the_digest(dtype):
     torch.manual_seed(1)
     tensor = (torch.randn(3, 5) * 9).to(dtype)
