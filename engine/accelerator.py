@@ -6,6 +6,7 @@ The Trainer owns one and uses only its public calls; a hand-written loop uses th
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -115,6 +116,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
     ) -> None:
         configuration.refuse(
             unknown,
+            inspect.signature(Accelerator.__init__).parameters if unknown else (),
             deepspeed_plugin=deepspeed_plugin,
             deepspeed_plugins=deepspeed_plugins,
             megatron_lm_plugin=megatron_lm_plugin,

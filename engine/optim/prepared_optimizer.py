@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...common.messages import warn
-from .resume_options import built_options
+from .built_options import built_options
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator

@@ -8,7 +8,8 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .advanced import AdvancedProfiler
-    from .profiler import PassThroughProfiler, Profiler, choose_profiler
+    from .choose import choose_profiler
+    from .profiler import PassThroughProfiler, Profiler
     from .pytorch import PyTorchProfiler
     from .simple import SimpleProfiler
     from .trace import Profiling
