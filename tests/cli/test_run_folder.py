@@ -20,8 +20,9 @@ from treadle.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpo
 from treadle.callbacks.reporting.run_record import RunRecord
 from treadle.loggers import CSVLogger, TensorBoardLogger
 from treadle.trainer.runs import index, lock
+from treadle.trainer.runs.file_names import LOCK
 from treadle.trainer.runs.folder import RunFolder, check_name
-from treadle.trainer.runs.lock import FILE, Holder, RunLock, holder
+from treadle.trainer.runs.lock import Holder, RunLock, holder
 
 import treadle
 
@@ -247,20 +248,20 @@ def test_only_a_run_folder_is_gone_on_with(tmp_path):
 def test_a_folder_that_can_not_be_locked(tmp_path):
     folder = RunFolder.create(tmp_path)
     folder.release()
-    (folder.path / FILE).unlink()
-    (folder.path / FILE).mkdir()
+    (folder.path / LOCK).unlink()
+    (folder.path / LOCK).mkdir()
     with pytest.raises(OSError, match=f"can't lock {folder.path}/lock: Is a directory"):
         RunFolder.open(folder.path)
 
 
-@pytest.mark.parametrize("name", [FILE, ".run.json.tmp", "run.json", "error.json", "report.html.tmp"])
+@pytest.mark.parametrize("name", [LOCK, ".run.json.tmp", "run.json", "error.json", "report.html.tmp"])
 def test_nothing_is_written_through_a_link(name, tmp_path):
     RunFolder.create(tmp_path / "runs").release()
     path, other = tmp_path / "runs" / "default" / "1", tmp_path / "other"
     other.write_text("precious")
     (path / name).unlink(missing_ok=True)
     (path / name).symlink_to(other)
-    with pytest.raises(OSError, match="can't lock") if name == FILE else contextlib.nullcontext():
+    with pytest.raises(OSError, match="can't lock") if name == LOCK else contextlib.nullcontext():
         with RunFolder.open(path) as folder:
             fit(folder, max_epochs=1, limit_train_batches=1)
     assert other.read_text() == "precious"
@@ -287,7 +288,7 @@ def test_what_stands_in_a_lock_is_not_trusted(name, value, tmp_path):
     RunFolder.create(tmp_path).release()
     path = tmp_path / "default" / "1"
     good = vars(Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat"))
-    (path / FILE).write_text(json.dumps({**good, name: value}))
+    (path / LOCK).write_text(json.dumps({**good, name: value}))
     assert holder(path) is None
     RunFolder.open(path).release()
 
@@ -334,42 +335,42 @@ def test_without_locks_a_second_job_is_refused_until_the_first_is_killed(without
     held.release()
     assert holder(tmp_path) is None
     RunLock(tmp_path).release()
-    assert os.listdir(tmp_path) == [FILE]
+    assert os.listdir(tmp_path) == [LOCK]
 
 
 def test_a_holder_elsewhere_lives_by_its_signs(without_locks, tmp_path):
     held = RunLock(tmp_path)
-    os.utime(tmp_path / FILE, (0, 0))
+    os.utime(tmp_path / LOCK, (0, 0))
     deadline = time.monotonic() + 5
-    while (tmp_path / FILE).stat().st_mtime == 0:
+    while (tmp_path / LOCK).stat().st_mtime == 0:
         assert time.monotonic() < deadline, "no sign of life"
         time.sleep(0.01)
     held.release()
-    (tmp_path / FILE).unlink()
+    (tmp_path / LOCK).unlink()
     other = Holder("far", 1, time.time(), "far 0", "", "1" * 32, "beat")
-    (tmp_path / FILE).write_bytes(lock._text(other))
+    (tmp_path / LOCK).write_bytes(lock._text(other))
     with pytest.raises(ValueError, match=r"process 1 on far.*can't be seen from here, delete .*lock"):
         RunLock(tmp_path)
     silent = time.time() - lock.SILENCE - 1
-    os.utime(tmp_path / FILE, (silent, silent))
+    os.utime(tmp_path / LOCK, (silent, silent))
     assert holder(tmp_path) is None
     RunLock(tmp_path).release()
 
 
 def test_who_can_not_see_a_system_lock_leaves_it_alone(without_locks, tmp_path):
     other = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "system")
-    (tmp_path / FILE).write_bytes(lock._text(other))
-    os.utime(tmp_path / FILE, (0, 0))
+    (tmp_path / LOCK).write_bytes(lock._text(other))
+    os.utime(tmp_path / LOCK, (0, 0))
     with pytest.raises(ValueError, match="process 1 on far"):
         RunLock(tmp_path)
 
 
 def test_who_has_system_locks_respects_one_that_has_not(tmp_path):
     other = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat")
-    (tmp_path / FILE).write_bytes(lock._text(other))
+    (tmp_path / LOCK).write_bytes(lock._text(other))
     with pytest.raises(ValueError, match="process 1 on far"):
         RunLock(tmp_path)
-    os.utime(tmp_path / FILE, (0, 0))
+    os.utime(tmp_path / LOCK, (0, 0))
     RunLock(tmp_path).release()
 
 
@@ -381,7 +382,7 @@ def test_of_many_jobs_one_takes_over_a_dead_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "fcntl", None)
     monkeypatch.setattr(Holder, "is_alive", judged)
     dead = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat")
-    (tmp_path / FILE).write_bytes(lock._text(dead))
+    (tmp_path / LOCK).write_bytes(lock._text(dead))
 
     def take():
         try:
@@ -393,7 +394,7 @@ def test_of_many_jobs_one_takes_over_a_dead_lock(tmp_path, monkeypatch):
         return True
 
     assert sorted(at_once(16, take)) == [False] * 15 + [True]
-    assert os.listdir(tmp_path) == [FILE]
+    assert os.listdir(tmp_path) == [LOCK]
 
 
 # -- how runs end ----------------------------------------------------------------------------------------------------

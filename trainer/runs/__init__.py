@@ -8,7 +8,8 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import index
-    from .folder import CHECKPOINTS, CONFIG, RECORD, RunFolder
+    from .file_names import CHECKPOINTS, CONFIG, RECORD
+    from .folder import RunFolder
     from .index import Run, locate, read
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)
