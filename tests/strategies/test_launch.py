@@ -274,7 +274,9 @@ def test_command_survives_changed_directory_and_used_up_arguments(tmp_path: Path
 
 @pytest.mark.parametrize("how", ["-c", "-"])
 def test_refused_where_there_is_no_script(how: str) -> None:
-    source = "from treadle.strategies.launch.supervisor import has_script, relaunch; assert not has_script(); relaunch(2)"
+    source = (
+        "from treadle.strategies.launch.supervisor import has_script, relaunch; assert not has_script(); relaunch(2)"
+    )
     command = [sys.executable, how, *([source] if how == "-c" else [])]
     env = clean_environment()
     done = subprocess.run(command, input=source, env=env, capture_output=True, text=True, timeout=60, check=False)
