@@ -4,12 +4,12 @@ What is known of each is in `docs/data.md`.
 """
 
 import random
-import sys
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+import sources_samples as samples
 import torch
 from processes import run
 from torch import nn
@@ -21,9 +21,6 @@ from treadle.engine.data.dataset_check import fingerprint
 from treadle.engine.data.micro_batches import steady
 
 import treadle
-
-sys.path.insert(0, str(Path(__file__).parent))
-import sources_samples as samples
 
 STOP = 5
 EPOCHS = 2

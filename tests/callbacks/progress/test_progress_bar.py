@@ -21,7 +21,7 @@ from treadle.callbacks import LambdaCallback, ProgressBar, RichProgressBar, Rich
 
 HEAD = f"""
 import logging, os, sys, torch
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parent.parent)!r}]
+sys.path.insert(0, {str(Path(__file__).parents[2] / "support")!r})
 from callback_runs import Tiny, fit, loader, trainer
 from treadle.callbacks import LambdaCallback, ModelCheckpoint, TQDMProgressBar
 from treadle.strategies import announce

@@ -17,7 +17,7 @@ from treadle.strategies import LaunchEnvironment
 
 import treadle
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 QUIET = {
     "accelerator": "cpu",
     "logger": False,

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
+from treadle.loggers import Logger
 
 import treadle
 
@@ -67,3 +68,35 @@ def fit(root, *callbacks, values=(), validate=True, task=None, ckpt_path=None, s
     made = trainer(root, *callbacks, **flags)
     made.fit(task or Tiny(values), loader(samples), loader(4) if validate else None, ckpt_path=ckpt_path)
     return made
+
+
+class Rows(Logger):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.rows = []
+        self.saved = []
+
+    @property
+    def experiment(self):
+        return self
+
+    @property
+    def name(self):
+        return "rows"
+
+    @property
+    def version(self):
+        return 0
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params, metrics=None):
+        pass
+
+    def after_save_checkpoint(self, checkpoint_callback):
+        self.saved.append(checkpoint_callback.best_model_path)
+
+    def of(self, name):
+        return [(step, row[name]) for step, row in self.rows if name in row]

@@ -8,13 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from cluster import Cluster, obstacle
 from treadle.strategies.distributed.launch_environment import host_names
 
-sys.path.insert(0, str(Path(__file__).parent))
-from cluster import Cluster, obstacle
-
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))]
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits.py"
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "digits.py"
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1"}  # n1 is no name of a host
 WHERE = """
 import os, sys

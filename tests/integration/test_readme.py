@@ -30,7 +30,7 @@ from processes import clean_environment, programs, python, run, script
 
 import treadle
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- not run: *(.*?) *-->\n+)?```(\w+)([^\n]*)\n(.*?)```", re.DOTALL)

@@ -11,7 +11,7 @@ from processes import run, script
 
 import treadle
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 EPOCHS, BATCH, ACCUMULATE = 2, 64, 4
 
 

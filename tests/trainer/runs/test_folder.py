@@ -835,7 +835,7 @@ def test_all_processes_fail_where_rank_zero_can_not_make_it(tmp_path):
 SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
-from test_run_folder import RunFolder, Task, data, settings
+from test_folder import RunFolder, Task, data, settings
 import treadle
 
 chosen = settings(devices=2, max_epochs=1)
@@ -850,7 +850,7 @@ with RunFolder.create({directory!r}, settings=chosen) as folder:
 def test_a_script_that_starts_its_processes_makes_one_folder(fails, tmp_path):
     tests = Path(__file__).parent
     source = SCRIPT.format(tests=str(tests), directory=str(tmp_path), fails=fails)
-    done = script(source, env={"PYTHONPATH": str(tests.parent), "CUDA_VISIBLE_DEVICES": ""})
+    done = script(source, env={"PYTHONPATH": str(tests.parents[1] / "support"), "CUDA_VISIBLE_DEVICES": ""})
     assert (done.returncode != 0) == fails, done.stderr
     assert os.listdir(tmp_path) == ["default"]
     assert os.listdir(tmp_path / "default") == ["1"]

@@ -9,7 +9,7 @@ import treadle.compat as pl
 
 import treadle
 
-TEXT = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `([a-z]+\.[\w.]*)` \| `(treadle[\w.]*)` \|", TEXT, re.MULTILINE)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent / "swap"
+FOLDER = Path(__file__).parents[1] / "integration" / "swap"
 RECORDED = FOLDER / "recorded.json"
 
 SUBSTITUTIONS = (

@@ -24,7 +24,7 @@ from treadle.engine.weights.sources import opened
 
 import treadle
 
-BENCH = Path(__file__).parents[2] / ".venv-bench" / "bin" / "python"
+BENCH = Path(__file__).parents[3] / ".venv-bench" / "bin" / "python"
 
 
 def net(width=5):

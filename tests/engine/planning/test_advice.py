@@ -192,14 +192,14 @@ def test_what_can_not_be_planned_is_explained(options, words, capsys):
 
 
 def test_the_page_about_it_runs():
-    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "plan.md").read_text(encoding="utf-8")
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(compile(block, "docs/plan.md", "exec"), {"__name__": "page"})
 
 
 @pytest.mark.slow
 def test_the_example_of_the_page(capsys):
-    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "plan.md").read_text(encoding="utf-8")
     command, said = re.search(r"```console\n\$ treadle (.*?)\n(.*?)```", text, re.DOTALL).groups()
     assert main(shlex.split(command)) == 0
     assert capsys.readouterr().out == said

@@ -489,6 +489,6 @@ def examples(folder, arguments):
 @pytest.mark.parametrize("files", [["digits.yaml"], ["digits.yaml", "digits_sgd.yaml"]], ids=["one", "two"])
 def test_examples(files):
     """In a process of its own: the modules of that folder are imported by bare names."""
-    folder = Path(__file__).parents[2] / "examples"
+    folder = Path(__file__).parents[3] / "examples"
     assert run(examples, 1, str(folder), [word for file in files for word in ("--config", file)]) == [0]
     assert not (folder / "runs").exists()
