@@ -141,10 +141,12 @@ def check_form(form: type[Form], value: Any, path: Path, part: str) -> Form:
 
 def _required_kinds(form: type[Any]) -> dict[str, type]:
     """The keys that a form always has, with the class of each value; those that may be None are left out."""
-    hints = form.__annotations__
-    kinds = {name: get_origin(hints[name]) or hints[name] for name in hints if name in form.__required_keys__}
-    kinds = {name: dict if is_typeddict(kind) else kind for name, kind in kinds.items()}
-    return {name: kind for name, kind in kinds.items() if kind not in (Union, types.UnionType)}
+    kinds: dict[str, type] = {}
+    for name, hint in form.__annotations__.items():
+        kind: Any = dict if is_typeddict(hint) else get_origin(hint) or hint
+        if name in form.__required_keys__ and kind not in (Union, types.UnionType):
+            kinds[name] = kind
+    return kinds
 
 
 def open_train_state(opened: OpenCheckpoint) -> TrainState:

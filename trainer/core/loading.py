@@ -52,7 +52,7 @@ def build(
     with opened(source, sha256) as found:
         saved = found.checkpoint
         if saved is not None:
-            document = saved.read_part(HPARAMS) if saved.has(HPARAMS) else {}
+            document = _read_hparams(saved, HPARAMS)
             if document and "hparams_kind" not in document:  # as they were stored at first: the values alone
                 document = {"hyper_parameters": document, "hparams_name": saved.manifest.info.get("hparams_name")}
             if beside is not None:
@@ -82,8 +82,7 @@ def build_datamodule(
     state: Any = None
     with opened(source, sha256) as found:
         if (saved := found.checkpoint) is not None:
-            if saved.has(DATAMODULE_HPARAMS):
-                document = saved.read_part(DATAMODULE_HPARAMS)
+            document = _read_hparams(saved, DATAMODULE_HPARAMS)
             state = in_memory(open_registered(saved).get("datamodule"), {}, {})
         elif found.file is not None:
             parts, _ = _parts(found.file)
@@ -107,6 +106,17 @@ def _added_by_hooks(opened: OpenCheckpoint) -> dict[str, Any]:
     """Return what the ``on_save_checkpoint`` hooks added to a checkpoint, with the counts they were given."""
     manifest = opened.manifest
     return in_memory(open_added(opened), {}, {}) | {"epoch": manifest.epoch, "global_step": manifest.step}
+
+
+def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
+    """The hyperparameters that a checkpoint has; none if it has no such part."""
+    document = saved.read_part(part) if saved.has(part) else {}
+    if not isinstance(document, dict):
+        raise ValueError(
+            f"{saved.path}: part {part!r} is damaged: it is a {type(document).__name__}, not a dict. Use another "
+            "checkpoint."
+        )
+    return document
 
 
 def _document(found: Opened, file: TorchFile) -> dict[str, Any]:

@@ -115,6 +115,15 @@ def test_loading_a_task_and_its_data_reads_each_byte_once(saved):
         assert (reads.hashed, reads.parsed) == (once(path), 1), work
 
 
+@pytest.mark.parametrize(("cls", "part"), [(Task, "hparams"), (Data, "datamodule_hparams")])
+def test_hyperparameters_that_are_no_dict_are_refused(tmp_path, cls, part):
+    accelerator = treadle.Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 1))
+    path = accelerator.save_state(tmp_path / "saved", parts={part: []}, weights_only=True)
+    with pytest.raises(ValueError, match=f"part '{part}' is damaged: it is a list, not a dict"):
+        cls.load_from_checkpoint(path)
+
+
 @pytest.mark.parametrize("stage", ["fit", "validate"])
 def test_nothing_of_a_damaged_checkpoint_reaches_anyone(saved, tmp_path, stage):
     """What was damaged is still JSON, so that the digest alone tells it."""
