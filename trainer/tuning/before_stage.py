@@ -19,9 +19,12 @@ def run_searches(trainer: Trainer) -> None:
 
     The stage is set up, but nothing of the model is built or placed yet.
     """
-    sizes = [BatchSizeSearch(trainer, c) for c in trainer.callbacks if isinstance(c, BatchSizeFinder)]
-    rates = [LRSearch(trainer, c) for c in trainer.callbacks if isinstance(c, LearningRateFinder)]
-    for search in (*sizes, *(rates if trainer.stage == "fit" else [])):
+    searches: list[BatchSizeSearch | LRSearch] = [
+        BatchSizeSearch(trainer, callback) for callback in trainer.callbacks if isinstance(callback, BatchSizeFinder)
+    ]
+    if trainer.stage == "fit":
+        searches += [LRSearch(trainer, c) for c in trainer.callbacks if isinstance(c, LearningRateFinder)]
+    for search in searches:
         if trainer.fast_dev_run:
             announce(f"{type(search.finder).__name__}: nothing is searched for with fast_dev_run")
         elif trainer.stage != "fit" or trainer.opened_checkpoint is None:
