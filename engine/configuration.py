@@ -121,6 +121,15 @@ class AutocastKwargs(KwargsHandler):
     enabled: bool = True
     cache_enabled: bool | None = None
 
+    def context(self, precision: Precision, device: torch.device) -> torch.autocast:
+        """Return the context in which torch computes so, in the number format of ``precision``."""
+        return torch.autocast(
+            device.type,
+            dtype=precision.compute,
+            enabled=self.enabled and precision.compute is not None,
+            cache_enabled=self.cache_enabled,
+        )
+
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
@@ -420,6 +429,14 @@ def precision_of(mixed_precision: Any, autocast: AutocastKwargs | None) -> tuple
         return precision, word
     compute = precision.compute if autocast.enabled else None
     return replace(precision, compute=compute, cached=autocast.cache_enabled is not False), word
+
+
+def scaler_of(
+    scaling: GradScalerKwargs | None, precision: Precision, device: torch.device
+) -> torch.amp.GradScaler | None:
+    """Return torch's loss scaler, if the precision needs one and the handler does not disable it."""
+    scaling = scaling or GradScalerKwargs()
+    return torch.amp.GradScaler(device.type, **scaling.to_kwargs()) if precision.scaled and scaling.enabled else None
 
 
 def groups_of(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:

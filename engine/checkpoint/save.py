@@ -107,7 +107,7 @@ def staged(accelerator: Accelerator, target: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if accelerator.save_hooks and accelerator.is_main_process:
+        if accelerator.checkpointer.save_hooks and accelerator.is_main_process:
             with suppress(OSError):  # what is left is cleared away at the next start
                 store.discard(target)
         raise
@@ -198,7 +198,7 @@ def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
     """Warn of parameters that an optimizer steps, and whose values are in no file."""
     models = accelerator.own_models
     unknown = {id(p): p for one in accelerator.optimizers for p in optimizer_state.of_no_model(one.optimizer, models)}
-    if not unknown or accelerator.save_hooks:  # a hook may write them
+    if not unknown or accelerator.checkpointer.save_hooks:  # a hook may write them
         return
     written = [content for content in files.values() if isinstance(content, TensorFile)]
     saved = {view_key(tensor) for content in written for tensor in content.tensors.values()}
@@ -297,7 +297,7 @@ def _explained(error: Exception, target: Path, files: Files) -> Exception:
 def _weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list[dict[str, Any] | None]:
     """Each model's state, as it lies on the processes; None for one that a hook takes care of."""
     models = accelerator.models
-    if not accelerator.save_hooks:
+    if not accelerator.checkpointer.save_hooks:
         states = (accelerator.strategy.model_state(model) for model in models)
         return [{own_name(name): value for name, value in state.items()} for state in states]
     with accelerator.world.together():
@@ -305,7 +305,7 @@ def _weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list
             store.begin(target)
     whole = [accelerator.get_state_dict(model) for model in models]
     left = list(whole)
-    for hook in accelerator.save_hooks.values():
+    for hook in accelerator.checkpointer.save_hooks.values():
         with attempts:
             hook(list(models), left, str(store.beside(target)))
     # Others than rank zero may have nothing of a sharded one, and have nothing to write.
@@ -322,10 +322,10 @@ def _apart(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _shared_state(accelerator: Accelerator) -> TrainState:
-    if accelerator.loss_scale is not None:
-        accelerator.loss_scale.settle()
+    if (loss_scale := accelerator.accumulation.loss_scale) is not None:
+        loss_scale.settle()
     attempts, registered = Attempts(), dict[str, Any]()
-    for name, value in accelerator.registered.items():
+    for name, value in accelerator.checkpointer.registered.items():
         with attempts:
             registered[name] = value.state_dict()
     attempts.end()
@@ -338,7 +338,7 @@ def _shared_state(accelerator: Accelerator) -> TrainState:
         scaler=None if accelerator.scaler is None else accelerator.scaler.state_dict(),
         loaders=[loader.state_dict() for loader in accelerator.loaders if not loader.evaluation],
         evaluation_loaders=[loader.state_dict() for loader in accelerator.loaders if loader.evaluation],
-        stream=None if accelerator.stream is None else accelerator.stream.state,
+        stream=None if accelerator.rng.stream is None else accelerator.rng.stream.state,
         reduction_orders=reduction_orders(accelerator),
         registered=registered,
     )

@@ -8,7 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import optimizer_state, replica_check, resume_options
-    from .accumulation import Stepping
+    from .accumulation import Accumulation
     from .agreement import Agreement
     from .batch_size import attempt, find_executable_batch_size, is_out_of_memory
     from .built_options import BuiltSchedule

@@ -12,6 +12,6 @@ if TYPE_CHECKING:
     from .profiler import PassThroughProfiler, Profiler
     from .pytorch import PyTorchProfiler
     from .simple import SimpleProfiler
-    from .trace import Profiling
+    from .trace import profile
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -153,7 +153,7 @@ DOORS = {
     "load_checkpoint_in_model(checkpoint)": (big("load_checkpoint_in_model"), "good.pt", "files"),
     "load_checkpoint_and_dispatch(checkpoint)": (big("load_checkpoint_and_dispatch"), "good.pt", "files"),
     "dispatch_model(offload_dir)": (big("dispatch_model"), "good.safetensors", "files"),
-    "Saving.load_state(input_dir)": (load_state, "whole", "state"),
+    "Accelerator.load_state(input_dir)": (load_state, "whole", "state"),
     "ProjectConfiguration.__init__(project_dir)": (project, "project", "projects"),
     "export(checkpoint)": (exported, "whole", "state"),
     "CheckpointStore.__init__(directory)": (store, "whole", "state"),
@@ -166,7 +166,7 @@ DOORS = {
 }
 # What takes a path, or a word that sounds like one, and reads nothing there.
 READ_NOTHING = {
-    **dict.fromkeys(("Saving.save(f)", "Saving.save_model(save_directory)", "Saving.save_state(output_dir)"), "writes"),
+    **{f"Accelerator.{way}": "writes" for way in ("save(f)", "save_model(save_directory)", "save_state(output_dir)")},
     "Trainer.save_checkpoint(filepath)": "writes",
     **dict.fromkeys(("RunReport.__init__(dirpath)", "RunReport.__init__(filename)"), "writes"),
     **dict.fromkeys((f"{one}.__init__(default_root_dir)" for one in ("Trainer", "TrainerSettings")), "writes"),
