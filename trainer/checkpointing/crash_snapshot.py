@@ -98,7 +98,7 @@ class LastStep:
         trainer, accelerator = self._trainer, self._trainer.accelerator
         self._state = {
             "progress": copy.copy(trainer.progress),
-            "random": snapshot.own_random_state(accelerator),
+            "random": snapshot.rank_random_state(accelerator),
             "buffers": [
                 None if (b := buffers[name]) is None else b.detach().clone() for buffers, name in self._buffers
             ],
@@ -193,7 +193,8 @@ class LastStep:
             files |= store.encode_part(STATE, shared)
             files |= snapshot.rank_files(0, state["random"], [])
         # Of the other processes it holds nothing, and a resume takes it for one process's.
-        info = {**snapshot.facts(accelerator), **trainer_state.facts(state["progress"], task, trainer.datamodule)}
+        info = snapshot.run_metadata(accelerator)
+        info |= trainer_state.facts(state["progress"], task, trainer.datamodule)
         info |= {"world_size": 1, "saved_by": accelerator.num_processes}
         snapshot.publish(self._alone, path, files, info)
 
