@@ -155,9 +155,9 @@ import os, signal, sys, threading, time, warnings
 sys.path[:0] = sys.argv[2:]
 from callback_runs import Tiny, fit
 from treadle.callbacks import ModelCheckpoint
-from treadle.engine import disk
+from treadle.engine.checkpoint import filesystem
 warnings.simplefilter("ignore")
-write = disk.write_tensors
+write = filesystem.write_tensors
 
 def slow(path, *args):
     if "step=4" in str(path):
@@ -175,7 +175,7 @@ class Interrupted(Tiny):
             interrupt()
         return super().training_step(batch, index)
 
-disk.write_tensors = slow
+filesystem.write_tensors = slow
 saver = ModelCheckpoint(sys.argv[1] + "/k", every_n_train_steps=2, async_save=True, filename="{step}")
 try:
     fit(sys.argv[1], saver, task=Interrupted(), max_epochs=1, validate=False)
