@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .lr_finder import LearningRateFinder, _LRFinder
     from .lr_monitor import LearningRateMonitor, learning_rates
     from .model_checkpoint import ModelCheckpoint
-    from .model_summary import ModelSummary, RichModelSummary
+    from .model_summary import ModelSummary
     from .monitored_metric import ValidationWatch, monitored_value
     from .nonfinite_detection import NonFiniteWatch
     from .on_exception_checkpoint import OnExceptionCheckpoint
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .progress.tqdm_progress import TQDMProgressBar
     from .pruning import ModelPruning
     from .reporting.report import RunReport
+    from .rich_model_summary import RichModelSummary
     from .spike import SpikeWatch
     from .stochastic_weight_avg import StochasticWeightAveraging
     from .throughput_monitor import ThroughputMonitor
