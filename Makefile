@@ -6,7 +6,7 @@ BENCH := .venv-bench
 # Tests start many processes; each would compile the whole package where bytecode is not kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-slow test-resume test-slurm test-browser lint types wheel bench clean
+.PHONY: install demo test test-all test-slow test-resume test-slurm test-browser lint types wheel bench clean
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -19,6 +19,10 @@ demo: install
 	$(BIN)/python examples/digits.py
 
 test: install
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not exhaustive and not slow and not slurm and not browser' $(ARGS)
+
+# The same, and every variant of what the tests above show with one.
+test-all: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not slurm and not browser' $(ARGS)
 
 test-slow: install
@@ -26,17 +30,17 @@ test-slow: install
 
 # A thousand runs interrupted at random steps and resumed; TREADLE_TRIALS=n takes n set-ups, each resumed twice.
 test-resume: install
-	$(BIN)/python -m pytest -n 2 -m slow --timeout 3600 tests/trainer/test_resume_trials.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m slow --timeout 3600 tests/trainer/checkpointing/test_resume_trials.py $(ARGS)
 
 # A SLURM cluster of two nodes on this machine, made for the tests and ended with them.
 test-slurm: install
 	@for program in munged slurmctld slurmd srun; do PATH=$$PATH:/usr/sbin command -v $$program > /dev/null || \
 	  { echo "$$program is missing: apt-get install --no-install-recommends munge slurmctld slurmd slurm-client"; exit 1; }; done
-	$(BIN)/python -m pytest -m slurm tests/slurm
+	$(BIN)/python -m pytest -m slurm tests/strategies/launch/test_slurm.py
 
 # The pages a run leaves, opened in a browser without a window.
 test-browser: install
-	$(BIN)/python -m pytest -m browser tests/test_browser.py $(ARGS)
+	$(BIN)/python -m pytest -m browser tests/integration/test_browser.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

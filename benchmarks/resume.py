@@ -1,7 +1,8 @@
 """What a resume of `fit` reads before its first step: bytes hashed, manifests parsed, seconds.
 
 The state is a model's and its Adam's, saved once by one process; then every kind of resume runs in fresh processes of
-its own, one or two (DDP over gloo). "Cold" is timed after the checkpoint's pages were dropped from the system's cache.
+its own, one or two (DDP over gloo). "Cold" is timed after the checkpoint's pages were dropped from the system's cache;
+processor time is that of all ranks, with the pages in the cache.
 
     python benchmarks/resume.py                  # 1 GB
     python benchmarks/resume.py --mb 100 --rounds 3
@@ -72,10 +73,10 @@ class Counts:
     """What is read of checkpoints from now on in this process."""
 
     def __init__(self) -> None:
-        from treadle.engine.checkpoint import filesystem, manifest
+        from treadle.engine import disk, manifest
 
         self.hashed = self.parsed = 0
-        digest, parse = filesystem.xxh3_128, manifest._parse
+        digest, parse = disk.xxh3_128, manifest._parse
 
         class Counting:
             def __init__(inner, data: bytes = b"") -> None:
@@ -93,7 +94,7 @@ class Counts:
             self.parsed += 1
             return parse(document)
 
-        filesystem.xxh3_128, manifest._parse = Counting, counting
+        disk.xxh3_128, manifest._parse = Counting, counting
 
 
 class Begun(Exception):
@@ -109,12 +110,17 @@ def resume(kind: str, folder: Path, layers: int) -> None:
     counts, found = Counts(), {}
 
     def begun(*_: Any) -> None:
-        found.update(seconds=time.perf_counter() - clock, hashed=counts.hashed, parsed=counts.parsed)
+        found.update(
+            seconds=time.perf_counter() - clock,
+            cpu=time.process_time() - used,
+            hashed=counts.hashed,
+            parsed=counts.parsed,
+        )
         raise Begun
 
     trainer.callbacks.append(LambdaCallback(on_train_start=begun, on_validation_start=begun))
     path = str(folder / "step=1.ckpt") if kind in ("path", "validate") else kind
-    clock = time.perf_counter()
+    clock, used = time.perf_counter(), time.process_time()
     try:
         if kind == "validate":
             trainer.validate(task, data, ckpt_path=path)
@@ -176,17 +182,18 @@ def main() -> None:
         trainer.fit(task, data)
         size = sum(file.stat().st_size for file in folder.rglob("*.*") if file.is_file())
         print(f"{size / 2**20:,.0f} MiB on disk; medians of {given.rounds} rounds\n")
-        print("| resume | processes | hashed by rank, x its size | manifests parsed by rank | cold, s | cached, s |")
-        print("|---|---|---|---|---|---|")
+        head = "| resume | processes | hashed by rank, x size | manifests parsed by rank | cold, s | cached, s |"
+        print(f"{head} processor, s, all ranks |")
+        print("|---|---|---|---|---|---|---|")
         for kind in given.kinds:
             for world in (1, 2):
-                times: dict[str, list[float]] = {"cold": [], "cached": []}
+                times: dict[str, list[float]] = {"cold": [], "cached": [], "processor": []}
                 for _ in range(given.rounds):
-                    for name, seconds in times.items():
-                        if name == "cold":
-                            drop(folder)
+                    drop(folder)
+                    for name in ("cold", "cached"):
                         ranks = processes(kind, folder, layers, world)
-                        seconds.append(max(one["seconds"] for one in ranks))
+                        times[name].append(max(one["seconds"] for one in ranks))
+                    times["processor"].append(sum(one["cpu"] for one in ranks))
                 hashed = " + ".join(f"{one['hashed'] / size:.2f}" for one in ranks)
                 parsed = " + ".join(str(one["parsed"]) for one in ranks)
                 spent = " | ".join(f"{statistics.median(s):.2f} ({min(s):.2f} - {max(s):.2f})" for s in times.values())

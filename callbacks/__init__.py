@@ -1,4 +1,4 @@
-"""What happens around the loop. Each callback is imported when it is first used."""
+"""Callbacks: what happens around the loop."""
 
 from __future__ import annotations
 

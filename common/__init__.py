@@ -1,4 +1,4 @@
-"""What every room needs and no room owns: messages, durations, argument checks, optional packages, lazy exports.
+"""What every room needs: messages, durations, argument checks, optional packages, lazy exports.
 
 The lowest room: it imports nothing of Treadle, and never torch.
 """

@@ -1,4 +1,4 @@
-"""Lightning's own names, for scripts in which only the import is to change: ``import treadle.compat as pl``."""
+"""Names that only other libraries' import lines need: ``import treadle.compat as pl`` is Lightning's own."""
 
 from __future__ import annotations
 

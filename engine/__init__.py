@@ -1,4 +1,4 @@
-"""The machinery under both doors: data, accumulation, exchange, metrics, random state, checkpoints."""
+"""The Accelerator and its machinery: data, optimizer steps, collectives, metrics, checkpoints, weights."""
 
 from __future__ import annotations
 

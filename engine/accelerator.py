@@ -1,53 +1,70 @@
 """One process's share of a training run: devices, precision, accumulation, exchange, checkpoints.
 
-The Trainer owns one and uses only its public calls; a hand-written loop uses the same ones.
+This file holds the whole public surface of the `Accelerator`, except for what it shares with `PartialState`; see
+`process_state`. The work is done by the objects that it owns. The Trainer owns an Accelerator and uses its public calls
+only; a hand-written loop uses the same ones.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world
 from ..strategies.distributed import Devices
 from . import configuration
-from .checkpoint import Saving
+from .checkpoint import Checkpointer, Job, OpenCheckpoint
 from .configuration import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
-    GradScalerKwargs,
     InitProcessGroupKwargs,
+    ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
 from .data import CombinedLoader, JointLoader, Loader, mover, skip_first_batches, with_seedable_sampler
-from .facts import Facts
 from .garbage_collection import collect, is_memory_short
 from .optim import (
+    Accumulation,
     Agreement,
     BuiltSchedule,
-    LossScale,
     PreparedOptimizer,
     PreparedScheduler,
-    Stepping,
     join_uneven_inputs,
     replica_check,
 )
-from .profilers import Profiling
+from .process_state import AcceleratorState, GradientState, Process
+from .profilers import profile
 from .rank_consistency import check_same, check_same_loaders, check_same_model
-from .rng import RandomStream, State, isolated_random_state, random_state, seed_everything, seed_from, set_random_state
-from .trackers import Tracking
+from .rng import RandomStream
+from .run_rng import RunRng
+from .trackers import GeneralTracker, Trackers, tracker_sources
+
+_NOT_HERE = {
+    "lomo_backward": "LOMO steps inside backward; use any optimizer whose step comes after it.",
+    "maybe_context_parallel": "a sequence is not split over processes here.",
+    "deepspeed_ulysses_dl_adapter": "a sequence is not split over processes here.",
+    "fp8_backend": "float8 is not computed here; mixed_precision='bf16' is.",
+    "pipeline_parallel_rank": "there is no pipeline parallelism.",
+    "context_parallel_rank": "a sequence is not split over processes here.",
+    "megatron_lm_plugin": "Megatron-LM is not used here.",
+    "build_parallelism_config": "give Accelerator(parallelism_config=...) itself.",
+}
 
 
-class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
+class Accelerator(Process):
     """Everything distributed, every precision and every checkpoint, for a loop of your own.
 
     Args:
@@ -77,10 +94,23 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         num_nodes: machines.
         spread: whether ``devices="auto"`` may start a process for each GPU; see `open_world`.
 
+    Attributes:
+        strategy: how models are laid out over the processes.
+        precision: the number formats that they compute in.
+        scaler: torch's loss scaler, where the precision is float16.
+        models, optimizers, schedulers, loaders: what was prepared.
+        accumulation: the micro-batches of an optimizer step.
+        checkpointer: saves and loads.
+        tracking: the trackers that ``log_with`` named.
+        rng: the random numbers that ranks share.
+        deepspeed_plugin: None; scripts ask for it before they do something else.
+
     Raises:
         TypeError: for an argument that does not exist, with the nearest one that does.
         ValueError: for a value that can not be honoured here.
     """
+
+    deepspeed_plugin = None
 
     def __init__(
         self,
@@ -115,6 +145,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
     ) -> None:
         configuration.refuse(
             unknown,
+            inspect.signature(Accelerator.__init__).parameters if unknown else (),
             deepspeed_plugin=deepspeed_plugin,
             deepspeed_plugins=deepspeed_plugins,
             megatron_lm_plugin=megatron_lm_plugin,
@@ -132,34 +163,37 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         self.dynamo_plugin = configuration.compilation_of(dynamo_plugin, dynamo_backend)
         self.precision, self.mixed_precision = configuration.precision_of(mixed_precision, handlers["autocast"])
         self.fsdp_plugin, self.parallelism_config = fsdp_plugin, parallelism_config
-        self._choose_trackers(log_with)
-        group = (handlers["group"] or InitProcessGroupKwargs()).options()
-        kind = configuration.device_kind(accelerator, cpu)
-        super().__init__(open_world(kind, devices, num_nodes, spread=spread, **group))
-        self.strategy = choose_strategy(strategy, self.world, fsdp_plugin, parallelism_config, handlers["replicas"])
-        self._begin(handlers)
-
-    def _begin(self, handlers: dict[str, Any]) -> None:
-        self.strategy.attach(self.world, self.precision)
-        self.data_world = self.strategy.data_world
-        scaling = handlers["scaler"] or GradScalerKwargs()
-        scaled = self.precision.scaled and scaling.enabled
-        self.scaler = torch.amp.GradScaler(self.device.type, **scaling.to_kwargs()) if scaled else None
-        self.loss_scale = None if self.scaler is None else LossScale(self.scaler, self.strategy)
-        self.agreement = Agreement(self.world, self.strategy)
         self.profile_handler = handlers["profile"]
+        sources = tracker_sources(log_with, self.project_configuration)
+        group = (handlers["group"] or InitProcessGroupKwargs()).options()
+        world = open_world(configuration.device_kind(accelerator, cpu), devices, num_nodes, spread=spread, **group)
+        self.strategy = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
+        self.strategy.attach(world, self.precision)
+        super().__init__(world, self.strategy.data_world)
+        scaler = configuration.scaler_of(handlers["scaler"], self.precision, world.device)
+        self._begin(scaler, Trackers(world, sources))
+
+    def _begin(self, scaler: torch.amp.GradScaler | None, trackers: Trackers) -> None:
+        self.scaler = scaler
         self.models: list[nn.Module] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[Any] = []
         self.schedules_built: list[BuiltSchedule] = []
         self.loaders: list[Loader] = []
-        self.stream: RandomStream | None = None
-        self.stream_start: State = {}
-        self._draws_apart = False
         self._compared = False
-        self._trained: dict[int, frozenset[int]] = {}
-        self._begin_steps(self.gradient_accumulation_plugin)
-        self._begin_saving()
+        self._trained: dict[int, frozenset[int]] = {}  # by model, the parameters that it was wrapped to train
+        self.rng = RunRng(self.world, self.strategy)
+        self.accumulation = Accumulation(
+            self.gradient_accumulation_plugin,
+            self.world,
+            self.strategy,
+            scaler,
+            self.cursor,
+            self.models,
+            self.optimizers,
+        )
+        self.checkpointer = Checkpointer(self)
+        self.tracking = trackers
 
     # -- preparing -----------------------------------------------------------------------------------------------
 
@@ -225,37 +259,37 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         Raises:
             ValueError: if it is elsewhere, and may not be moved.
         """
-        own = self.strategy.unwrap(model)
-        trained = frozenset(id(p) for p in own.parameters() if p.requires_grad)
-        number = next((n for n, known in enumerate(self.models) if self.strategy.unwrap(known) is own), None)
-        if number is not None and self._trained.get(id(own)) == trained:
-            return self.models[number]
-        if self.verify_device_map(own):
+        module = self.strategy.unwrap(model)
+        trained = _trained_parameters(module)
+        index = next((n for n, known in enumerate(self.models) if self.strategy.unwrap(known) is module), None)
+        if index is not None and self._trained.get(id(module)) == trained:
+            return self.models[index]
+        if self.verify_device_map(module):
             raise ValueError("this model is spread over several devices by a device map, for inference only.")
         if not (self.device_placement if device_placement is None else device_placement):
-            self._see_that_it_is_here(own)
-        if number is None and by_parts:
-            self.dynamo_plugin.compile_parts(own, self.strategy)
-        elif number is None:
-            self.dynamo_plugin.compile(own)
-        elif model is self.models[number]:
-            model = own
+            self._check_device(module)
+        if index is None and by_parts:
+            self.dynamo_plugin.compile_parts(module, self.strategy)
+        elif index is None:
+            self.dynamo_plugin.compile(module)
+        elif model is self.models[index]:
+            model = module
         if evaluation_mode:  # which one rank may do alone
             wrapped = self.strategy.place(model)
         else:
             if trained or step:
                 self.compare_settings()
-                check_same_model(own, self.world)
+                check_same_model(module, self.world)
             wrapped = self.strategy.replicate(model) if by_hand else self.strategy.wrap(model, step)
-        self._trained[id(own)] = frozenset(id(p) for p in own.parameters() if p.requires_grad)
-        if number is None:
+        self._trained[id(module)] = _trained_parameters(module)
+        if index is None:
             self.models.append(wrapped)
         else:
-            self.models[number] = wrapped
+            self.models[index] = wrapped
         return wrapped
 
     def compare_settings(self, settings: Mapping[str, Any] | None = None) -> None:
-        """See that every rank is configured alike. Happens by itself when the first model or loader is prepared.
+        """Check that every rank is configured alike. Happens by itself when the first model or loader is prepared.
 
         Args:
             settings: what to compare in place of the Accelerator's own arguments.
@@ -273,14 +307,14 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
             "strategy": self.strategy.name,
             "mixed_precision": self.mixed_precision,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "sync_with_dataloader": self.groups_end_with_loader,
+            "sync_with_dataloader": self.accumulation.groups_end_with_loader,
             "sync_each_batch": self.gradient_accumulation_plugin.sync_each_batch,
             "step_scheduler_with_optimizer": self.step_scheduler_with_optimizer,
             "split_batches": self.split_batches,
             "use_seedable_sampler": self.use_seedable_sampler,
         }
 
-    def _see_that_it_is_here(self, model: nn.Module) -> None:
+    def _check_device(self, model: nn.Module) -> None:
         for name, tensor in model.named_parameters():
             if tensor.device != self.device:
                 raise ValueError(
@@ -293,7 +327,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         for known in self.optimizers:
             if optimizer in (known, known.optimizer):
                 return known
-        prepared = PreparedOptimizer(self.strategy.wrap_optimizer(optimizer), self)
+        prepared = PreparedOptimizer(self.strategy.wrap_optimizer(optimizer), self.accumulation)
         self.optimizers.append(prepared)
         replica_check.watch(self, prepared.optimizer)
         return prepared
@@ -307,9 +341,11 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         for known in self.schedulers:
             if scheduler is known or scheduler is getattr(known, "scheduler", None):
                 return known
-        prepared = PreparedScheduler(scheduler, self) if self.step_scheduler_with_optimizer else scheduler
-        self.add_scheduler(prepared)
-        return prepared
+        if self.step_scheduler_with_optimizer:
+            advances = 1 if self.split_batches else self.data_world.size
+            scheduler = PreparedScheduler(scheduler, self.accumulation, advances)
+        self.add_scheduler(scheduler)
+        return scheduler
 
     def add_scheduler(self, scheduler: Any) -> None:
         """Make a scheduler, which others step, a part of every checkpoint."""
@@ -339,7 +375,8 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         if self.stream is None:
             self.compare_settings()
             self.start_order()
-        assert self.stream is not None
+        stream = self.stream
+        assert stream is not None
         if move is None and (self.device_placement if device_placement is None else device_placement):
             move = mover(self.device, self.precision)
         if self.use_seedable_sampler:
@@ -348,17 +385,17 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
             loader,
             world=self.data_world,
             cursor=self.cursor,
-            stream=self.stream,
-            accumulate=lambda: self._accumulate if self.groups_end_with_loader else 1,
+            stream=stream,
+            accumulate=self.accumulation.loader_group_size,
             shard=shard,
             evaluation=evaluation,
             move=move,
             split=self.split_batches and shard,
-            on_begin=self.draw_apart,
+            on_begin=self.rng.draw_apart,
         )
         if shard:
-            each = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
-            check_same_loaders(each, self.data_world)
+            sources = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+            check_same_loaders(sources, self.data_world)
         prepared.agree(self.data_world)
         self.loaders.append(prepared)
         return prepared
@@ -372,54 +409,41 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         if not isinstance(loader, CombinedLoader):
             return with_seedable_sampler(loader, seed)
         combined = copy.copy(loader)
-        combined.flattened = [with_seedable_sampler(each, seed) for each in loader.flattened]
+        combined.flattened = [with_seedable_sampler(source, seed) for source in loader.flattened]
         return combined
 
+    @property
+    def stream(self) -> RandomStream | None:
+        """What the order of samples is drawn from; None until the first loader is prepared."""
+        return self.rng.stream
+
     def start_order(self) -> None:
-        """Take the random state that data order is drawn from: rank zero's, as it is now, which all ranks get.
+        """Draw the order of data from here on from rank zero's current RNG state, which all ranks get.
 
         So what a script draws until its loops begin (a split of the data, weights) is the same on all ranks. With the
         first batch `draw_apart` happens.
 
         Happens when the first loader is prepared; call it for a new run with the same Accelerator.
         """
-        with isolated_random_state():
-            if self.dataloader_config.data_seed is not None:
-                seed_everything(self.dataloader_config.data_seed)
-            order = random_state()
-        # A CUDA generator's state is of no use to others, and of different size where they see other devices.
-        order, common = self.world.broadcast((_host_part(order), _host_part(random_state())))
-        self.stream, self.stream_start = RandomStream(order), order
-        self._draws_apart = False
-        if self.world.rank:
-            set_random_state(common)
+        self.rng.start(self.dataloader_config.data_seed)
 
     def draw_apart(self) -> None:
         """Let each rank draw numbers of its own from here on: one seed would drop the same units of different samples.
 
         Ranks that work on one sample together draw alike. Happens with the first batch of a prepared loader.
         """
-        if self._draws_apart or self.stream is None:
-            return
-        self._draws_apart = True
-        if self.data_world.rank:
-            seed_everything(seed_from(self.stream_start, f"process {self.data_world.rank}") % 2**32)
+        self.rng.draw_apart()
 
-    @contextmanager
-    def drawing_alike(self, purpose: str) -> Iterator[None]:
-        """Inside, all ranks draw the same numbers, which follow from the run's first ones and from ``purpose``.
+    def drawing_alike(self, purpose: str) -> AbstractContextManager[None]:
+        """Return a context in which all ranks draw the same numbers, for data that is made once each draws its own.
 
-        For data that is made once each rank draws numbers of its own. In a world of one nothing changes.
+        The numbers follow from the run's first ones and from ``purpose``. In a world of one nothing changes.
         """
-        if self.world.size == 1 or not self._draws_apart:
-            yield
-            return
-        with isolated_random_state():
-            seed_everything(seed_from(self.stream_start, purpose) % 2**32)
-            yield
+        return self.rng.drawing_alike(purpose)
 
-    @contextmanager
-    def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None = None) -> Iterator[None]:
+    def join_uneven_inputs(
+        self, joinables: Iterable[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
         """Train on user-defined batches of which some ranks have more than others.
 
         A rank that runs out of batches waits at the end of the context. Each step of the remaining ranks uses the mean
@@ -446,11 +470,10 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
-        with join_uneven_inputs(self, joinables, even_batches):
-            yield
+        return join_uneven_inputs(self, joinables, even_batches)
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
-        """The context to build a model in, so that it is made where and as it will be used.
+        """Return the context to build a model in, so that it is made where and as it will be used.
 
         Where the strategy shards, parameters get no memory in it: `prepare_model` gives each process its shard, with
         the values of a model that is built for real.
@@ -469,7 +492,7 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         return self.strategy.local_method(model, name)
 
     def check_replicas(self, model: nn.Module | None = None, *, buffers: bool = False) -> None:
-        """See whether all processes hold the same parameters, bit for bit. Call it on all processes.
+        """Check that all processes hold the same parameters, bit for bit. Call it on all processes.
 
         Under ``TREADLE_DEBUG=1`` it happens by itself after the first and every 100th step of each optimizer.
 
@@ -483,7 +506,409 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         models = self.models if model is None else [model]
         replica_check.check((self.strategy.unwrap(m) for m in models), self.world, buffers)
 
+    # -- one optimizer step --------------------------------------------------------------------------------------
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step; may be changed between steps."""
+        return self.accumulation.micro_batches
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.accumulation.micro_batches = value
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch is its group's last, after which the optimizer steps."""
+        return self.accumulation.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.accumulation.sync_gradients = value
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step was left out because a float16 gradient overflowed."""
+        return self.accumulation.optimizer_step_was_skipped
+
+    @property
+    def inside_group(self) -> bool:
+        """Whether a group has begun that no loader knows of; no checkpoint holds its gradients."""
+        return self.accumulation.position > 0
+
+    @property
+    def agreement(self) -> Agreement:
+        """What all processes decide together in each step."""
+        return self.accumulation.agreement
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that were taken, before and after a resume; of several optimizers, the most."""
+        return self.accumulation.steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self.accumulation.steps = value
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context of one micro-batch. A group's last one reduces gradients, and then the optimizer steps."""
+        return self.accumulation.accumulate(*models)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which gradients stay on their process."""
+        return self.accumulation.no_sync(model)
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context whose backward reduces the gradients, also those of forwards that ran in `no_sync`."""
+        return self.accumulation.trigger_sync_in_backward(model)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return the context of the run's precision, for computations outside a prepared model.
+
+        Args:
+            autocast_handler: how; ``AutocastKwargs(enabled=False)`` computes in full precision within a prepared one.
+        """
+        if autocast_handler is None:
+            return self.precision.context(self.device) or nullcontext()
+        return autocast_handler.context(self.precision, self.device)
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        weight: float | Tensor | None = None,
+        by: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add this micro-batch's share of the gradient.
+
+        Give the plain mean loss: it is weighed by the samples the loader put into the micro-batch, so that the step's
+        gradient is the mean over all samples of the group, on all processes.
+
+        Args:
+            loss: 0-d tensor.
+            weight: what the loss is a mean over, where that is not samples (tokens): then the step's gradient is the
+                mean over all of these. Give it in every micro-batch of a group, or in none.
+            by: what to call with the weighed and scaled loss in place of ``Tensor.backward``.
+            kwargs: for ``Tensor.backward``.
+        """
+        self.accumulation.backward(loss, weight=weight, by=by, **kwargs)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Clip the gradients' total norm in place, at the end of a group.
+
+        Returns:
+            The norm before clipping (0-d tensor); None inside a group, where there is nothing to clip yet.
+        """
+        if not self.accumulation.sync_gradients:
+            return None
+        self.unscale_gradients()
+        return self.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clamp every gradient element to ``[-clip_value, clip_value]`` in place, at the end of a group."""
+        if self.accumulation.sync_gradients:
+            self.unscale_gradients()
+            self.strategy.clip_grad_value_(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Make the gradients the true ones: divide by reported weights, and by float16's loss scale."""
+        self.accumulation.unscale_gradients(optimizer)
+
+    def finish_gradients(self) -> None:
+        """Divide the group's gradients by the weights that all processes reported. Happens by itself when needed."""
+        self.accumulation.finish_gradients()
+
+    def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
+        """Average the gradients that backward left on their process. Happens by itself when needed."""
+        self.accumulation.reduce_gradients(optimizer)
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the current group, which will not be finished."""
+        self.accumulation.drop_gradients()
+
+    def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
+        """Let every step's backward carry what all processes must agree on; read it with `agree`.
+
+        Args:
+            finite: whether losses are watched (with float16 the loss scaler does that).
+            at_once: read it in the same step on accelerators too, which waits for the device.
+        """
+        self.accumulation.agree_on_steps(finite=finite, at_once=at_once)
+
+    def agree(self) -> Agreement:
+        """Read what all processes agreed on in the backward that has just run. For loops with ``always_agree``."""
+        return self.accumulation.agree()
+
+    def not_finite_on(self) -> list[int]:
+        """Return the ranks whose loss was not finite, once `agree` said there are some, and forget them."""
+        return self.accumulation.not_finite_on()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    def own_models(self) -> list[nn.Module]:
+        """The user's own modules inside the prepared models."""
+        return [self.strategy.unwrap(model) for model in self.models]
+
+    @property
+    def registered(self) -> dict[str, Any]:
+        """The objects of `register_for_checkpointing`, by name."""
+        return self.checkpointer.registered
+
+    @property
+    def saving(self) -> Job | None:
+        """The ``save_state(blocking=False)`` that is under way beside the training."""
+        return self.checkpointer.saving
+
+    def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
+        """Add objects with ``state_dict``/``load_state_dict`` to every checkpoint, by name or by order."""
+        self.checkpointer.register(objects, named)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, weights, output_dir)`` before `save_state` writes; returns a handle with ``remove()``.
+
+        What it takes out of ``weights`` is not saved; what it writes to ``output_dir`` becomes part of the checkpoint.
+        """
+        return self.checkpointer.add_save_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, input_dir)`` before `load_state` reads; what it takes out of ``models`` is not loaded."""
+        return self.checkpointer.add_load_hook(hook)
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        info: dict[str, Any] | None = None,
+        parts: dict[str, Any] | None = None,
+        weights_only: bool = False,
+        blocking: bool = True,
+        also: Sequence[str | os.PathLike[str]] = (),
+    ) -> Path:
+        """Save everything prepared or registered, and every process's RNG state. Call it on all processes.
+
+        Args:
+            output_dir: the checkpoint, a directory that is put in place in one move once it is complete. With
+                ``ProjectConfiguration(automatic_checkpoint_naming=True)`` it may be left out.
+            safe_serialization: only True; there is no other format.
+            info: numbers and names for its manifest (``step``, ``epoch``, ...).
+            parts: further states to keep in files of their own, by name.
+            weights_only: the models and ``parts`` only.
+            blocking: False returns when the state is copied to host memory; the rest happens beside the training. One
+                save is under way at a time: the next waits for it. `poll_saving` and `finish_saving` tell of its end.
+            also: further directories for the same state, each a checkpoint of its own.
+
+        Raises:
+            ValueError: without a directory, or inside a group of micro-batches.
+            TypeError: for a state that is not data.
+            OSError: the disk refused. Nothing of the attempt is left then, and what stood there before still does.
+        """
+        return self.checkpointer.save_state(
+            output_dir,
+            safe_serialization,
+            info=info,
+            parts=parts,
+            weights_only=weights_only,
+            blocking=blocking,
+            also=also,
+        )
+
+    def poll_saving(self) -> bool:
+        """Return whether no ``save_state(blocking=False)`` is under way; costs nothing.
+
+        Raises:
+            Exception: whatever the last one failed with, once.
+        """
+        return self.checkpointer.poll_saving()
+
+    def finish_saving(self) -> None:
+        """Wait for a ``save_state(blocking=False)`` that is under way; raises what it failed with, once."""
+        self.checkpointer.finish_saving()
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | OpenCheckpoint | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        models: bool = True,
+        state: bool = True,
+        strict: bool | None = None,
+        schedule: str | None = None,
+    ) -> dict[str, Any]:
+        """Restore what `save_state` saved; returns its ``info``. Call it on all processes.
+
+        A group of micro-batches that has begun begins anew. What a registered object gets is laid out over the
+        processes as what its own ``state_dict`` has at the same place.
+
+        Args:
+            input_dir: a checkpoint's directory, or the checkpoint if it is open already. With
+                ``automatic_checkpoint_naming`` it may be left out: the newest that is intact is loaded, and a warning
+                names each that had to be skipped.
+            load_kwargs: accepted empty; loading has no options.
+            models: restore the models.
+            state: restore everything else.
+            strict: False takes what fits of another model's or optimizer's state, and says what does not. Default: what
+                the model's ``strict_loading`` says, else True.
+            schedule: whose learning rates and schedules hold: ``"saved"``, those of the checkpoint, or ``"script"``,
+                those of the prepared optimizers and schedulers, as they are after as many steps. Default: the saved
+                ones, with a warning if the script's are others.
+
+        Raises:
+            ValueError: if it is no checkpoint, is damaged, another model's or optimizer's, or was replaced while it was
+                read; nothing is changed then on any process. What the ``load_state_dict`` of a scheduler or a
+                registered object itself raises comes later, when models and optimizers are loaded.
+        """
+        return self.checkpointer.load_state(
+            input_dir, load_kwargs, models=models, state=state, strict=strict, schedule=schedule
+        )
+
+    # -- weights for other programs ------------------------------------------------------------------------------
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's own module.
+
+        Args:
+            model: a prepared one.
+            keep_fp32_wrapper: accepted; no ``forward`` is ever replaced.
+            keep_torch_compile: return what ``torch.compile`` made of it, if that was what was prepared.
+        """
+        module = self.strategy.unwrap(model)
+        if not keep_torch_compile:
+            return module
+        return next((m for m in model.modules() if m._modules.get("_orig_mod") is module), module)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the state of the user's own module, whole and under its own names. Call it on all processes.
+
+        Returns:
+            On rank zero the tensors: those that were sharded whole, in host memory; others are the model's own, which
+            training changes, so clone what is to be kept. Other processes get None for each that was sharded.
+        """
+        return self.checkpointer.get_state_dict(model, unwrap)
+
+    @property
+    def should_save_model(self) -> bool:
+        """True: `save_model` knows which process writes."""
+        return True
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write data to a file on the main process, for others to load: a state dict, numbers, nested as you like.
+
+        It may be called on the main process alone.
+
+        The file appears in one move. It holds data only, and ``torch.load(f, weights_only=True)`` reads it: tensors,
+        numbers, text, bytes, None, dtypes, devices, in dicts, lists, tuples and sets. numpy's numbers are written as
+        Python's, a defaultdict as a dict.
+
+        Args:
+            obj: what to write; for a module give its ``state_dict()``, for a sharded one what `get_state_dict` returns.
+            f: a path, or an open file.
+            safe_serialization: as safetensors; ``obj`` is a dict of tensors then. Tied ones are written once, and the
+                header says so.
+
+        Raises:
+            TypeError: for anything else (numpy arrays, paths, objects), with its place and what to do.
+        """
+        self.checkpointer.save(obj, f, safe_serialization)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights for others to load: ``model.safetensors``, or shards and their index.
+
+        Call it on all processes. Where nothing of the model is sharded, the main process may call it alone.
+
+        Args:
+            model: the model, prepared or not.
+            save_directory: made if it is not there; no checkpoint's. Files of an earlier save, of either kind, go once
+                the new ones are complete.
+            max_shard_size: the most bytes of a file, a number or ``"500MB"``, ``"2GiB"``.
+            safe_serialization: False writes ``pytorch_model.bin`` in torch's format.
+        """
+        self.checkpointer.save_model(model, save_directory, max_shard_size, safe_serialization)
+
+    # -- trackers and profiles -----------------------------------------------------------------------------------
+
+    @property
+    def log_with(self) -> dict[str, Any]:
+        """What makes each tracker, by its name."""
+        return self.tracking.sources
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers that `init_trackers` started."""
+        return self.tracking.started
+
+    @trackers.setter
+    def trackers(self, value: list[GeneralTracker]) -> None:
+        self.tracking.started = value
+
+    def init_trackers(
+        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Start the trackers that ``log_with`` named.
+
+        Args:
+            project_name: what the run belongs to.
+            config: what it is configured with; trackers keep it.
+            init_kwargs: by a tracker's name, further arguments of its logger.
+
+        Raises:
+            ValueError: for arguments of a tracker that was not asked for.
+        """
+        self.tracking.start(project_name, config, init_kwargs)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Hand numbers of this process to the trackers; the main process's, unless a tracker wants all.
+
+        Args:
+            values: numbers, or tensors of one element, by name. `reduce` them first for those of all processes.
+            step: what they belong to, such as the optimizer steps taken.
+            log_kwargs: by a tracker's name, further arguments of its ``log``.
+
+        Raises:
+            RuntimeError: before `init_trackers`, where ``log_with`` named some.
+        """
+        self.tracking.log(values, step, log_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker, or with ``unwrap`` what it writes with (which does nothing on other processes).
+
+        Raises:
+            ValueError: if there is none of that name.
+        """
+        return self.tracking.get(name, unwrap)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
+        """Measure a block with torch's profiler; with a schedule, call ``step()`` of what it yields.
+
+        Args:
+            profile_handler: how to measure; by default that of ``kwargs_handlers``.
+        """
+        return profile(profile_handler or self.profile_handler or ProfileKwargs(), self.world)
+
     # -- the end -------------------------------------------------------------------------------------------------
+
+    def end_training(self) -> None:
+        """Finish saves and trackers, and wait for everyone. Another Accelerator may follow."""
+        self.finish_saving()
+        self.tracking.finish()
+        self.wait_for_everyone()
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything prepared; returns a None for each object given, to rebind their names."""
@@ -501,16 +926,13 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         """
         self.finish_saving()
         self.close_loaders()
-        schedules = (self.schedulers, self.schedules_built)
-        for known in (self.models, self.optimizers, *schedules, self.loaders, self.registered):
-            known.clear()  # type: ignore[attr-defined]
-        self.cursor.micro = self.stream = None
+        for prepared in (self.models, self.optimizers, self.schedulers, self.schedules_built, self.loaders):
+            prepared.clear()  # type: ignore[attr-defined]
+        self.cursor.micro = self.rng.stream = None
         self._compared = False
-        self._copies.clear()
         self._trained.clear()
-        self.forget_group()
-        self.agreement.reset()
-        self.steps = 0
+        self.checkpointer.forget_prepared()
+        self.accumulation.reset()
         if is_memory_short(self.device):
             collect(self.device)
 
@@ -538,6 +960,102 @@ class Accelerator(Stepping, Saving, Tracking, Profiling, Facts):
         """See `skip_first_batches`."""
         return skip_first_batches(dataloader, num_batches)
 
+    # -- configuration -------------------------------------------------------------------------------------------
 
-def _host_part(state: State) -> State:
-    return {name: state[name] for name in ("python", "numpy", "torch")}
+    @property
+    def state(self) -> AcceleratorState:
+        """Who this process is among the others, and in which precision it computes."""
+        return AcceleratorState.of(self)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the loop is in its group of micro-batches."""
+        return GradientState(self)
+
+    @property
+    def project_dir(self) -> Any:
+        """Where the run keeps its files."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> Any:
+        """Where trackers keep theirs."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next checkpoint that names itself."""
+        return self.project_configuration.iteration
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether ``batch_size`` is that of the global batch."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Never true: each process reads its own part."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """As it was given; all processes see equally many batches either way."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the order of an epoch follows from a seed and the epoch's number alone."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """As it was given; pinned batches are copied while the device computes either way."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """As it was given; every prepared loader has a state either way."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether prepared models compute in a smaller number format."""
+        return self.mixed_precision != "no"
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether there is more than one process."""
+        return self.world.size > 1
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether each process keeps only a part of the model."""
+        return self.strategy.sharded
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The grid of processes that the model is sharded over, or None."""
+        return getattr(self.strategy, "device_mesh", None)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This process among those that the data is shared out to."""
+        return self.data_world.rank
+
+    def _is_sharded(self) -> bool:
+        return self.strategy.sharded
+
+    def __getattr__(self, name: str) -> Any:
+        reason = _NOT_HERE.get(name)
+        raise AttributeError(f"Accelerator has no {name!r}{'' if reason is None else ': ' + reason}")
+
+    def __repr__(self) -> str:
+        return f"Accelerator:\n{self.state!r}"
+
+
+def _trained_parameters(module: nn.Module) -> frozenset[int]:
+    return frozenset(id(p) for p in module.parameters() if p.requires_grad)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -121,6 +120,15 @@ class AutocastKwargs(KwargsHandler):
 
     enabled: bool = True
     cache_enabled: bool | None = None
+
+    def context(self, precision: Precision, device: torch.device) -> torch.autocast:
+        """Return the context in which torch computes so, in the number format of ``precision``."""
+        return torch.autocast(
+            device.type,
+            dtype=precision.compute,
+            enabled=self.enabled and precision.compute is not None,
+            cache_enabled=self.cache_enabled,
+        )
 
 
 @dataclass
@@ -330,17 +338,20 @@ def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
     return found
 
 
-def refuse(unknown: dict[str, Any], **others: Any) -> None:
-    """Refuse what an Accelerator has no use for, known or not.
+def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> None:
+    """Refuse arguments that an Accelerator has no use for.
+
+    Args:
+        unknown: arguments of other names than its own, by name.
+        valid: the names of its own arguments.
+        plugins: by name, arguments of Accelerate that only None is accepted for.
 
     Raises:
         TypeError: for an argument that does not exist.
         ValueError: for a plugin of somebody else's engine.
     """
     if unknown:
-        from .accelerator import Accelerator
-
-        name, valid = next(iter(unknown)), inspect.signature(Accelerator.__init__).parameters
+        name = next(iter(unknown))
         hint = " It is ProjectConfiguration(logging_dir=)." if name == "logging_dir" else nearest(name, valid)
         raise TypeError(f"Accelerator() has no argument {name!r}.{hint}")
     reasons = {
@@ -349,7 +360,7 @@ def refuse(unknown: dict[str, Any], **others: Any) -> None:
         "megatron_lm_plugin": MegatronLMPlugin.instead,
         "torch_tp_plugin": TorchTensorParallelPlugin.instead,
     }
-    for name, value in others.items():
+    for name, value in plugins.items():
         if value is not None:
             raise ValueError(f"{name}= is not part of Treadle: {reasons[name]}")
 
@@ -418,6 +429,14 @@ def precision_of(mixed_precision: Any, autocast: AutocastKwargs | None) -> tuple
         return precision, word
     compute = precision.compute if autocast.enabled else None
     return replace(precision, compute=compute, cached=autocast.cache_enabled is not False), word
+
+
+def scaler_of(
+    scaling: GradScalerKwargs | None, precision: Precision, device: torch.device
+) -> torch.amp.GradScaler | None:
+    """Return torch's loss scaler, if the precision needs one and the handler does not disable it."""
+    scaling = scaling or GradScalerKwargs()
+    return torch.amp.GradScaler(device.type, **scaling.to_kwargs()) if precision.scaled and scaling.enabled else None
 
 
 def groups_of(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:

@@ -23,15 +23,19 @@ if TYPE_CHECKING:
 
 
 class Process:
-    """The part of an `Accelerator` that speaks to the other processes. A world of one answers at once.
+    """Base of `PartialState` and `Accelerator`: who this process is, and what it exchanges with the others.
 
     Args:
         world: all processes.
+        data_world: those with different data, where several processes work on one sample; by default all of them.
+
+    Attributes:
+        cursor: which micro-batch of a prepared loader is being worked on.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, data_world: World | None = None) -> None:
         self.world = world
-        self.data_world = world  # those with different data, where several processes work on one sample
+        self.data_world = world if data_world is None else data_world
         self.cursor = Cursor()
         self._trigger = False
 
@@ -78,7 +82,10 @@ class Process:
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes work together, in one word."""
-        return distributed_type(self.world, bool(getattr(getattr(self, "strategy", None), "sharded", False)))
+        return distributed_type(self.world, self._is_sharded())
+
+    def _is_sharded(self) -> bool:
+        return False
 
     @property
     def backend(self) -> str | None:
@@ -315,22 +322,33 @@ class AcceleratorState(PartialState):
         mixed_precision: as the Accelerator's.
         cpu: compute on the CPU.
         kwargs: see `PartialState`.
+
+    Attributes:
+        strategy: an Accelerator's.
+        fsdp_plugin: an Accelerator's.
+        deepspeed_plugin: None; scripts ask for it before they do something else.
     """
 
-    strategy: Any = None
+    deepspeed_plugin = None
 
     def __init__(self, mixed_precision: Any = None, cpu: bool = False, **kwargs: Any) -> None:
         super().__init__(cpu, **kwargs)
+        self.strategy: Any = None
+        self.fsdp_plugin: Any = None
         self._mixed_precision = None if mixed_precision is None else str(mixed_precision)
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> AcceleratorState:
-        """The state of ``accelerator``."""
+        """Return the state of ``accelerator``."""
         state = cls.__new__(cls)
         Process.__init__(state, accelerator.world)
         state.strategy = accelerator.strategy
+        state.fsdp_plugin = accelerator.fsdp_plugin
         state._mixed_precision = accelerator.mixed_precision
         return state
+
+    def _is_sharded(self) -> bool:
+        return self.strategy is not None and self.strategy.sharded
 
     @property
     def mixed_precision(self) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,14 +29,14 @@ def host_state() -> State:
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
-def set_host_state(state: State) -> None:
+def set_host_state(state: Mapping[str, Any]) -> None:
     """Put back what `host_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
 
 
-def set_random_state(state: State) -> None:
+def set_random_state(state: Mapping[str, Any]) -> None:
     """Put back what `random_state` returned."""
     set_host_state(state)
     if "cuda" in state and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Where the numbers of a loop of one's own go: trackers, by name or of one's own making."""
+"""Trackers, which receive the numbers that a user-defined loop logs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from ..common.messages import nearest
 from ..common.optional import is_installed, require
 from ..common.validation import choose
+from ..strategies import World
 from .configuration import ProjectConfiguration
-from .process_state import Process
 
 # By name: the class in `treadle.loggers`, the package it needs, and what it calls the project.
 _LOGGERS = {
@@ -100,7 +100,7 @@ Source = Callable[[str, dict[str, Any]], GeneralTracker]
 
 
 def tracker_sources(log_with: Any, project: ProjectConfiguration) -> dict[str, Source]:
-    """What makes each tracker that is asked for, by its name; all of it is checked now, before any work is done.
+    """Return what makes each requested tracker, by its name; all of it is checked now, before any work is done.
 
     Raises:
         ValueError: for an unknown name, a package that is not installed, or no directory to write into.
@@ -171,91 +171,70 @@ def _by_name(name: str, project: ProjectConfiguration) -> Source:
     return make
 
 
-class Tracking(Process):
-    """The part of an `Accelerator` that hands numbers to trackers."""
+class Trackers:
+    """The trackers of an `Accelerator`. Each public method is documented at the `Accelerator`.
 
-    project_configuration: ProjectConfiguration
+    Args:
+        world: all processes.
+        sources: what makes each tracker, by its name; see `tracker_sources`.
 
-    def _choose_trackers(self, log_with: Any) -> None:
-        self.log_with = tracker_sources(log_with, self.project_configuration)
-        self.trackers: list[GeneralTracker] = []
+    Attributes:
+        started: the trackers that `start` made.
+    """
 
-    def init_trackers(
-        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        """Start the trackers that ``log_with`` named.
+    def __init__(self, world: World, sources: dict[str, Source]) -> None:
+        self.sources = sources
+        self.started: list[GeneralTracker] = []
+        self._world = world
 
-        Args:
-            project_name: what the run belongs to.
-            config: what it is configured with; trackers keep it.
-            init_kwargs: by a tracker's name, further arguments of its logger.
-
-        Raises:
-            ValueError: for arguments of a tracker that was not asked for.
-        """
+    def start(self, project_name: str, config: Mapping[str, Any] | None, init_kwargs: Mapping[str, Any] | None) -> None:
+        """Make and start the trackers."""
         options = dict(init_kwargs or {})
         for name in options:
-            if name not in self.log_with:
-                asked = ", ".join(self.log_with) or "none"
-                raise ValueError(f"init_kwargs names {name!r}, log_with {asked}.{nearest(name, self.log_with)}")
-        with self.world.together():
-            self.trackers = [make(project_name, dict(options.get(name, {}))) for name, make in self.log_with.items()]
-            for tracker in self._called_here():
+            if name not in self.sources:
+                requested = ", ".join(self.sources) or "none"
+                raise ValueError(f"init_kwargs names {name!r}, log_with {requested}.{nearest(name, self.sources)}")
+        with self._world.together():
+            self.started = [make(project_name, dict(options.get(name, {}))) for name, make in self.sources.items()]
+            for tracker in self._on_this_rank():
                 tracker.start()
                 if config is not None:
                     tracker.store_init_configuration(dict(config))
 
-    def _called_here(self) -> list[GeneralTracker]:
-        if self.is_main_process:
-            return self.trackers
-        return [tracker for tracker in self.trackers if not getattr(tracker, "main_process_only", True)]
+    def _on_this_rank(self) -> list[GeneralTracker]:
+        if self._world.is_main:
+            return self.started
+        return [tracker for tracker in self.started if not getattr(tracker, "main_process_only", True)]
 
     def log(
-        self,
-        values: Mapping[str, Any],
-        step: int | None = None,
-        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]] | None
     ) -> None:
-        """Hand numbers of this process to the trackers; the main process's, unless a tracker wants all.
-
-        Args:
-            values: numbers, or tensors of one element, by name. `reduce` them first for those of all processes.
-            step: what they belong to, such as the optimizer steps taken.
-            log_kwargs: by a tracker's name, further arguments of its ``log``.
-
-        Raises:
-            RuntimeError: before `init_trackers`, where ``log_with`` named some.
-        """
-        if self.log_with and not self.trackers:
+        """Hand numbers of this process to the trackers."""
+        if self.sources and not self.started:
             raise RuntimeError("accelerator.log before accelerator.init_trackers(...): the numbers would be lost.")
-        here = self._called_here()
-        if not here:
+        trackers = self._on_this_rank()
+        if not trackers:
             return
         plain = {name: _read(value) for name, value in values.items()}
-        for tracker in here:
+        for tracker in trackers:
             tracker.log(plain, step=step, **(log_kwargs or {}).get(str(tracker.name), {}))  # type: ignore[attr-defined]
 
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker, or with ``unwrap`` what it writes with (which does nothing on other processes).
-
-        Raises:
-            ValueError: if there is none of that name.
-        """
-        for tracker in self.trackers:
+    def get(self, name: str, unwrap: bool) -> Any:
+        """Return the tracker of a name, or with ``unwrap`` what it writes with."""
+        for tracker in self.started:
             if tracker.name == name:  # type: ignore[attr-defined]
                 if not unwrap:
                     return tracker
-                return tracker.tracker if tracker in self._called_here() else _Silent()  # type: ignore[attr-defined]
-        started = [str(t.name) for t in self.trackers]  # type: ignore[attr-defined]
-        raise ValueError(f"there is no tracker {name!r} among {started}.{nearest(name, started)}")
+                return tracker.tracker if tracker in self._on_this_rank() else _Silent()  # type: ignore[attr-defined]
+        names = [str(tracker.name) for tracker in self.started]  # type: ignore[attr-defined]
+        raise ValueError(f"there is no tracker {name!r} among {names}.{nearest(name, names)}")
 
-    def end_training(self) -> None:
-        """Finish the trackers and wait for everyone. Another Accelerator may follow."""
-        with self.world.together():
-            for tracker in self._called_here():
+    def finish(self) -> None:
+        """Finish all trackers."""
+        with self._world.together():
+            for tracker in self._on_this_rank():
                 tracker.finish()
-        self.trackers = []
-        super().end_training()
+        self.started = []
 
 
 class _Silent:

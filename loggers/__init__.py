@@ -1,4 +1,4 @@
-"""Where the numbers of a run go. No service's package, nor TensorBoard or YAML, is imported before it is used."""
+"""Loggers: TensorBoard, CSV, Weights & Biases, MLflow."""
 
 from __future__ import annotations
 

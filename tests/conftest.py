@@ -1,7 +1,10 @@
 """What holds for every test."""
 
+import gc
+import importlib
 import os
 import signal
+import sys
 
 import pytest
 from treadle.strategies.distributed.current import disconnect
@@ -12,6 +15,15 @@ def an_interrupt_is_not_ignored():
     """As it is in tests that a shell has started in its background, and in every process that those start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage_is_not_looked_for_in_what_is_imported():
+    """Torch and its compiler are 280,000 objects: up to 0.5 s for each of the collections that a run asks for."""
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")  # as the first optimizer does
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

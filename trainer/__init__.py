@@ -1,4 +1,4 @@
-"""The task, its data, and the Trainer that runs them. Each is imported when it is first used; commands do not wait."""
+"""The task, its data, and the Trainer that runs them."""
 
 from __future__ import annotations
 

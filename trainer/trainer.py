@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..callbacks import Callback
+import torch
+
+from ..callbacks import (
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    ProgressBar,
+)
 from ..common.validation import choose
 from ..engine import Accelerator, Metrics
 from ..engine.checkpoint import OpenCheckpoint
@@ -23,7 +33,8 @@ from . import arguments
 from .checkpointing import LastStep, trainer_state
 from .core import DataModule, SchedulerConfig, TaskModule, log_to
 from .default_callbacks import choose_callbacks, choose_loggers
-from .logging import History, Logbook
+from .lightning_aliases import LightningAliases
+from .logging import History, Logbook, tensors_by_name
 from .loop import (
     KIND_OF_STAGE,
     Evaluation,
@@ -40,10 +51,10 @@ from .loop import (
     wrap,
 )
 from .profiling import Profiled
-from .trainer_properties import TrainerNames
+from .settings import TrainerSettings
 
 
-class Trainer(TrainerNames):
+class Trainer(LightningAliases):
     """Runs the loop of a `TaskModule`: processes, precision, accumulation, checkpoints, logging.
 
     The flags have Lightning's names and meanings.
@@ -247,6 +258,8 @@ class Trainer(TrainerNames):
         self.progress = Progress()
         self.new_metrics = MutedMetrics if barebones else Metrics
         self.metrics = self.new_metrics(training=True)
+        self.config: str | None = None  # the run's configuration as YAML, where it has one; it goes into checkpoints
+        self.resume_command: str | None = None  # the shell command that resumes the run, where one started it
         self.should_stop = self.interrupted = self.sanity_checking = False
         self.decided = ""
         self.evaluation_batch = 0
@@ -411,21 +424,175 @@ class Trainer(TrainerNames):
         if self.is_global_zero:
             (print if bar is None or self.stage is None else bar.print)(*args, **kwargs)
 
-    # -- what a stage knows of itself ----------------------------------------------------------------------------
+    # -- what runs, on which processes ---------------------------------------------------------------------------
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True on rank zero."""
+        return self.accelerator.is_main_process
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.accelerator.num_processes
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process."""
+        return self.accelerator.process_index
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its machine."""
+        return self.accelerator.local_process_index
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the model lies on the processes."""
+        return self.accelerator.strategy
+
+    @property
+    def precision(self) -> str:
+        """Name of the precision."""
+        return self.accelerator.precision.name
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Loss scaler of float16, where one is in use."""
+        return self.accelerator.scaler
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.accelerator.gradient_accumulation_steps
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The task's optimizers."""
+        return [prepared.optimizer for prepared in self.accelerator.optimizers]
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Return the context to build a model in where and as it will be trained; see `Accelerator.init_module`.
+
+        ``configure_model`` runs in it by itself.
+
+        Args:
+            empty_init: leave parameters without values, as a checkpoint will be loaded.
+        """
+        return self.accelerator.init_module(bool(empty_init))
+
+    # -- how far the run is --------------------------------------------------------------------------------------
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch being trained; once training is over, the epochs completed."""
+        return self.progress.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps that really happened."""
+        return self.progress.step
+
+    @property
+    def num_training_batches(self) -> int | None:
+        """Micro-batches of an epoch, of this process; None where that is unknown, or nothing is trained."""
+        if self.sources is None or (self.stage != "fit" and not self.sources.has_train):
+            return None
+        return self.sources.train.length
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps that the whole run will take; infinite where nothing limits it."""
+        batches = self.num_training_batches
+        if self.max_epochs == -1 or batches is None:
+            return self.max_steps if self.max_steps != -1 else float("inf")
+        schedule = next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
+        if schedule is not None:
+            steps = schedule.steps(batches, self.max_epochs)
+        else:
+            steps = -(-batches // self.accelerator.gradient_accumulation_steps) * self.max_epochs
+        return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
     @property
     def has_validation(self) -> bool:
-        """Whether ``fit`` validates: a loader that is not empty, a ``validation_step``, and no limit of zero."""
+        """True if ``fit`` validates: a loader that is not empty, a ``validation_step``, and no limit of zero."""
         if self.sources is None or self.task is None or self.limit_val_batches == 0:
             return False
         if type(self.task).validation_step is TaskModule.validation_step:
             return False
         return len(self.sources.evaluation("val")) > len(self.sources.empty("val"))
 
+    # -- numbers and settings ------------------------------------------------------------------------------------
+
     @property
-    def enable_validation(self) -> bool:
-        """The same, under Lightning's name."""
-        return self.has_validation
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """Everything logged: the newest epoch values of all processes, and this process's newest step values."""
+        return tensors_by_name({**self.logbook.callback_values, **self.metrics.latest()})
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """What the progress bar shows. Reads the device."""
+        evaluation = {} if self.metrics.evaluation is None else self.metrics.evaluation.local_values()
+        return {**self.logbook.bar_values, **self.metrics.local_values(), **evaluation}
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run's folder: the first logger's, or the one that ``fit`` has made. No process has to ask another."""
+        return next((logger.log_dir for logger in self.loggers if logger.log_dir), self.logbook.folder)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The flags as they hold at the moment, by name, where they are plain values."""
+        settings: dict[str, Any] = {"strategy": self.strategy.name, "device": str(self.accelerator.device)}
+        settings |= {"num_nodes": self.num_nodes, "devices": self.num_devices, "precision": self.precision}
+        settings["loggers"] = ", ".join(type(logger).__name__ for logger in self.loggers) or None
+        settings["callbacks"] = ", ".join(type(callback).__name__ for callback in self.callbacks) or None
+        for field in fields(TrainerSettings):
+            value = getattr(self, field.name, self.flags_given.get(field.name, settings))
+            if isinstance(value, int | float | str | None):
+                settings[field.name] = value
+        if self.val_check_seconds is not None:
+            settings["val_check_interval"] = f"{self.val_check_seconds:g} s"
+        settings["max_time"] = None if self.max_seconds is None else f"{self.max_seconds:g} s"
+        settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        settings["benchmark"] = torch.backends.cudnn.benchmark
+        return settings
+
+    @property
+    def settings_given(self) -> set[str]:
+        """The names in `settings` of the flags that were given another value than their default."""
+        renamed = {"accelerator": "device", "logger": "loggers"}
+        return {renamed.get(name, name) for name in self.flags_given}
+
+    # -- callbacks -----------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        """The checkpoint callbacks."""
+        return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first checkpoint callback, of those that save while all goes well."""
+        callbacks = self.checkpoint_callbacks
+        return min(callbacks, key=lambda callback: isinstance(callback, OnExceptionCheckpoint), default=None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        """The early-stopping callbacks."""
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+
+    @property
+    def progress_bar_callback(self) -> ProgressBar | None:
+        """The progress bar."""
+        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+
+    # -- for the loop and callbacks ------------------------------------------------------------------------------
 
     @contextmanager
     def logging_to(self, metrics: Metrics | None) -> Iterator[None]:

@@ -14,7 +14,9 @@ def open_callback_states(opened: OpenCheckpoint) -> CallbackStates:
     Raises:
         ValueError: the part is damaged.
     """
-    saved = open_registered(opened).get("callbacks", CallbackStates(callbacks={}, added={}))
+    saved = open_registered(opened).get("callbacks", {})
+    if isinstance(saved, dict):  # a script without a Trainer may register something else under this name
+        saved = {"callbacks": {}, "added": {}} | saved
     return check_form(CallbackStates, saved, opened.path, STATE)
 
 

@@ -1,4 +1,4 @@
-"""What scripts import from ``lightning.pytorch.callbacks.progress``: names, nothing else."""
+"""Progress bars, and when they are redrawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `treadle fit`, `plan` and `runs` do; each module is imported when its command is asked for."""
+"""Commands: `treadle fit`, `plan`, `runs`, `export` and their kin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models larger than one device's memory, for inference: built empty, planned, loaded in place, run part by part."""
+"""Inference with models larger than one device's memory: built empty, planned, loaded in place, offloaded."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from ...common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from . import filesystem, save, store
     from .async_save import Job
-    from .checkpointer import Saving
+    from .checkpointer import Checkpointer
     from .filesystem import CODES
     from .json_codec import MAX_DEPTH, Record, check_tensor, encode
     from .load import in_memory, weight_differences

@@ -62,10 +62,10 @@ def load(
     them. Its files are verified first, if that was not done before; see `OpenCheckpoint.verify`.
 
     Raises:
-        ValueError: if it is damaged, another model's or set-up's, or was replaced while it was read;
-            nothing is changed then. What a scheduler's, loader's or registered object's own ``load_state_dict`` raises
-            comes later: models and optimizers are loaded by then.
-        RuntimeError: in the place of these on the processes that found nothing wrong.
+        ValueError: if it is damaged, another model's or set-up's, or was replaced while it was read; nothing is changed
+            then. What a scheduler's, loader's or registered object's own ``load_state_dict`` raises comes later: models
+            and optimizers are loaded by then.
+        RuntimeError: on the processes that found nothing wrong, unless it is damaged: all see that alike.
     """
     world, manifest = accelerator.world, opened.manifest
     found: TrainState | None = None
@@ -93,7 +93,7 @@ def load(
                 own = _own_part(accelerator, opened)
     for model, values, fully in weights:
         accelerator.strategy.load_model_state(model, values, fully)
-        accelerator.loaded_from[model] = os.path.abspath(opened.path), manifest, accelerator.steps
+        accelerator.checkpointer.loaded_from[model] = os.path.abspath(opened.path), manifest, accelerator.steps
     if found is not None:
         _load_training(accelerator, manifest, found, own, optimizers)
         resume_options.hold(accelerator, optimizers, found, script=schedule == "script")
@@ -166,7 +166,7 @@ def _check_same(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
     """See that this is the save that the models were loaded from just before, if they were from this path."""
     path, manifest = os.path.abspath(opened.path), opened.manifest
     for model in accelerator.models:
-        place, of_models, steps = accelerator.loaded_from.get(model, (None, manifest, None))
+        place, of_models, steps = accelerator.checkpointer.loaded_from.get(model, (None, manifest, None))
         if (place, steps) == (path, accelerator.steps) and not _is(of_models, manifest):
             raise ValueError(
                 f"{opened.path} was replaced after the models were loaded from it. Load it again, both together."
@@ -177,7 +177,7 @@ def _chosen_models(accelerator: Accelerator, path: Path) -> list[nn.Module]:
     """The models that hooks leave to be loaded."""
     chosen = list(accelerator.models)
     with accelerator.world.together():
-        for hook in accelerator.load_hooks.values():
+        for hook in accelerator.checkpointer.load_hooks.values():
             hook(chosen, str(path))
     return chosen
 
@@ -188,7 +188,7 @@ def _layouts(accelerator: Accelerator, saved: Mapping[str, Any]) -> dict[str, An
         return {}
     return {
         name: getattr(value, "state_layout", value.state_dict)()
-        for name, value in accelerator.registered.items()
+        for name, value in accelerator.checkpointer.registered.items()
         if _holds_tensors(saved.get(name))
     }
 
@@ -253,7 +253,7 @@ def _training(accelerator: Accelerator) -> list[Loader]:
 
 def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict[str, Tensor]]) -> None:
     """Give the models that were loaded from this checkpoint, now or just before, the buffers that this process had."""
-    loaded = [accelerator.loaded_from.pop(model, None) for model in accelerator.models]
+    loaded = [accelerator.checkpointer.loaded_from.pop(model, None) for model in accelerator.models]
     for model, values, source in zip(accelerator.own_models, saved, loaded, strict=False):
         if source is None or not _is(source[1], manifest):
             continue
@@ -323,7 +323,7 @@ def _merged_optimizer(opened: OpenCheckpoint, number: int) -> OptimizerState:
 def _choose_schedule(
     accelerator: Accelerator, path: Path, optimizers: list[LoadedOptimizer], state: TrainState, schedule: str | None
 ) -> None:
-    """Decide whose learning rates and schedules hold; see `Saving.load_state`."""
+    """Decide whose learning rates and schedules hold; see `Accelerator.load_state`."""
     if schedule == "script":
         resume_options.follow_script(accelerator, optimizers, state)
         return
@@ -377,7 +377,7 @@ def _check_kinds(accelerator: Accelerator, state: TrainState, path: Path, strict
     pairs = zip(kinds, state["scheduler_kinds"], strict=False)
     lines = [f"scheduler: {there} in the checkpoint, {here} in this run" for here, there in pairs if here != there]
     registered = state["registered"]
-    if missing := sorted(set(accelerator.registered) - set(registered)):
+    if missing := sorted(set(accelerator.checkpointer.registered) - set(registered)):
         lines.append(
             f"no state for {', '.join(missing)}; of what was registered it has {', '.join(registered) or 'none'}"
         )
@@ -386,7 +386,7 @@ def _check_kinds(accelerator: Accelerator, state: TrainState, path: Path, strict
         if strict:
             raise ValueError(f"{text}\nTo take what fits, load with strict=False (in a task: strict_loading = False).")
         warn(f"{text}\nWhat does not fit begins anew.")
-    if left := sorted(set(registered) - set(accelerator.registered)):
+    if left := sorted(set(registered) - set(accelerator.checkpointer.registered)):
         warn(f"{path} has a state for {', '.join(left)}, which nobody takes: it is not registered in this run.")
 
 
@@ -442,8 +442,8 @@ def _load_shared_state(accelerator: Accelerator, state: TrainState, manifest: Ma
         accelerator.strategy.take_reduction_order(model, order)
     if accelerator.scaler is not None and (scaler := state.get("scaler")) is not None:
         accelerator.scaler.load_state_dict(scaler)
-    if accelerator.stream is not None and (stream := state.get("stream")) is not None:
-        accelerator.stream.state = stream
-    for name, value in accelerator.registered.items():
+    if accelerator.rng.stream is not None and (stream := state.get("stream")) is not None:
+        accelerator.rng.stream.state = stream
+    for name, value in accelerator.checkpointer.registered.items():
         if name in state["registered"]:
             value.load_state_dict(state["registered"][name])

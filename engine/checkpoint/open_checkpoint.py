@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ...strategies import World
 from . import filesystem, store
 from .manifest import MANIFEST, Manifest, read_manifest, read_source
-from .parts import Part, has_part, open_files
+from .parts import Part, files_of, has_part, open_files
 
 T = TypeVar("T")
 
@@ -64,9 +64,8 @@ class OpenCheckpoint:
     def part(self, name: str) -> Part:
         """Return a part with its files opened, the same object each time."""
         if name not in self._parts:
-            part = open_files(self.path, self.manifest.files, name)
-            self._check_marks(part.files)
-            self._parts[name] = part
+            self._check_marks(files_of(name, self.manifest.files))
+            self._parts[name] = open_files(self.path, self.manifest.files, name)
         return self._parts[name]
 
     def check_unchanged(self) -> None:
@@ -76,10 +75,13 @@ class OpenCheckpoint:
             ValueError: it was replaced, or is gone.
         """
         try:
-            replaced = read_source(self.path) != self.manifest.source
+            source = read_source(self.path)
         except ValueError:
-            replaced = True
-        if replaced:
+            source = b""
+        self._compare(source)
+
+    def _compare(self, source: bytes) -> None:
+        if source != self.manifest.source:
             raise ValueError(f"{self.path} was replaced while it was read. Nothing is changed; load it again.")
 
     def verify(self, world: World | None = None) -> None:
@@ -107,7 +109,7 @@ class OpenCheckpoint:
 
     def _look(self) -> tuple[int, int, int]:
         """Check names and sizes and note each file's mark; returns what tells the file system of this process."""
-        self.check_unchanged()
+        self._compare(read_source(self.path))  # a path that is wrong on this process alone is an error of its own
         names = [*self.manifest.files, *self.manifest.others]
         self._check(names, digests=False)
         self._marks = {name: filesystem.mark(self.path / name) for name in names}
@@ -122,8 +124,11 @@ class OpenCheckpoint:
             filesystem.check_file(self.path, name, entry, digests, links=name in of_hooks)
 
     def _check_marks(self, names: list[str]) -> None:
-        for name in names:
-            if self.verified and filesystem.mark(self.path / name) != self._marks[name]:
+        for name in names if self.verified else ():
+            path = self.path / name
+            if (
+                path.exists() and filesystem.mark(path) != self._marks[name]
+            ):  # one that is missing is an error elsewhere
                 raise ValueError(f"{self.path}: {name} was changed after it was verified. Load the checkpoint again.")
 
 

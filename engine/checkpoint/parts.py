@@ -119,11 +119,11 @@ def write_files(folder: Path, files: Files) -> dict[str, filesystem.Entry]:
 
 def has_part(files: Iterable[str], name: str) -> bool:
     """Whether a part is among a checkpoint's files."""
-    return bool(_files_of(name, files))
+    return bool(files_of(name, files))
 
 
-def _files_of(name: str, files: Iterable[str]) -> list[str]:
-    """The part's files, the one that rank zero wrote first."""
+def files_of(name: str, files: Iterable[str]) -> list[str]:
+    """Return the names of a part's files, the one that rank zero wrote first."""
     found = []
     for file in files:
         stem = file.rpartition(".")[0]
@@ -140,7 +140,6 @@ class Part:
     Attributes:
         path: The checkpoint's directory.
         name: As given to `encode_part`.
-        files: The names of its files.
         document: What its JSON file holds; None of a model, which is tensors only.
         tensors: Its tensors by name.
         notes: The notes in the header of its file.
@@ -148,7 +147,6 @@ class Part:
 
     path: Path
     name: str
-    files: list[str]
     document: Any
     tensors: dict[str, Stored]
     notes: dict[str, str]
@@ -196,7 +194,7 @@ def open_files(path: Path, files: Mapping[str, filesystem.Entry], name: str) -> 
     Raises:
         ValueError: The checkpoint has no such part, or its content is damaged.
     """
-    names = _files_of(name, files)
+    names = files_of(name, files)
     flat = bool(_MODEL.fullmatch(name))
     if not names or (not flat and f"{name}.json" not in names):
         raise ValueError(f"{path}: has no part {name!r}. Its files are {', '.join(sorted(files))}.")
@@ -204,9 +202,9 @@ def open_files(path: Path, files: Mapping[str, filesystem.Entry], name: str) -> 
         filesystem.check_file(path, file, files[file], digests=False)
     stored, notes = open_tensors(path / file for file in names if file.endswith(".safetensors"))
     if not flat:
-        return Part(path, name, names, filesystem.read_json(path / f"{name}.json", _MAX_JSON_BYTES), stored, notes)
+        return Part(path, name, filesystem.read_json(path / f"{name}.json", _MAX_JSON_BYTES), stored, notes)
     with _naming_damage(path, name):
-        return Part(path, name, names, None, with_aliases(stored, notes), notes)
+        return Part(path, name, None, with_aliases(stored, notes), notes)
 
 
 def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:

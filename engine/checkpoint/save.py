@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -23,7 +23,17 @@ from ..rng import random_state
 from . import model_check, store
 from .json_codec import decode, encode
 from .parts import Files, TensorFile, encode_part, size_of
-from .train_state import STATE, OptimizerState, RankState, TrainState, extra_part, model_part, optimizer_part, rank_part
+from .train_state import (
+    STATE,
+    OptimizerState,
+    RandomState,
+    RankState,
+    TrainState,
+    extra_part,
+    model_part,
+    optimizer_part,
+    rank_part,
+)
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
@@ -97,7 +107,7 @@ def staged(accelerator: Accelerator, target: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if accelerator.save_hooks and accelerator.is_main_process:
+        if accelerator.checkpointer.save_hooks and accelerator.is_main_process:
             with suppress(OSError):  # what is left is cleared away at the next start
                 store.discard(target)
         raise
@@ -188,7 +198,7 @@ def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
     """Warn of parameters that an optimizer steps, and whose values are in no file."""
     models = accelerator.own_models
     unknown = {id(p): p for one in accelerator.optimizers for p in optimizer_state.of_no_model(one.optimizer, models)}
-    if not unknown or accelerator.save_hooks:  # a hook may write them
+    if not unknown or accelerator.checkpointer.save_hooks:  # a hook may write them
         return
     written = [content for content in files.values() if isinstance(content, TensorFile)]
     saved = {view_key(tensor) for content in written for tensor in content.tensors.values()}
@@ -207,9 +217,10 @@ def of_optimizers(files: Files) -> set[str]:
     return {name for name in files if name.startswith(optimizer_part(0))}
 
 
-def own_random_state(accelerator: Accelerator) -> dict[str, Any]:
+def own_random_state(accelerator: Accelerator) -> RandomState:
     """The state of all that this process alone draws from: its generators, and those of the datasets it reads."""
-    return {**random_state(), "loaders": [loader.reading_state() for loader in in_order(accelerator.loaders)]}
+    readers = [loader.reading_state() for loader in in_order(accelerator.loaders)]
+    return cast(RandomState, {**random_state(), "loaders": readers})
 
 
 def in_order(loaders: list[Loader]) -> list[Loader]:
@@ -217,7 +228,7 @@ def in_order(loaders: list[Loader]) -> list[Loader]:
     return sorted(loaders, key=lambda loader: loader.evaluation)
 
 
-def rank_files(rank: int, random: dict[str, Any], buffers: list[dict[str, Tensor]]) -> Files:
+def rank_files(rank: int, random: RandomState, buffers: list[dict[str, Tensor]]) -> Files:
     """What process ``rank`` alone knows.
 
     Args:
@@ -286,7 +297,7 @@ def _explained(error: Exception, target: Path, files: Files) -> Exception:
 def _weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list[dict[str, Any] | None]:
     """Each model's state, as it lies on the processes; None for one that a hook takes care of."""
     models = accelerator.models
-    if not accelerator.save_hooks:
+    if not accelerator.checkpointer.save_hooks:
         states = (accelerator.strategy.model_state(model) for model in models)
         return [{own_name(name): value for name, value in state.items()} for state in states]
     with accelerator.world.together():
@@ -294,7 +305,7 @@ def _weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list
             store.begin(target)
     whole = [accelerator.get_state_dict(model) for model in models]
     left = list(whole)
-    for hook in accelerator.save_hooks.values():
+    for hook in accelerator.checkpointer.save_hooks.values():
         with attempts:
             hook(list(models), left, str(store.beside(target)))
     # Others than rank zero may have nothing of a sharded one, and have nothing to write.
@@ -311,10 +322,10 @@ def _apart(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _shared_state(accelerator: Accelerator) -> TrainState:
-    if accelerator.loss_scale is not None:
-        accelerator.loss_scale.settle()
+    if (loss_scale := accelerator.accumulation.loss_scale) is not None:
+        loss_scale.settle()
     attempts, registered = Attempts(), dict[str, Any]()
-    for name, value in accelerator.registered.items():
+    for name, value in accelerator.checkpointer.registered.items():
         with attempts:
             registered[name] = value.state_dict()
     attempts.end()
@@ -327,7 +338,7 @@ def _shared_state(accelerator: Accelerator) -> TrainState:
         scaler=None if accelerator.scaler is None else accelerator.scaler.state_dict(),
         loaders=[loader.state_dict() for loader in accelerator.loaders if not loader.evaluation],
         evaluation_loaders=[loader.state_dict() for loader in accelerator.loaders if loader.evaluation],
-        stream=None if accelerator.stream is None else accelerator.stream.state,
+        stream=None if accelerator.rng.stream is None else accelerator.rng.stream.state,
         reduction_orders=reduction_orders(accelerator),
         registered=registered,
     )

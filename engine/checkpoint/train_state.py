@@ -18,11 +18,10 @@ Writers build these dicts by calling the class, so a type checker finds a key th
 them from `check_form`, which finds a file that is whole and yet not ours.
 """
 
-from __future__ import annotations
-
+# No postponed annotations here: to look at them would mean to evaluate text while a checkpoint is read.
 import types
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, TypeVar, Union, cast, get_origin, get_type_hints
+from typing import Any, NotRequired, TypedDict, TypeVar, Union, cast, get_origin, is_typeddict
 
 from torch import Tensor
 
@@ -89,10 +88,20 @@ class CallbackStates(TypedDict):
     added: dict[str, Any]
 
 
-class RankState(TypedDict):
-    """The part of one rank: the state of its generators and datasets, and its buffers where these differ by rank."""
+class RandomState(TypedDict):
+    """What one rank draws from: its generators (see `random_state`), and what the datasets it reads draw from."""
 
-    random: dict[str, Any]
+    python: Any
+    numpy: Any
+    torch: Tensor
+    cuda: NotRequired[list[Tensor]]
+    loaders: NotRequired[list[Any]]  # checkpoints of earlier versions lack it
+
+
+class RankState(TypedDict):
+    """The part of one rank: what it draws from, and its buffers where these differ by rank."""
+
+    random: RandomState
     buffers: list[dict[str, Tensor]]
 
 
@@ -132,9 +141,12 @@ def check_form(form: type[Form], value: Any, path: Path, part: str) -> Form:
 
 def _required_kinds(form: type[Any]) -> dict[str, type]:
     """The keys that a form always has, with the class of each value; those that may be None are left out."""
-    hints = get_type_hints(form, include_extras=True)  # __required_keys__ is wrong where annotations are postponed
-    kinds = {name: get_origin(hint) or hint for name, hint in hints.items() if get_origin(hint) is not NotRequired}
-    return {name: kind for name, kind in kinds.items() if kind not in (Union, types.UnionType)}
+    kinds: dict[str, type] = {}
+    for name, hint in form.__annotations__.items():
+        kind: Any = dict if is_typeddict(hint) else get_origin(hint) or hint
+        if name in form.__required_keys__ and kind not in (Union, types.UnionType):
+            kinds[name] = kind
+    return kinds
 
 
 def open_train_state(opened: OpenCheckpoint) -> TrainState:

@@ -8,12 +8,13 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import optimizer_state, replica_check, resume_options
-    from .accumulation import Stepping
+    from .accumulation import Accumulation
     from .agreement import Agreement
     from .batch_size import attempt, find_executable_batch_size, is_out_of_memory
+    from .built_options import BuiltSchedule
     from .join import join_uneven_inputs
     from .loss_scaling import LossScale
     from .prepared_optimizer import PreparedOptimizer, PreparedScheduler
-    from .resume_options import SCHEDULES, BuiltSchedule, LoadedOptimizer, check_schedule
+    from .resume_options import SCHEDULES, LoadedOptimizer, check_schedule
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -11,104 +11,135 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...common.validation import check_int
-from ...strategies import Precision, Strategy
-from ..configuration import AutocastKwargs, GradientAccumulationPlugin
-from ..process_state import Process
+from ...strategies import Strategy, World
+from ..configuration import GradientAccumulationPlugin
+from ..data import Cursor
 from .agreement import Agreement
 from .loss_scaling import LossScale, divide_gradients
 from .prepared_optimizer import PreparedOptimizer
 
-_NOTHING = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
-class Stepping(Process):
-    """The part of an `Accelerator` that makes one optimizer step of a group of micro-batches.
+class Accumulation:
+    """Gradients of the micro-batches that form one optimizer step.
+
+    Each public method is documented at the method of `Accelerator` that has its name.
+
+    Args:
+        plugin: which micro-batches form a step.
+        world: all processes.
+        strategy: how the model lies on them.
+        scaler: float16's loss scaler; None in every other format.
+        cursor: which micro-batch is being worked on.
+        models: the prepared models; the Accelerator's list, to which it adds.
+        optimizers: the prepared optimizers, likewise.
 
     Attributes:
-        sync_gradients: whether the running micro-batch is its group's last, after which the optimizer steps.
-        optimizer_step_was_skipped: whether the last step was left out, as a float16 gradient overflowed.
-        unfinished: whether gradients are still to be divided by reported weights.
-        unreduced: the optimizers whose gradients have been left on their process.
+        sync_gradients: whether the current micro-batch is its group's last, after which the optimizer steps.
+        optimizer_step_was_skipped: whether the last step was left out because a float16 gradient overflowed.
+        groups_end_with_loader: whether the end of a loader ends a group.
+        position: micro-batches of the current group that came from elsewhere than a prepared loader.
+        agreement: what all processes decide together in each step.
+        always_agree: every step's backward carries votes; see `agree_on_steps`.
+        unfinished: gradients are still to be divided by the reported weights.
+        unreduced: optimizers whose gradients were left on their process.
     """
 
-    precision: Precision
-    strategy: Strategy
-    agreement: Agreement
-    loss_scale: LossScale | None
-    scaler: torch.amp.GradScaler | None
-    models: list[nn.Module]
-    optimizers: list[PreparedOptimizer]
-
-    def _begin_steps(self, groups: GradientAccumulationPlugin) -> None:
-        self._accumulate = groups.num_steps
-        self.groups_end_with_loader = groups.sync_with_dataloader
-        if groups.sync_each_batch:
-            self.strategy.delays_sync = False
+    def __init__(
+        self,
+        plugin: GradientAccumulationPlugin,
+        world: World,
+        strategy: Strategy,
+        scaler: torch.amp.GradScaler | None,
+        cursor: Cursor,
+        models: list[nn.Module],
+        optimizers: list[PreparedOptimizer],
+    ) -> None:
+        self.world = world
+        self.strategy = strategy
+        self.cursor = cursor
+        self.models = models
+        self.optimizers = optimizers
+        self.scaler = scaler
+        self.loss_scale = None if scaler is None else LossScale(scaler, strategy)
+        self.agreement = Agreement(world, strategy)
+        self.always_agree = False
+        self.groups_end_with_loader = plugin.sync_with_dataloader
         self.sync_gradients = True
         self.optimizer_step_was_skipped = False
-        self.always_agree = False
+        self.position = 0
+        self.unfinished = False
         self.unreduced: set[PreparedOptimizer] = set()
-        self.forget_group()
+        self._micro_batches = plugin.num_steps
+        self._delays_sync = strategy.delays_sync and not plugin.sync_each_batch
+        self._weight: float | Tensor | None = None
+        self._unweighted = False  # some micro-batch of this group has reported no weight
+        self._steps_before = 0
+
+    # -- groups and steps ----------------------------------------------------------------------------------------
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self._micro_batches
+
+    @micro_batches.setter
+    def micro_batches(self, value: int) -> None:
+        check_int("gradient_accumulation_steps", value, 1)
+        self._micro_batches = value
+
+    def loader_group_size(self) -> int:
+        """Return how many micro-batches a prepared loader puts into one group."""
+        return self._micro_batches if self.groups_end_with_loader else 1
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken, before and after a resume."""
+        return self._steps_before + max((optimizer.taken for optimizer in self.optimizers), default=0)
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._steps_before = 0
+        self._steps_before = value - self.steps
 
     def forget_group(self) -> None:
-        """No micro-batch of a group has run."""
-        self._count = 0
-        self._weight: float | Tensor | None = None
-        self.unfinished = self._unweighed = False
+        """Begin a new group: none of its micro-batches has run."""
+        self.position = 0
+        self._weight = None
+        self.unfinished = self._unweighted = False
         self.unreduced.clear()
 
-    @property
-    def inside_group(self) -> bool:
-        """Whether micro-batches of a group that no loader knows of have run, whose gradients are in no state."""
-        return self._count > 0
+    def reset(self) -> None:
+        """Forget the group, the votes and the steps of the run before; nothing is prepared."""
+        self.forget_group()
+        self.agreement.reset()
+        self.steps = 0
 
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step; may be changed between steps."""
-        return self._accumulate
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        check_int("gradient_accumulation_steps", value, 1)
-        self._accumulate = value
+    # -- one micro-batch -----------------------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        """The context of one micro-batch: gradients are reduced, and the optimizer steps, at its group's last one."""
+        """Return the context of one micro-batch."""
         micro = self.cursor.micro
         if micro is not None and self.groups_end_with_loader:
             last = micro.last
         else:  # batches from elsewhere: every k-th ends a group
-            self._count += 1
-            last = self._count >= self._accumulate
-            self._count = 0 if last else self._count
+            self.position += 1
+            last = self.position >= self._micro_batches
+            self.position = 0 if last else self.position
         self.sync_gradients = last
-        if self.strategy.delays_sync:
+        if self._delays_sync:
             for model in models:
                 self.strategy.set_gradient_sync(model, last)
-        return _NOTHING
+        return _NO_CONTEXT
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A context in which gradients stay on their process."""
+        """Return a context in which gradients stay on their process."""
         return self.strategy.no_sync(_wrapper(model))
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A context whose backward reduces the gradients, also those of forwards that ran in `no_sync`."""
+        """Return a context whose backward reduces the gradients."""
         return self.strategy.sync_in_backward(_wrapper(model))
-
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """The run's precision for computations outside a prepared model.
-
-        Args:
-            autocast_handler: how; ``AutocastKwargs(enabled=False)`` computes in full precision within a prepared one.
-        """
-        if autocast_handler is None:
-            return self.precision.context(self.device) or _NOTHING
-        return torch.autocast(
-            self.device.type,
-            dtype=self.precision.compute,
-            enabled=autocast_handler.enabled and self.precision.compute is not None,
-            cache_enabled=autocast_handler.cache_enabled,
-        )
 
     def backward(
         self,
@@ -118,23 +149,12 @@ class Stepping(Process):
         by: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add this micro-batch's share of the gradient.
-
-        Give the plain mean loss: it is weighed by the samples the loader put into the micro-batch, so that the step's
-        gradient is the mean over all samples of the group, on all processes.
-
-        Args:
-            loss: 0-d tensor.
-            weight: what the loss is a mean over, where that is not samples (tokens): then the step's gradient is the
-                mean over all of these. Give it in every micro-batch of a group, or in none.
-            by: what to call with the loss, weighed and scaled as it has to be, in the place of ``Tensor.backward``.
-            kwargs: for ``Tensor.backward``.
-        """
+        """Add this micro-batch's share of the gradient."""
         micro = self.cursor.micro
         if weight is None and micro is not None and not self.groups_end_with_loader:
-            weight = micro.samples  # nobody knows ahead what the whole group will hold
+            weight = micro.samples  # nobody knows ahead how many samples the whole group will hold
         if weight is not None:
-            if self._unweighed:
+            if self._unweighted:
                 raise ValueError("this group's earlier micro-batches reported no weight, this one does.")
             if micro is not None and not micro.samples:
                 weight = 0.0
@@ -144,8 +164,8 @@ class Stepping(Process):
         elif self._weight is not None:
             raise ValueError("this group's earlier micro-batches reported a weight, this one does not.")
         else:
-            self._unweighed = not self.sync_gradients
-            scale = 1.0 / self._accumulate if micro is None else micro.scale
+            self._unweighted = not self.sync_gradients
+            scale = 1.0 / self._micro_batches if micro is None else micro.scale
             if scale != 1.0:
                 loss = loss * scale
         if self.loss_scale is not None:
@@ -158,23 +178,25 @@ class Stepping(Process):
             else:
                 by(loss, **kwargs)
         except RuntimeError as error:
-            better = self.strategy.explain(error)
-            if better is error:
+            explained = self.strategy.explain(error)
+            if explained is error:
                 raise
-            raise better from error
+            raise explained from error
+
+    # -- before the optimizer steps ------------------------------------------------------------------------------
 
     def finish_gradients(self) -> None:
-        """Divide the group's gradients by the weights that all processes reported. Happens by itself when needed."""
+        """Divide the group's gradients by the weights that all processes reported."""
         if self.unfinished:
             self.agree()
 
     def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
-        """Average what backward has left of an optimizer's gradients on its process. Happens by itself when needed."""
+        """Average the gradients that backward left on their process, for one optimizer."""
         self.unreduced.discard(optimizer)
         self.strategy.reduce_gradients(p for group in optimizer.param_groups for p in group["params"])
 
     def drop_gradients(self) -> None:
-        """Forget the micro-batches of the group so far: the group will not be finished."""
+        """Drop the gradients of the current group, which will not be finished."""
         self.forget_group()
         self.agreement.forget_losses()
         for model in self.models:
@@ -182,26 +204,27 @@ class Stepping(Process):
         for optimizer in self.optimizers:
             optimizer.optimizer.zero_grad()
 
-    def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
-        """Let every step's backward carry what all processes must agree on; read it with `agree`.
+    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Divide gradients by the reported weights and by float16's loss scale."""
+        if self.unfinished:
+            self.agree()
+        for prepared in self.optimizers if self.unreduced else ():
+            if prepared in self.unreduced and optimizer in (None, prepared, prepared.optimizer):
+                self.reduce_gradients(prepared)
+        if self.loss_scale is not None:
+            chosen = self.optimizers if optimizer is None else [optimizer]
+            self.loss_scale.unscale(o.optimizer if isinstance(o, PreparedOptimizer) else o for o in chosen)
 
-        Args:
-            finite: whether losses are watched (with float16 the loss scaler does that).
-            at_once: read it in the same step on accelerators too, which waits for the device.
-        """
-        self.always_agree = self.num_processes > 1 or self.device.type != "cpu"
+    def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
+        """Let every step's backward carry what all processes must agree on."""
+        on_cpu = self.world.device.type == "cpu"
+        self.always_agree = self.world.size > 1 or not on_cpu
         self.agreement.reset()
         self.agreement.watch_finite = finite and self.scaler is None
-        self.agreement.immediate = at_once or self.device.type == "cpu"
-
-    def not_finite_on(self) -> list[int]:
-        """The processes whose loss was not finite, once `agree` said there are some. Forgets them."""
-        own = self.agreement.own_finite
-        self.agreement.finite = self.agreement.own_finite = True
-        return [rank for rank, fine in enumerate(self.world.gather_objects(own)) if not fine]
+        self.agreement.immediate = at_once or on_cpu
 
     def agree(self) -> Agreement:
-        """Read what all processes agreed on in the backward that has just run. For loops with ``always_agree``."""
+        """Read what all processes agreed on in the last backward."""
         total = self.agreement.count()
         if self.unfinished:
             weight = self._weight if total is None else total
@@ -210,39 +233,16 @@ class Stepping(Process):
             divide_gradients(self._trained_parameters(), weight, self.world.size)
         return self.agreement
 
+    def not_finite_on(self) -> list[int]:
+        """Return the ranks whose loss was not finite, and forget them."""
+        finite_here = self.agreement.own_finite
+        self.agreement.finite = self.agreement.own_finite = True
+        return [rank for rank, finite in enumerate(self.world.gather_objects(finite_here)) if not finite]
+
     def _trained_parameters(self) -> Iterable[Tensor]:
         if self.models:
             return (p for model in self.models for p in self.strategy.unwrap(model).parameters())
         return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
-    ) -> Tensor | None:
-        """At the end of a group: clip the gradients' total norm in place.
-
-        Returns:
-            The norm before clipping (0-d tensor); None inside a group, where there is nothing to clip yet.
-        """
-        if not self.sync_gradients:
-            return None
-        self.unscale_gradients()
-        return self.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """At the end of a group: clamp every gradient element to ``[-clip_value, clip_value]`` in place."""
-        if self.sync_gradients:
-            self.unscale_gradients()
-            self.strategy.clip_grad_value_(parameters, clip_value)
-
-    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Make the gradients the true ones: divide by reported weights, and by float16's loss scale."""
-        self.finish_gradients()
-        for prepared in self.optimizers if self.unreduced else ():
-            if prepared in self.unreduced and optimizer in (None, prepared, prepared.optimizer):
-                self.reduce_gradients(prepared)
-        if self.loss_scale is not None:
-            chosen = self.optimizers if optimizer is None else [optimizer]
-            self.loss_scale.unscale(o.optimizer if isinstance(o, PreparedOptimizer) else o for o in chosen)
 
 
 def _wrapper(model: nn.Module) -> nn.Module:

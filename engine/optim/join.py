@@ -54,12 +54,13 @@ def join_uneven_inputs(
     if even_batches or accelerator.world.size == 1:
         yield
         return
-    agreement, accelerator.agreement = accelerator.agreement, _JoinedAgreement(accelerator)
+    accumulation = accelerator.accumulation
+    agreement, accumulation.agreement = accumulation.agreement, _JoinedAgreement(accelerator)
     try:
         with accelerator.strategy.join([value for value in joinables if isinstance(value, nn.Module)]):
             yield
     finally:
-        accelerator.agreement = agreement
+        accumulation.agreement = agreement
     _catch_up(accelerator)
 
 
@@ -69,19 +70,18 @@ def _catch_up(accelerator: Accelerator) -> None:
     torch evens out parameters and buffers only: moments that differ would part the replicas at the next step.
     """
     optimizers, schedulers = accelerator.optimizers, accelerator.schedulers
-    own = [o.taken for o in optimizers]
-    every = accelerator.world.gather_objects((own, accelerator._count))
-    if all(counts == every[0] for counts in every):
+    taken_here = [o.taken for o in optimizers]
+    counts = accelerator.world.gather_objects((taken_here, accelerator.accumulation.position))
+    if all(of_rank == counts[0] for of_rank in counts):
         return
-    if any(count for _, count in every):
+    if any(position for _, position in counts):
         warn(
             "join_uneven_inputs: the batches ended inside a group of gradient_accumulation_steps on some rank; "
             "the gradients of that unfinished group are dropped."
         )
         accelerator.drop_gradients()
-        accelerator._count = 0
-    taken = [counts for counts, _ in every]
-    if all(counts == taken[0] for counts in taken):
+    taken = [of_rank for of_rank, _ in counts]
+    if all(of_rank == taken[0] for of_rank in taken):
         return
     source = max(range(len(taken)), key=lambda rank: sum(taken[rank]))
     state = None
@@ -92,7 +92,7 @@ def _catch_up(accelerator: Accelerator) -> None:
             "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
         }
     state = accelerator.world.broadcast(state, source)
-    if own == taken[source]:
+    if taken_here == taken[source]:
         return
     for optimizer, (count, skipped, values) in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(values)

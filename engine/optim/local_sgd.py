@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ...common.validation import check_int
 from ...strategies.ddp import average
-from ..accelerator import Accelerator
+
+if TYPE_CHECKING:
+    from ..accelerator import Accelerator
 
 
 class LocalSGD:

@@ -10,24 +10,34 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...common.messages import warn
-from .resume_options import built_options
+from .built_options import built_options
 
 if TYPE_CHECKING:
-    from ..accelerator import Accelerator
+    from .accumulation import Accumulation
 
 
 class PreparedOptimizer(Optimizer):
     """The user's optimizer, whose ``step`` and ``zero_grad`` do nothing inside a group of micro-batches.
 
-    Holds no state of its own: groups, state and defaults are the wrapped optimizer's.
+    Its groups, state and defaults are the wrapped optimizer's.
+
+    Args:
+        optimizer: the wrapped one.
+        accumulation: the group of micro-batches that its steps belong to.
+
+    Attributes:
+        built: the options that the script built it with.
+        held: the options that hold, which a resume changes.
+        taken: steps taken in this process.
+        skipped: steps that a float16 overflow prevented.
     """
 
-    def __init__(self, optimizer: Optimizer, accelerator: Accelerator) -> None:
+    def __init__(self, optimizer: Optimizer, accumulation: Accumulation) -> None:
         self.optimizer = optimizer
-        self.built = self.held = built_options(optimizer)  # by the script; and those that hold, which a resume changes
-        self.taken = 0  # steps in this process
+        self.built = self.held = built_options(optimizer)
+        self.taken = 0
         self.skipped = 0
-        self._accelerator = accelerator
+        self._accumulation = accumulation
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -45,27 +55,27 @@ class PreparedOptimizer(Optimizer):
         return self.optimizer.defaults
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """At the end of a group: take the step, unless a float16 gradient overflowed."""
-        accelerator = self._accelerator
-        if not accelerator.sync_gradients:
+        """Take the step at the end of a group, unless a float16 gradient overflowed."""
+        accumulation = self._accumulation
+        if not accumulation.sync_gradients:
             return None
-        if accelerator.unfinished:
-            accelerator.finish_gradients()
-        if self in accelerator.unreduced:
-            accelerator.reduce_gradients(self)
+        if accumulation.unfinished:
+            accumulation.finish_gradients()
+        if self in accumulation.unreduced:
+            accumulation.reduce_gradients(self)
         skipped = False
-        if accelerator.loss_scale is not None:
-            result, skipped = accelerator.loss_scale.step(self.optimizer, closure)
+        if accumulation.loss_scale is not None:
+            result, skipped = accumulation.loss_scale.step(self.optimizer, closure)
         else:
             result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
-        accelerator.optimizer_step_was_skipped = skipped
+        accumulation.optimizer_step_was_skipped = skipped
         self.taken += not skipped
         self.skipped += skipped
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """At the end of a group: drop the gradients."""
-        if self._accelerator.sync_gradients:
+        """Drop the gradients at the end of a group."""
+        if self._accumulation.sync_gradients:
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,7 +91,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
-        # Hooks, and what an optimizer of one's own adds.
+        # Hooks, and attributes of a user-defined optimizer.
         if name == "optimizer" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -100,14 +110,16 @@ class PreparedScheduler:
     batch per process. So each call advances the schedule by that many steps, as in Accelerate, and by one with
     ``split_batches``. The rate then follows the samples seen, on any number of processes.
 
-    Attributes:
+    Args:
+        scheduler: the wrapped one.
+        accumulation: the group of micro-batches that its optimizer's steps belong to.
         advances: steps of the schedule per call.
     """
 
-    def __init__(self, scheduler: Any, accelerator: Accelerator) -> None:
+    def __init__(self, scheduler: Any, accumulation: Accumulation, advances: int) -> None:
         self.scheduler = scheduler
-        self.advances = 1 if accelerator.split_batches else accelerator.data_world.size
-        self._accelerator = accelerator
+        self.advances = advances
+        self._accumulation = accumulation
         self._seen = (0, 0)
         self._warned = False
 
@@ -117,7 +129,7 @@ class PreparedScheduler:
         Args:
             args, kwargs: for the wrapped scheduler's ``step``: a metric or an epoch, which it is told once.
         """
-        if not self._accelerator.sync_gradients:
+        if not self._accumulation.sync_gradients:
             return
         taken, skipped = self.since
         if skipped and not taken:
@@ -211,9 +223,9 @@ class PreparedScheduler:
         return True
 
     def _counts(self) -> tuple[int, int]:
-        own = getattr(self.scheduler, "optimizer", None)
-        known = [o for o in self._accelerator.optimizers if own is o or own is o.optimizer]
-        return sum(o.taken for o in known), sum(o.skipped for o in known)
+        driven = getattr(self.scheduler, "optimizer", None)
+        prepared = [o for o in self._accumulation.optimizers if driven is o or driven is o.optimizer]
+        return sum(o.taken for o in prepared), sum(o.skipped for o in prepared)
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":

@@ -79,7 +79,7 @@ def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
 
     def stepped(*_: Any) -> None:
         nonlocal taken
-        if type(accelerator.agreement) is not Agreement:
+        if type(accelerator.accumulation.agreement) is not Agreement:
             return  # inside join_uneven_inputs, where a process may have no more steps to take
         if taken % every == 0 and accelerator.strategy.replicas_equal:
             accelerator.check_replicas()

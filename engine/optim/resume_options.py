@@ -5,53 +5,27 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from ...common.messages import announce, warn
 from ...common.validation import choose
 from ..checkpoint import TrainState
+from .built_options import BuiltSchedule, State, plain
+from .prepared_optimizer import PreparedOptimizer
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
-    from .prepared_optimizer import PreparedOptimizer
 
 SCHEDULES = ("saved", "script")
 """What ``schedule=`` may say of a resume."""
 
-State = dict[str, Any]
-
-# How an optimizer computes, not what; torch chooses some of these itself.
-_HOW = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-# Where a scheduler stands, and what follows from its other arguments or from the optimizer's options.
-_POSITION = {"last_epoch", "T_cur", "T_i", "base_lrs", "optimizer", "best", "num_bad_epochs", "cooldown_counter"}
-_NESTED = {"_schedulers", "_milestones"}  # `SequentialLR` keeps its arguments under these names
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 _SHOWN = 12
-
-
-class BuiltSchedule:
-    """A scheduler as it was before its first step in this process.
-
-    Attributes:
-        state: a copy of its ``state_dict``.
-        arguments: what the script built it with, as far as its state tells, by dotted name.
-        held: the arguments that hold; those of a resumed run are what it began with.
-        options: those of its optimizer's groups, to which it has added its own.
-    """
-
-    def __init__(self, scheduler: Any) -> None:
-        self.state: State = copy.deepcopy(scheduler.state_dict())
-        self.arguments: State = dict(_arguments(self.state))
-        self.held = self.arguments
-        driven = getattr(scheduler, "optimizer", None)
-        self.options = built_options(driven) if isinstance(driven, Optimizer) else []
 
 
 class LoadedOptimizer(NamedTuple):
@@ -70,42 +44,10 @@ class LoadedOptimizer(NamedTuple):
     groups: int
 
 
-def built_options(optimizer: Optimizer) -> list[State]:
-    """Return the plain options of an optimizer's groups, such as ``lr`` and ``weight_decay``."""
-    return [
-        {name: _plain(value) for name, value in group.items() if name not in _HOW and _is_plain(_plain(value))}
-        for group in optimizer.param_groups
-    ]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else None
-    return list(map(_plain, value)) if isinstance(value, list | tuple) else value
-
-
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | str | None)
-
-
 def _numbers(value: Any) -> list[int | float]:
     """Return a list of numbers as it is; of anything else, which a damaged file may hold, nothing."""
-    plain = _plain(value)
-    return plain if isinstance(plain, list) and all(isinstance(item, int | float) for item in plain) else []
-
-
-def _arguments(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Counter):  # the milestones of `MultiStepLR`
-        value = sorted(value.elements())
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if key not in _POSITION and (key in _NESTED or not str(key).startswith("_")):
-                yield from _arguments(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
-        for number, item in enumerate(value):
-            yield from _arguments(item, f"{name}[{number}]")
-    elif _is_plain(value := _plain(value)):
-        yield name, value
+    numbers = plain(value)
+    return numbers if isinstance(numbers, list) and all(isinstance(item, int | float) for item in numbers) else []
 
 
 # -- what differs --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a run would do and need, found out without its machines."""
+"""A run planned without its machines: time, memory and traffic of one optimizer step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a run goes."""
+"""Profilers: where the time of a run goes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .advanced import AdvancedProfiler
-    from .profiler import PassThroughProfiler, Profiler, choose_profiler
+    from .choose import choose_profiler
+    from .profiler import PassThroughProfiler, Profiler
     from .pytorch import PyTorchProfiler
     from .simple import SimpleProfiler
-    from .trace import Profiling
+    from .trace import profile
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...common.messages import announce, nearest
+from ...common.messages import announce
 from ...common.validation import check_path
 
 
@@ -154,37 +154,3 @@ class PassThroughProfiler(Profiler):
     def needs_directory(self) -> bool:
         """See `Profiler.needs_directory`."""
         return False
-
-
-def choose_profiler(asked: Any) -> Profiler:
-    """The profiler that ``Trainer(profiler=asked)`` means.
-
-    Args:
-        asked: None, ``"simple"``, ``"advanced"``, ``"pytorch"``, or a `Profiler`.
-
-    Raises:
-        ValueError: for another name, with the nearest one.
-        TypeError: for anything else.
-    """
-    if asked is None:
-        return PassThroughProfiler()
-    if isinstance(asked, Profiler):
-        return asked
-    if not isinstance(asked, str):
-        hint = " Put () behind it." if isinstance(asked, type) and issubclass(asked, Profiler) else ""
-        raise TypeError(f"profiler={asked!r} must be a name, a treadle.profilers.Profiler or None.{hint}")
-    if asked == "simple":
-        from .simple import SimpleProfiler
-
-        return SimpleProfiler()
-    if asked == "advanced":
-        from .advanced import AdvancedProfiler
-
-        return AdvancedProfiler()
-    if asked == "pytorch":
-        from .pytorch import PyTorchProfiler
-
-        return PyTorchProfiler()
-    names = ("simple", "advanced", "pytorch")
-    hint = " TPUs are not supported." if asked == "xla" else nearest(asked, names)
-    raise ValueError(f"profiler={asked!r} is not one of {', '.join(names)}.{hint}")

@@ -8,28 +8,7 @@ from pathlib import Path
 
 from .device_clock import Span, device_clock
 from .profiler import Profiler
-from .verdict import verdict
-
-
-class Action:
-    """What was measured of one action.
-
-    Attributes:
-        calls: how often it ran.
-        total: seconds in it; of a run within another of its own, as in a recursion, the outer one's.
-        own: those of them in no action within it.
-        longest: seconds of its longest run.
-        first: ``own`` of its first run, which has more to do than the others: start workers, compile, get memory.
-        device_total, device_own, device_first: the same on the device's clock.
-    """
-
-    __slots__ = ("calls", "device_first", "device_own", "device_total", "first", "longest", "own", "total")
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.total = self.own = self.longest = self.first = 0.0
-        self.device_total = self.device_own = 0.0
-        self.device_first: float | None = None
+from .verdict import Action, verdict
 
 
 class SimpleProfiler(Profiler):

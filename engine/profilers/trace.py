@@ -1,4 +1,4 @@
-"""Where the time goes: torch's profiler, with a trace of each process."""
+"""Measure a block of code with torch's profiler, with a trace of each process."""
 
 from __future__ import annotations
 
@@ -10,32 +10,27 @@ from typing import Any
 import torch
 
 from ...common.validation import choose
+from ...strategies import World
 from ..configuration import ProfileKwargs
-from ..process_state import Process
 
 
-class Profiling(Process):
-    """The part of an `Accelerator` that measures."""
+@contextmanager
+def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.profile]:
+    """Measure a block with torch's profiler, and write each process's trace where the handler says so.
 
-    profile_handler: ProfileKwargs | None
-
-    @contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
-        """Measure a block with torch's profiler; with a schedule, call ``step()`` of what it yields.
-
-        Args:
-            profile_handler: how; by default that of ``kwargs_handlers``.
-        """
-        handler = profile_handler or self.profile_handler or ProfileKwargs()
-        profiler = _profiler(handler, self.process_index)
-        with profiler:
-            yield profiler
-        if handler.output_trace_dir is not None:
-            self.wait_for_everyone()
+    Args:
+        handler: how to measure.
+        world: all processes; where traces are written, each waits for the others' at the end.
+    """
+    profiler = _profiler(handler, world.rank)
+    with profiler:
+        yield profiler
+    if handler.output_trace_dir is not None:
+        world.barrier()
 
 
 def _profiler(handler: ProfileKwargs, rank: int) -> torch.profiler.profile:
-    from torch.profiler import ProfilerActivity, profile, schedule
+    from torch.profiler import ProfilerActivity, schedule
 
     activities = None
     if handler.activities is not None:
@@ -54,7 +49,7 @@ def _profiler(handler: ProfileKwargs, rank: int) -> torch.profiler.profile:
         if handler.on_trace_ready is not None:
             handler.on_trace_ready(profiler)
 
-    return profile(
+    return torch.profiler.profile(
         activities=activities,
         schedule=None if handler.schedule_option is None else schedule(**handler.schedule_option),
         on_trace_ready=ready if handler.output_trace_dir is not None else handler.on_trace_ready,

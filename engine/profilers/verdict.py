@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .simple import Action
 
 ENOUGH = 0.2
 """From this share of the time on, something else than the computation is what a run waits for."""
@@ -19,6 +15,27 @@ _KINDS = {
     "validation": ("validates", "a larger val_check_interval, or limit_val_batches, makes it shorter"),
     "checkpoint": ("saves checkpoints", "saving less often, or ModelCheckpoint(async_save=True), makes it shorter"),
 }
+
+
+class Action:
+    """What was measured of one action.
+
+    Attributes:
+        calls: how often it ran.
+        total: seconds in it; of a run within another of its own, as in a recursion, the outer one's.
+        own: those of them in no action within it.
+        longest: seconds of its longest run.
+        first: ``own`` of its first run, which has more to do than the others: start workers, compile, get memory.
+        device_total, device_own, device_first: the same on the device's clock.
+    """
+
+    __slots__ = ("calls", "device_first", "device_own", "device_total", "first", "longest", "own", "total")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.total = self.own = self.longest = self.first = 0.0
+        self.device_total = self.device_own = 0.0
+        self.device_first: float | None = None
 
 
 def kind_of(name: str, alone: bool = False) -> str:

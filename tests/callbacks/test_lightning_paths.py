@@ -3,7 +3,6 @@
 import importlib
 
 import pytest
-
 import treadle.callbacks
 
 # Below `lightning.pytorch.callbacks`. `checkpoint.Checkpoint` and `spike.SpikeDetection` have other names here, see

@@ -701,7 +701,7 @@ fit({root!r}, ModelCheckpoint({root!r} + "/locked/c"))
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv, of util-linux")
 def test_no_permission_is_found_before_the_first_step(tmp_path):
     (tmp_path / "locked").mkdir(mode=0o555)
-    source = READ_ONLY.format(here=str(Path(__file__).parent), root=str(tmp_path))
+    source = READ_ONLY.format(here=str(Path(__file__).parents[1] / "support"), root=str(tmp_path))
     own = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"] if os.geteuid() == 0 else []
     environment = clean_environment({"CUDA_VISIBLE_DEVICES": ""})
     ended = subprocess.run(

@@ -5,9 +5,8 @@ import time
 
 import pytest
 import torch
-from callback_runs import Tiny, fit, loader, trainer
+from callback_runs import Rows, Tiny, fit, loader, trainer
 from processes import run
-from test_others import Rows
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.callbacks import (

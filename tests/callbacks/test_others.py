@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from callback_runs import Tiny, fit, loader, trainer
+from callback_runs import Rows, Tiny, fit, loader, trainer
 from processes import run
 from treadle.callbacks import (
     HOOKS,
@@ -16,41 +16,7 @@ from treadle.callbacks import (
     ModelCheckpoint,
     Timer,
 )
-from treadle.loggers import Logger
 from treadle.trainer.loop import fit_loop
-
-
-class Rows(Logger):
-    """Keeps what it is given."""
-
-    def __init__(self):
-        self.rows = []
-        self.saved = []
-
-    @property
-    def experiment(self):
-        return self
-
-    @property
-    def name(self):
-        return "rows"
-
-    @property
-    def version(self):
-        return 0
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append((step, dict(metrics)))
-
-    def log_hyperparams(self, params, metrics=None):
-        pass
-
-    def after_save_checkpoint(self, checkpoint_callback):
-        self.saved.append(checkpoint_callback.best_model_path)
-
-    def of(self, name):
-        return [(step, row[name]) for step, row in self.rows if name in row]
-
 
 # -- LearningRateMonitor -------------------------------------------------------------------------------------------
 

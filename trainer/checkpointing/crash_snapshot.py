@@ -229,6 +229,6 @@ def _needs_others(trainer: Trainer) -> str:
         return "each process holds only a part of the optimizer's state"
     if getattr(strategy, "local_steps", None) is not None:
         return "between two exchanges each process trains a model of its own"
-    if trainer.accelerator.save_hooks:
+    if trainer.accelerator.checkpointer.save_hooks:
         return "a hook of register_save_state_pre_hook may have to exchange something"
     return ""

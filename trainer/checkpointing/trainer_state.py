@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...callbacks import Callback, open_added
+from ...callbacks import Callback
 from ...common.messages import warn
 from ...engine import isolated_random_state, random_state
 from ...engine.checkpoint import (
@@ -146,12 +146,6 @@ def parts_of(task: TaskModule, datamodule: DataModule | None, config: str | None
     if config is not None:
         parts[CONFIG] = {"yaml": config}
     return parts
-
-
-def added_in(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Return what the ``on_save_checkpoint`` hooks have added to a checkpoint, with the counts they were given."""
-    manifest = opened.manifest
-    return in_memory(open_added(opened), {}, {}) | {"epoch": manifest.epoch, "global_step": manifest.step}
 
 
 def register(trainer: Trainer) -> None:

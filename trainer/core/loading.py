@@ -12,15 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...callbacks import open_added
 from ...common.messages import warn
-from ...engine.checkpoint import DATAMODULE_HPARAMS, HPARAMS, Record, in_memory, open_registered, read_now
+from ...engine.checkpoint import (
+    DATAMODULE_HPARAMS,
+    HPARAMS,
+    OpenCheckpoint,
+    Record,
+    in_memory,
+    open_registered,
+    read_now,
+)
 from ...engine.weights import Opened, Source, TorchFile, View, check_extent, load, opened
-from ..checkpointing import trainer_state
 from .signatures import Argument, signature
 from .stored_hparams import CannotRebuild, rebuild
 
 if TYPE_CHECKING:
-    from .datamodule import DataModule
     from .task import TaskModule
 
 _OLD_NAMES = ("hparams", "module_arguments")  # of `hyper_parameters`, in Lightning before 0.8
@@ -45,14 +52,14 @@ def build(
     with opened(source, sha256) as found:
         saved = found.checkpoint
         if saved is not None:
-            document = saved.read_part(HPARAMS) if saved.has(HPARAMS) else {}
+            document = _read_hparams(saved, HPARAMS)
             if document and "hparams_kind" not in document:  # as they were stored at first: the values alone
                 document = {"hyper_parameters": document, "hparams_name": saved.manifest.info.get("hparams_name")}
             if beside is not None:
                 document = _of_file(beside, document)
             task = cls(**_arguments(cls, found.place, document, given))
             task.configure_model()
-            task.on_load_checkpoint(trainer_state.added_in(saved))
+            task.on_load_checkpoint(_added_by_hooks(saved))
         else:
             document = {} if found.file is None else _document(found, found.file)
             if beside is not None:
@@ -67,7 +74,7 @@ def build(
 
 
 def build_datamodule(
-    cls: type[DataModule], source: Source, hparams_file: str | Path | None, sha256: str | None, given: dict[str, Any]
+    cls: type[Any], source: Source, hparams_file: str | Path | None, sha256: str | None, given: dict[str, Any]
 ) -> Any:
     """Build a data module and give it its state; see `DataModule.load_from_checkpoint`."""
     beside = None if hparams_file is None else read_hparams_file(hparams_file)
@@ -75,8 +82,7 @@ def build_datamodule(
     state: Any = None
     with opened(source, sha256) as found:
         if (saved := found.checkpoint) is not None:
-            if saved.has(DATAMODULE_HPARAMS):
-                document = saved.read_part(DATAMODULE_HPARAMS)
+            document = _read_hparams(saved, DATAMODULE_HPARAMS)
             state = in_memory(open_registered(saved).get("datamodule"), {}, {})
         elif found.file is not None:
             parts, _ = _parts(found.file)
@@ -94,6 +100,23 @@ def build_datamodule(
         if state is not None:
             module.load_state_dict(state)
     return module
+
+
+def _added_by_hooks(opened: OpenCheckpoint) -> dict[str, Any]:
+    """Return what the ``on_save_checkpoint`` hooks added to a checkpoint, with the counts they were given."""
+    manifest = opened.manifest
+    return in_memory(open_added(opened), {}, {}) | {"epoch": manifest.epoch, "global_step": manifest.step}
+
+
+def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
+    """The hyperparameters that a checkpoint has; none if it has no such part."""
+    document = saved.read_part(part) if saved.has(part) else {}
+    if not isinstance(document, dict):
+        raise ValueError(
+            f"{saved.path}: part {part!r} is damaged: it is a {type(document).__name__}, not a dict. Use another "
+            "checkpoint."
+        )
+    return document
 
 
 def _document(found: Opened, file: TorchFile) -> dict[str, Any]:

@@ -8,6 +8,6 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .history import History
-    from .metric_logger import Logbook, SilentLogger
+    from .metric_logger import Logbook, SilentLogger, tensors_by_name
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Container
 from functools import partial
 from typing import Any
 
+import torch
+
 from ...callbacks import ValidationWatch
 from ...common.messages import warn
 from ...engine import Metrics
@@ -275,6 +277,11 @@ class Logbook:
         except OSError as error:
             warn(f"{root} can't hold this run's folder: {error}")
             return None
+
+
+def tensors_by_name(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return numbers as tensors, as scripts written for Lightning expect them."""
+    return {name: torch.as_tensor(value, dtype=torch.get_default_dtype()) for name, value in values.items()}
 
 
 def _file_name(name: str | None) -> str:

@@ -57,7 +57,8 @@ class Steps:
         self.accelerator = trainer.accelerator
         self.progress = trainer.progress
         self.metrics = trainer.metrics
-        self.agreement = trainer.accelerator.agreement
+        self.accumulation = trainer.accelerator.accumulation
+        self.agreement = self.accumulation.agreement
         self.cursor = trainer.accelerator.cursor
         self.optimizer = trainer.accelerator.optimizers[0] if trainer.accelerator.optimizers else None
         self.step = trainer.accelerator.method(model, "training_step")
@@ -79,7 +80,7 @@ class Steps:
 
     def take(self, group: Iterable[Any]) -> None:
         """Work through one group of micro-batches; after its last one the optimizer steps."""
-        accelerator, hooks, progress, cursor = self.accelerator, self.hooks, self.progress, self.cursor
+        accumulation, hooks, progress, cursor = self.accumulation, self.hooks, self.progress, self.cursor
         batches = iter(group if self.alone else self.metrics.counted(group, cursor, self.task))
         for batch in batches:
             progress.within = True
@@ -93,10 +94,10 @@ class Steps:
             if self.skip_rest:
                 if not self.alone:
                     self._leave_together(itertools.chain((batch,), batches), index)
-                accelerator.drop_gradients()  # of the group's micro-batches before
+                accumulation.drop_gradients()  # of the group's micro-batches before
                 progress.within = False
                 return
-            with accelerator.accumulate(self.model):
+            with accumulation.accumulate(self.model):
                 output = self.step(batch, index) if self.takes_index else self.step(batch)
                 weight = None
                 if isinstance(output, Tensor):
@@ -110,7 +111,7 @@ class Steps:
                 self.agreement.watch(loss)
                 if last and not self.alone:
                     self.agreement.stop_vote = self.wants_to_stop()
-                accelerator.backward(loss, weight=weight, by=self.own_backward)
+                accumulation.backward(loss, weight=weight, by=self.own_backward)
                 for hook in hooks.on_after_backward:
                     hook()
             progress.batch = index + 1
@@ -126,9 +127,9 @@ class Steps:
 
     def _optimize(self, index: int, loss: Tensor) -> None:
         """Agree, clip, step, zero; then the schedulers by step."""
-        accelerator, optimizer, progress, hooks = self.accelerator, self.optimizer, self.progress, self.hooks
-        if accelerator.always_agree or accelerator.unfinished:
-            accelerator.agree()
+        accumulation, optimizer, progress, hooks = self.accumulation, self.optimizer, self.progress, self.hooks
+        if accumulation.always_agree or accumulation.unfinished:
+            accumulation.agree()
         if self.agreement.leaves:
             self.refuse_to_leave(None)
         if not self.agreement.finite:
@@ -168,24 +169,24 @@ class Steps:
         Raises:
             ValueError: if some rank stays; on every rank.
         """
-        accelerator, cursor, agreement = self.accelerator, self.cursor, self.agreement
+        accumulation, cursor, agreement = self.accumulation, self.cursor, self.agreement
         agreement.leave_vote = True
         buffers = [(buffer, buffer.clone()) for buffer in self.task.buffers()]
         with isolated_random_state(), self.trainer.logging_to(MutedMetrics(training=True)):
             for batch in batches:
                 micro = cursor.micro
                 cursor.micro = replace(micro, samples=0, scale=0.0)  # type: ignore[type-var]
-                with accelerator.accumulate(self.model):
+                with accumulation.accumulate(self.model):
                     output = self.step(batch, index) if self.takes_index else self.step(batch)
                     loss, weight = (output, None) if isinstance(output, Tensor) else loss_in(output)
-                    accelerator.backward(loss, weight=weight, by=self.own_backward)
+                    accumulation.backward(loss, weight=weight, by=self.own_backward)
                 cursor.micro = micro
-        accelerator.agree()
+        accumulation.agree()
         agreement.settle()
         agreement.leave_vote = False
         for buffer, before in buffers:
             buffer.copy_(before)
-        if agreement.leaves < accelerator.num_processes:
+        if agreement.leaves < self.accelerator.num_processes:
             self.refuse_to_leave(index)
         agreement.leaves = 0
 
@@ -238,7 +239,7 @@ class Steps:
         """Clip the gradients as the flags or the task say."""
         trainer, optimizer = self.trainer, self.optimizer
         assert optimizer is not None
-        self.accelerator.unscale_gradients()
+        self.accumulation.unscale_gradients()
         self.task.configure_gradient_clipping(
             optimizer.optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         )
@@ -257,7 +258,7 @@ class Steps:
         Raises:
             ValueError: where the flag says ``"raise"``; names the step and the processes.
         """
-        ranks = self.accelerator.not_finite_on()
+        ranks = self.accumulation.not_finite_on()
         step, epoch, batch = self.progress.step + 1, self.progress.epoch, self.progress.batch - 1
         what = f"the loss is not finite on rank {', '.join(map(str, ranks))}"
         where = f"optimizer step {step} (epoch {epoch}, micro-batch {batch})"

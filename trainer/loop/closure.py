@@ -74,17 +74,17 @@ class ClosureSteps(Steps):
 
     def _evaluate(self, held: list[tuple[Any, Any]], first: int) -> list[tuple[Any, Tensor]]:
         """The gradients of the whole group, agreed on and clipped; what each ``training_step`` returned."""
-        accelerator, optimizer = self.accelerator, self.optimizer
+        accumulation, optimizer = self.accumulation, self.optimizer
         assert optimizer is not None
         for hook in self.hooks.on_before_zero_grad:
             hook(optimizer.optimizer)
-        accelerator.sync_gradients = True  # as after a group: the group before may have ended elsewhere
+        accumulation.sync_gradients = True  # as after a group: the group before may have ended elsewhere
         self.zero_grad(first)
         results = []
         for number, batch in enumerate(self.metrics.counted(self._each(held), self.cursor, self.task)):
             results.append(self._forward_and_backward(batch, first + number, held[number][1].last))
-        if accelerator.always_agree or accelerator.unfinished:
-            accelerator.agree()
+        if accumulation.always_agree or accumulation.unfinished:
+            accumulation.agree()
         if not self.agreement.finite:
             self.refuse()
         for hook in self.hooks.on_before_optimizer_step:
@@ -100,8 +100,8 @@ class ClosureSteps(Steps):
 
     def _forward_and_backward(self, batch: Any, index: int, last: bool) -> tuple[Any, Tensor]:
         """Add one micro-batch's share of the gradient; returns what ``training_step`` did, and the loss in it."""
-        accelerator, hooks = self.accelerator, self.hooks
-        with accelerator.accumulate(self.model):
+        accumulation, hooks = self.accumulation, self.hooks
+        with accumulation.accumulate(self.model):
             output = self.step(batch, index) if self.takes_index else self.step(batch)
             loss, weight = (output, None) if isinstance(output, Tensor) else loss_in(output)
             check_loss(loss)
@@ -112,7 +112,7 @@ class ClosureSteps(Steps):
             self.agreement.watch(loss)
             if last and not self.alone:
                 self.agreement.stop_vote = self.wants_to_stop()
-            accelerator.backward(loss, by=self.own_backward)
+            accumulation.backward(loss, by=self.own_backward)
             for hook in hooks.on_after_backward:
                 hook()
         return output, loss

@@ -30,8 +30,8 @@ class ManualSteps(Steps):
             warn(f"{name}.{idle[0]} is never called: with automatic_optimization=False training_step does that itself.")
         self.step = self.accelerator.local_method(self.task, "training_step")
         self.optimizers = optimizers
-        self.votes = self.accelerator.always_agree
-        self.accelerator.always_agree = False  # not in each backward, but once, after the step
+        self.votes = self.accumulation.always_agree
+        self.accumulation.always_agree = False  # not in each backward, but once, after the step
         self.voting = self.may_leave()
         hooked = optimizers if self.hooks.on_before_optimizer_step else []
         self._handles = [one.optimizer.register_step_pre_hook(self._before_step) for one in hooked]
@@ -47,7 +47,7 @@ class ManualSteps(Steps):
 
     def take(self, group: Iterable[Any]) -> None:
         """See `Steps.take`; each group is one batch."""
-        accelerator, hooks, progress = self.accelerator, self.hooks, self.progress
+        accumulation, hooks, progress = self.accumulation, self.hooks, self.progress
         for batch in group if self.alone else self.metrics.counted(group, self.cursor, self.task):
             progress.within = True
             index = progress.batch
@@ -61,7 +61,7 @@ class ManualSteps(Steps):
             if self.skip_rest:
                 progress.within = False
                 return
-            accelerator.sync_gradients = True
+            accumulation.sync_gradients = True
             taken, skipped = self._counts()
             output = self.step(batch, index) if self.takes_index else self.step(batch)
             progress.batch, progress.batches = index + 1, progress.batches + 1
@@ -81,8 +81,8 @@ class ManualSteps(Steps):
         for hook in self.hooks.on_before_backward:
             hook(loss)
         self.agreement.watch(loss)
-        self.accelerator.backward(loss, by=self.own_backward, **kwargs)
-        self.accelerator.unreduced.update(self.optimizers)
+        self.accumulation.backward(loss, by=self.own_backward, **kwargs)
+        self.accumulation.unreduced.update(self.optimizers)
         for hook in self.hooks.on_after_backward:
             hook()
 
@@ -94,7 +94,7 @@ class ManualSteps(Steps):
         if self.votes:
             self.agreement.stop_vote = self.wants_to_stop()
             self.agreement.vote(None)
-            self.accelerator.agree()
+            self.accumulation.agree()
         if not self.agreement.finite:
             self.refuse()
 

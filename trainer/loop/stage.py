@@ -70,9 +70,9 @@ def run_stage(
         with trainer.history.spending(_SPENT_ON[stage]):
             hooks, sources = _setup(trainer, stage, task, given, ckpt_path)
             if any(callback.searches for callback in trainer.callbacks):
-                from ..tuning import tune  # 10 ms, for which no import has to wait
+                from ..tuning import run_searches  # 10 ms, for which no import has to wait
 
-                tune(trainer)
+                run_searches(trainer)
             if work is None:
                 return None
             with trainer.init_module():

@@ -1,4 +1,4 @@
-"""The folder of one run: `runs/<name>/<n>/`, its lock, and what can be read from it afterwards."""
+"""Run folders, `runs/<name>/<number>/`: their lock, and what can be read from them afterwards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import index
-    from .folder import CHECKPOINTS, CONFIG, RECORD, RunFolder
+    from .file_names import CHECKPOINTS, CONFIG, RECORD
+    from .folder import RunFolder
     from .index import Run, locate, read
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

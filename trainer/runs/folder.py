@@ -14,16 +14,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .lock import FILE, RunLock
+from .file_names import CHECKPOINTS, CONFIG, CURVES, DESCRIPTIONS, ENVIRONMENT, ERROR, LOCK, RECORD
+from .index import read
+from .lock import RunLock
 
 if TYPE_CHECKING:
     from ...callbacks import Callback, ModelCheckpoint, RunReport
     from ...callbacks.reporting import Points, RunRecord
     from ...strategies import World
 
-CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
-ENVIRONMENT, RECORD, CURVES, ERROR = "environment.json", "run.json", "curves.json", "error.json"
-_TOLD = (CONFIG, ENVIRONMENT, RECORD, CURVES, ERROR)  # what a folder tells of its run
 _MOST_POINTS = 256  # twice as many are kept of a curve, for a look at it; the loggers have every value
 
 
@@ -103,12 +102,10 @@ class RunFolder:
         found = _absolute(path)
         with world.together():
             if world.is_main:
-                from .index import read
-
                 read(found)  # before anything is written into a folder that may be someone else's
                 lock = _lock(found)
                 run = read(found)
-                files = [found / name for name in _TOLD if (found / name).is_file()]
+                files = [found / name for name in DESCRIPTIONS if (found / name).is_file()]
                 earlier = {file.name: file.read_bytes() for file in files}
                 # A record that can't be read is no reason to lose the checkpoints that stand beside it.
                 began = {"format": 1, "name": run.name, "number": run.number, "began": run.began or time.time()}
@@ -262,7 +259,7 @@ class RunFolder:
 
     def discard(self) -> None:
         """Remove the folder, unless there is more in it than what a run has from its beginning."""
-        files = (*_TOLD, FILE)
+        files = (*DESCRIPTIONS, LOCK)
         if self.lock is not None and set(os.listdir(self.path)) <= set(files):
             self.release()
             self.lock = None
@@ -273,7 +270,7 @@ class RunFolder:
     def _put_back(self, earlier: Mapping[str, bytes]) -> None:
         """Leave the folder as it was found."""
         if self.lock is not None:
-            for name in _TOLD:
+            for name in DESCRIPTIONS:
                 if name in earlier:
                     self._write(name, earlier[name])
                 else:
@@ -366,7 +363,7 @@ def _lock(folder: Path) -> RunLock:
     try:
         return RunLock(folder)
     except OSError as error:
-        raise OSError(error.errno, f"can't lock {folder / FILE}: {error.strerror or error}.") from error
+        raise OSError(error.errno, f"can't lock {folder / LOCK}: {error.strerror or error}.") from error
 
 
 def _world(settings: Mapping[str, Any] | None) -> World:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ...callbacks.reporting import LARGEST, Points
-from .folder import CONFIG, CURVES, ENVIRONMENT, ERROR, RECORD
-from .lock import FILE, holder
+from .file_names import CONFIG, CURVES, ENVIRONMENT, ERROR, LOCK, RECORD
+from .lock import holder
 
 _MOST_BYTES = 2**24  # of a file that is read
 
@@ -92,7 +92,7 @@ def read(path: Path) -> Run:
     path = Path(os.path.abspath(path))
     if not path.is_dir():
         raise ValueError(f"{path} is no folder.")
-    if not (os.path.lexists(path / RECORD) or os.path.lexists(path / FILE)):
+    if not (os.path.lexists(path / RECORD) or os.path.lexists(path / LOCK)):
         raise ValueError(f"{path} is not a run's folder: there is no {RECORD} in it.")
     number = int(path.name) if path.name.isascii() and path.name.isdigit() else 0
     try:

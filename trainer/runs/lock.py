@@ -20,7 +20,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-FILE = "lock"
+from .file_names import LOCK
+
 BEAT = 10.0
 """Seconds between two signs of life, where the system keeps no locks."""
 SILENCE = 120.0
@@ -76,7 +77,7 @@ class Holder:
 
 def holder(folder: Path) -> Holder | None:
     """Who holds the lock of a folder now; None if nobody does."""
-    file = folder / FILE
+    file = folder / LOCK
     found = _read(file)
     if found is None or found.by == "beat" or fcntl is None:
         return found if found is not None and found.is_alive(file) else None
@@ -116,7 +117,7 @@ class RunLock:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.file = folder / FILE
+        self.file = folder / LOCK
         self._descriptor: int | None = None
         self._ended = threading.Event()
         self.own = Holder.own("beat" if fcntl is None else "system")
@@ -181,7 +182,7 @@ class RunLock:
     # -- kept by signs of life -----------------------------------------------------------------------------------
 
     def _take_by_beat(self) -> None:
-        part = self.folder / f".{FILE}-{self.own.token}"
+        part = self.folder / f".{LOCK}-{self.own.token}"
         part.write_bytes(_text(self.own))
         try:
             try:
@@ -197,7 +198,7 @@ class RunLock:
         before = _read(self.file)
         if before is not None and before.is_alive(self.file):
             raise self._in_use(before)
-        mark = self.folder / f".{FILE}-after-{before.token if before is not None else 'release'}"
+        mark = self.folder / f".{LOCK}-after-{before.token if before is not None else 'release'}"
         try:
             os.mkdir(mark)
         except FileExistsError:

@@ -20,6 +20,7 @@ from ...engine.profilers import PassThroughProfiler
 from ...strategies.distributed import is_sharded
 from ..logging import History, Logbook, SilentLogger
 from ..loop import Hooks
+from .tuned_attribute import set_attribute
 
 if TYPE_CHECKING:
     from ..core import DataModule, TaskModule
@@ -168,32 +169,3 @@ def _in_host_memory(task: TaskModule | None) -> Iterator[None]:
     finally:
         for tensor, device in moved:
             tensor.data = tensor.data.to(device)
-
-
-# -- an attribute of the task, its hparams or the data module --------------------------------------------------------
-
-
-def holders(trainer: Trainer, name: str) -> list[Any]:
-    """Who has an attribute ``name``: the task, its hparams, the data module, its hparams."""
-    task, datamodule = trainer.task, trainer.datamodule
-    found: list[Any] = []
-    for owner in (task, datamodule):
-        if owner is None:
-            continue
-        if name in owner.hparams:
-            found.append(owner.hparams)
-        if hasattr(owner, name):
-            found.append(owner)
-    return found
-
-
-def get_attribute(trainer: Trainer, name: str) -> Any:
-    """The attribute's value."""
-    owner = holders(trainer, name)[-1]
-    return owner[name] if isinstance(owner, dict) else getattr(owner, name)
-
-
-def set_attribute(trainer: Trainer, name: str, value: Any) -> None:
-    """Set it wherever it is."""
-    for owner in holders(trainer, name):
-        setattr(owner, name, value)

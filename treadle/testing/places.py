@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from ..callbacks import HOOKS
 from ..engine import Accelerator
 from ..engine.checkpoint import filesystem
+from ..engine.optim import Accumulation
 from ..trainer.loop import Hooks
 
 OPERATIONS = ("mkdir", "write_bytes", "write_tensors", "fsync", "rename", "replace", "unlink", "rmdir")
@@ -57,8 +58,8 @@ class Places(Generic[Due]):
         self.step = 0
         self._undo: ExitStack | None = None
         self._inside: Any = None  # the outermost forward that runs
-        self._known: weakref.WeakSet[Accelerator] = weakref.WeakSet()
-        self._progress: weakref.WeakKeyDictionary[Accelerator, Any] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakSet[Accumulation] = weakref.WeakSet()
+        self._progress: weakref.WeakKeyDictionary[Accumulation, Any] = weakref.WeakKeyDictionary()
 
     def __enter__(self) -> Places[Due]:
         if self._undo is not None:
@@ -77,7 +78,7 @@ class Places(Generic[Due]):
 
     def _arm(self, undo: ExitStack) -> None:
         kinds = {point.split(":")[0] for point in self.wanted}
-        _replace(undo, Accelerator, "backward", self._backward)  # these two tell the step, too
+        _replace(undo, Accumulation, "backward", self._backward)  # these two tell the step, too
         _replace(undo, Hooks, "__init__", self._hooks)
         if "disk" in kinds:
             for name in OPERATIONS:
@@ -86,8 +87,8 @@ class Places(Generic[Due]):
             undo.callback(register_optimizer_step_pre_hook(functools.partial(self._at_step, "step:before")).remove)
             undo.callback(register_optimizer_step_post_hook(functools.partial(self._at_step, "step:after")).remove)
         if "forward" in kinds:
-            # A prepared model may be the user's own object, so it is known by the Accelerator it belongs to alone.
-            self._known.update(o for o in gc.get_objects() if issubclass(type(o), Accelerator))
+            # A prepared model may be the user's own object: only the Accelerator that prepared it can tell.
+            self._known.update(o for o in gc.get_objects() if issubclass(type(o), Accumulation))
             _replace(undo, Accelerator, "prepare_model", self._prepare_model)
             _replace(undo, Accelerator, "method", self._method)
             before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))
@@ -99,19 +100,19 @@ class Places(Generic[Due]):
         if self._undo is not None and point in self.wanted and (due := self.due(point, *paths)):
             self.happen(due)
 
-    def _work(self, accelerator: Accelerator) -> None:
-        """This process works on the step that the accelerator takes next."""
-        self._known.add(accelerator)
-        progress = self._progress.get(accelerator)
-        self.step = 1 + (accelerator.steps if progress is None else progress.step)
+    def _work(self, accumulation: Accumulation) -> None:
+        """Note that this process works on the next step of an Accelerator."""
+        self._known.add(accumulation)
+        progress = self._progress.get(accumulation)
+        self.step = 1 + (accumulation.steps if progress is None else progress.step)
 
     # -- what stands in the place of Treadle's functions ---------------------------------------------------------
 
     def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
-        def backward(accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
-            self._work(accelerator)
+        def backward(accumulation: Accumulation, *args: Any, **kwargs: Any) -> None:
+            self._work(accumulation)
             self._reach("backward:before")
-            original(accelerator, *args, **kwargs)
+            original(accumulation, *args, **kwargs)
             self._reach("backward:after")
 
         return backward
@@ -120,13 +121,14 @@ class Places(Generic[Due]):
         def init(hooks: Hooks, trainer: Any, *args: Any) -> None:
             original(hooks, trainer, *args)
             assert self._undo is not None
-            self._progress[trainer.accelerator] = trainer.progress
+            accumulation = trainer.accelerator.accumulation
+            self._progress[accumulation] = trainer.progress
             for name in HOOKS:
                 called = getattr(hooks, name)
                 around = [functools.partial(self._in_hook, f"callback:{name}:{m}") for m in ("before", "after")]
                 before, after = ([hook] if hook.args[0] in self.wanted else [] for hook in around)
                 if name == "on_train_batch_start":
-                    before.insert(0, functools.partial(self._begin, trainer.accelerator))
+                    before.insert(0, functools.partial(self._begin, accumulation))
                 if before or after:
                     setattr(hooks, name, (*before, *called, *after))
                     self._undo.callback(setattr, hooks, name, called)
@@ -136,8 +138,8 @@ class Places(Generic[Due]):
     def _in_hook(self, point: str, *_: Any) -> None:
         self._reach(point)
 
-    def _begin(self, accelerator: Accelerator, *_: Any) -> None:
-        self._work(accelerator)
+    def _begin(self, accumulation: Accumulation, *_: Any) -> None:
+        self._work(accumulation)
 
     def _operation(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         before, half, after = (f"disk:{name}:{moment}" for moment in ("before", "half", "after"))
@@ -157,15 +159,15 @@ class Places(Generic[Due]):
         return operation
 
     def _at_step(self, point: str, optimizer: Optimizer, *_: Any) -> None:
-        for accelerator in self._known:
-            if any(prepared.optimizer is optimizer for prepared in accelerator.optimizers):
-                self._work(accelerator)
+        for accumulation in self._known:
+            if any(prepared.optimizer is optimizer for prepared in accumulation.optimizers):
+                self._work(accumulation)
                 self._reach(point)
                 return
 
     def _prepare_model(self, original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         def prepare_model(accelerator: Accelerator, *args: Any, **kwargs: Any) -> nn.Module:
-            self._known.add(accelerator)
+            self._known.add(accelerator.accumulation)
             return original(accelerator, *args, **kwargs)
 
         return prepare_model
@@ -178,7 +180,7 @@ class Places(Generic[Due]):
             def run(*args: Any, **kwargs: Any) -> Any:
                 self._inside = call  # the modules that it calls are a part of it
                 try:
-                    self._work(accelerator)
+                    self._work(accelerator.accumulation)
                     self._reach("forward:before")
                     output = call(*args, **kwargs)
                     self._reach("forward:after")
@@ -193,10 +195,10 @@ class Places(Generic[Due]):
     def _before_forward(self, module: nn.Module, *_: Any) -> None:
         if self._inside is not None or not torch.is_grad_enabled():
             return
-        for accelerator in self._known:
-            if any(prepared in (module, module._modules.get("_orig_mod")) for prepared in accelerator.models):
+        for accumulation in self._known:
+            if any(prepared in (module, module._modules.get("_orig_mod")) for prepared in accumulation.models):
                 self._inside = module
-                self._work(accelerator)
+                self._work(accumulation)
                 self._reach("forward:before")
                 return
 

@@ -1,0 +1,70 @@
+"""The random numbers of a run: which ones all ranks draw alike, and from when on each rank draws its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..strategies import Strategy, World
+from .rng import RandomStream, State, isolated_random_state, random_state, seed_everything, seed_from, set_random_state
+
+
+class RunRng:
+    """RNG state that a run begins with, the same on all ranks.
+
+    Args:
+        world: all processes.
+        strategy: which of them work on different data.
+
+    Attributes:
+        stream: what the order of samples is drawn from; None until `start`.
+        first_state: the state that the stream began with.
+    """
+
+    def __init__(self, world: World, strategy: Strategy) -> None:
+        self.stream: RandomStream | None = None
+        self.first_state: State = {}
+        self._world = world
+        self._strategy = strategy
+        self._ranks_differ = False
+
+    def start(self, data_seed: int | None = None) -> RandomStream:
+        """Begin the stream with rank zero's RNG state, which all ranks get; see `Accelerator.start_order`.
+
+        Args:
+            data_seed: draw the order of samples from this seed instead.
+        """
+        with isolated_random_state():
+            if data_seed is not None:
+                seed_everything(data_seed)
+            order = random_state()
+        # A CUDA generator's state is of no use to others, and of different size where they see other devices.
+        order, common = self._world.broadcast((_host_part(order), _host_part(random_state())))
+        self.stream, self.first_state = RandomStream(order), order
+        self._ranks_differ = False
+        if self._world.rank:
+            set_random_state(common)
+        return self.stream
+
+    def draw_apart(self) -> None:
+        """Let each rank draw its own numbers; see `Accelerator.draw_apart`."""
+        if self._ranks_differ or self.stream is None:
+            return
+        self._ranks_differ = True
+        rank = self._strategy.data_world.rank
+        if rank:
+            seed_everything(seed_from(self.first_state, f"process {rank}") % 2**32)
+
+    @contextmanager
+    def drawing_alike(self, purpose: str) -> Iterator[None]:
+        """Let all ranks draw the same numbers in a block; see `Accelerator.drawing_alike`."""
+        if self._world.size == 1 or not self._ranks_differ:
+            yield
+            return
+        with isolated_random_state():
+            seed_everything(seed_from(self.first_state, purpose) % 2**32)
+            yield
+
+
+def _host_part(state: State) -> State:
+    return {name: state[name] for name in ("python", "numpy", "torch")}

@@ -1,0 +1,221 @@
+"""``ModelCheckpoint(async_save=True)``: the same checkpoints, written while training goes on, and no failure lost."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from callback_runs import Tiny, fit
+from processes import run, script
+from treadle.callbacks import Callback, ModelCheckpoint
+from treadle.engine.checkpoint import filesystem
+from treadle.engine.checkpoint.store import verify
+
+import treadle
+
+
+def files(folder):
+    """Every file of every checkpoint, but for those that name folders and times."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name.split(".")[0] not in ("manifest", "state")
+    }
+
+
+class Gated:
+    """Tensors are written when the gate is open; the n-th write fails if that is asked for."""
+
+    def __init__(self, monkeypatch, fail=None):
+        self.gate = threading.Event()
+        self.gate.set()
+        self.writes = 0
+        write = filesystem.write_tensors
+
+        def gated(path, tensors, notes):
+            assert self.gate.wait(60)
+            self.writes += 1
+            if self.writes == fail:
+                raise OSError(5, "the disk is gone")
+            return write(path, tensors, notes)
+
+        monkeypatch.setattr(filesystem, "write_tensors", gated)
+
+
+OPTIONS = {"monitor": "val_loss", "save_top_k": 2, "save_last": True}
+VALUES = (3.0, 1.0, 2.0, 0.5, 4.0)
+
+
+def test_the_same_checkpoints(tmp_path):
+    kept = {}
+    for name, beside in (("now", False), ("beside", True)):
+        treadle.seed_everything(1)
+        saver = ModelCheckpoint(tmp_path / name, async_save=beside, **OPTIONS)
+        fit(tmp_path, saver, values=VALUES, max_epochs=5)
+        kept[name] = {
+            "files": files(tmp_path / name),
+            "best": os.path.basename(saver.best_model_path),
+            "score": float(saver.best_model_score),
+            "all": {os.path.basename(path): float(value) for path, value in saver.best_k_models.items()},
+        }
+        for path in (saver.best_model_path, saver.last_model_path):
+            verify(path)
+    assert kept["now"] == kept["beside"]
+    assert kept["now"]["score"] == 0.5
+
+
+class Watch(Callback):
+    """Closes the gate at a step and opens it some steps later; notes what stands on the disk in between."""
+
+    after_task = 9
+
+    def __init__(self, gated, folder, close, opened):
+        self.gated, self.folder, self.close, self.opened, self.seen = gated, folder, close, opened, []
+
+    def on_train_batch_start(self, trainer, task, batch, index):
+        if trainer.global_step == self.close - 1:
+            trainer.accelerator.finish_saving()  # of an earlier step
+            self.gated.gate.clear()
+
+    def on_step_end(self, trainer, task):
+        if self.close <= trainer.global_step <= self.opened:
+            self.seen.append(sorted(name for name in os.listdir(self.folder) if not name.startswith(".")))
+        if trainer.global_step == self.opened:
+            self.gated.gate.set()
+
+
+def test_training_goes_on_and_what_is_replaced_stays_until_then(tmp_path, monkeypatch):
+    folder = tmp_path / "kept"
+    watch = Watch(Gated(monkeypatch), folder, close=4, opened=5)
+    saver = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1, async_save=True, filename="{step}")
+    fit(tmp_path, saver, watch, max_epochs=1, samples=14, validate=False)
+    assert watch.seen == [["step=2.ckpt"], ["step=2.ckpt"]]  # after steps 4 and 5, while the save of step 4 is held
+    assert sorted(os.listdir(folder)) == ["step=6.ckpt"]
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(("fail", "end"), [(3, "within"), (9, "at the end")])
+def test_a_failed_save_ends_the_run_and_is_forgotten(tmp_path, monkeypatch, fail, end):
+    gated = Gated(monkeypatch, fail=fail)  # each save writes three or four files of tensors
+    saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2, save_top_k=1, async_save=True, filename="{step}")
+    task = Tiny(pause=0.02)
+    with pytest.raises(OSError, match="the disk is gone"):
+        fit(tmp_path, saver, task=task, max_epochs=1, samples=12, validate=False)
+    assert gated.writes >= fail
+    left = {"within": "", "at the end": "step=4.ckpt"}[end]
+    assert os.path.basename(saver.best_model_path) == left
+    assert sorted(os.listdir(tmp_path / "kept")) == [left][: bool(left)]
+
+
+def test_an_error_in_training_waits_for_the_save_and_survives(tmp_path, monkeypatch):
+    class Breaks(Tiny):
+        def training_step(self, batch, index):
+            if index == 3:
+                raise RuntimeError("broken")
+            return super().training_step(batch, index)
+
+    saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3, async_save=True, filename="{step}")
+    with pytest.raises(RuntimeError, match="broken"):
+        fit(tmp_path, saver, task=Breaks(), max_epochs=1, validate=False)
+    verify(tmp_path / "kept" / "step=3.ckpt")
+    Gated(monkeypatch, fail=1)
+    saver = ModelCheckpoint(tmp_path / "bad", every_n_train_steps=3, async_save=True, filename="{step}")
+    with pytest.raises(RuntimeError, match="broken") as error:
+        fit(tmp_path, saver, task=Breaks(), max_epochs=1, validate=False)
+    assert any("the disk is gone" in note for note in error.value.__notes__)
+    assert os.listdir(tmp_path / "bad") == []
+
+
+def test_an_error_after_a_failed_save_still_saves_the_last_step(tmp_path, monkeypatch):
+    gated = Gated(monkeypatch, fail=1)
+
+    class Breaks(Tiny):
+        def training_step(self, batch, index):
+            if index == 4:
+                gated.gate.clear()  # the save of step 4 fails while the error is handled
+                threading.Timer(0.2, gated.gate.set).start()
+                raise RuntimeError("broken")
+            return super().training_step(batch, index)
+
+        def on_train_batch_start(self, batch, index):
+            if index == 3:
+                gated.gate.clear()
+
+    options = {"save_on_exception": True, "async_save": True, "filename": "{step}"}
+    saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=4, **options)
+    with pytest.raises(RuntimeError, match="broken") as error:
+        fit(tmp_path, saver, task=Breaks(), max_epochs=1, validate=False)
+    assert any("the disk is gone" in note for note in error.value.__notes__)
+    assert os.listdir(tmp_path / "kept") == ["step=4.ckpt"]
+    verify(tmp_path / "kept" / "step=4.ckpt")
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time, warnings
+sys.path[:0] = sys.argv[2:]
+from callback_runs import Tiny, fit
+from treadle.callbacks import ModelCheckpoint
+from treadle.engine.checkpoint import filesystem as disk
+warnings.simplefilter("ignore")
+write = disk.write_tensors
+
+def slow(path, *args):
+    if "step=4" in str(path):
+        time.sleep(1.5)
+        raise OSError(5, "the disk is gone")
+    return write(path, *args)
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+class Interrupted(Tiny):
+    def training_step(self, batch, index):
+        if self.trainer.global_step == 4:
+            threading.Timer(0.5, interrupt).start()  # the second one, while the save is waited for
+            interrupt()
+        return super().training_step(batch, index)
+
+disk.write_tensors = slow
+saver = ModelCheckpoint(sys.argv[1] + "/k", every_n_train_steps=2, async_save=True, filename="{step}")
+try:
+    fit(sys.argv[1], saver, task=Interrupted(), max_epochs=1, validate=False)
+except KeyboardInterrupt:
+    print("step=2.ckpt" in os.listdir(saver.dirpath))
+"""
+
+
+@pytest.mark.guarantee
+def test_ctrl_c_twice_keeps_what_is_not_replaced_yet(tmp_path):
+    done = script(INTERRUPTED, str(tmp_path), str(Path(__file__).parents[2] / "support"))
+    assert done.stdout == "True\n", done.stderr
+    assert done.returncode == 1  # the save failed, and nobody has heard of that
+    assert os.listdir(tmp_path / "k") == ["step=2.ckpt"]
+    verify(tmp_path / "k" / "step=2.ckpt")
+
+
+def test_two_callbacks_each_hear_of_their_own(tmp_path, monkeypatch):
+    Gated(monkeypatch, fail=1)
+    first = ModelCheckpoint(tmp_path / "a", every_n_train_steps=2, async_save=True, filename="{step}")
+    second = ModelCheckpoint(tmp_path / "b", every_n_train_steps=1, save_top_k=-1, async_save=True, filename="{step}")
+    with pytest.raises(OSError, match="the disk is gone"):
+        fit(tmp_path, first, second, max_epochs=1, validate=False)
+    assert first.best_model_path == second.best_model_path == ""
+
+
+def on_two(root, strategy):
+    saver = ModelCheckpoint(root / "beside", async_save=True, save_last=True, every_n_train_steps=2, filename="{step}")
+    treadle.seed_everything(1)
+    fit(root, saver, max_epochs=2, strategy=strategy, samples=16, validate=False)
+    treadle.seed_everything(1)
+    again = ModelCheckpoint(root / "now", save_last=True, every_n_train_steps=2, filename="{step}")
+    fit(root, again, max_epochs=2, strategy=strategy, samples=16, validate=False)
+    return saver.best_model_path, saver.last_model_path
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+def test_two_processes(tmp_path, strategy):
+    results = run(on_two, 2, tmp_path, strategy)
+    assert results[0] == results[1]
+    for path in results[0]:
+        verify(path)
+    assert files(tmp_path / "beside") == files(tmp_path / "now")

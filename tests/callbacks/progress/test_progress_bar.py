@@ -1,0 +1,375 @@
+"""`TQDMProgressBar`: what a person sees on a terminal, what a log file gets, and that it never ends a run."""
+
+import contextlib
+import fcntl
+import io
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from callback_runs import Tiny, fit, loader, trainer
+from processes import clean_environment, python, run
+from treadle.callbacks import LambdaCallback, ProgressBar, RichProgressBar, RichProgressBarTheme, TQDMProgressBar
+
+HEAD = f"""
+import logging, os, sys, torch
+sys.path.insert(0, {str(Path(__file__).parents[2] / "support")!r})
+from callback_runs import Tiny, fit, loader, trainer
+from treadle.callbacks import LambdaCallback, ModelCheckpoint, TQDMProgressBar
+from treadle.strategies import announce
+"""
+
+
+def on_a_terminal(source, after=lambda process, master: None, columns=100):
+    """Run a script whose streams are a terminal; returns its exit status and all that was written there."""
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    env = clean_environment({"TERM": "xterm", "CUDA_VISIBLE_DEVICES": ""})
+    process = subprocess.Popen(
+        [python(), "-c", HEAD + source], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True
+    )
+    os.close(slave)
+    written = bytearray()
+    with contextlib.suppress(OSError):  # the end of a terminal is an error
+        while chunk := os.read(master, 65536):
+            written += chunk
+            if after(process, written):
+                break
+    os.close(master)
+    return process.wait(60), written.decode()
+
+
+def screen(text):
+    """The lines that stand on an endless terminal in the end, and every state that each line was in."""
+    lines, states = [""], [[]]
+    row = column = 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[a-zA-Z]|[\r\n]|[^\r\n\x1b]+", text):
+        if part == "\x1b[2K":
+            lines[row] = ""
+        elif part.startswith("\x1b") and not part.endswith("A"):
+            pass  # a colour, or the cursor's look
+        elif part == "\r":
+            column = 0
+        elif part == "\n":
+            row, column = row + 1, column
+            while len(lines) <= row:
+                lines.append("")
+                states.append([])
+        elif part in ("\x1b[A", "\x1b[1A"):
+            row = max(0, row - 1)
+        else:
+            line = lines[row].ljust(column)
+            lines[row] = line[:column] + part + line[column + len(part) :]
+            states[row].append(lines[row].rstrip())
+            column += len(part)
+    return [line.rstrip() for line in lines], [state for row in states for state in row]
+
+
+def test_on_a_terminal(tmp_path):
+    code, text = on_a_terminal(f"""
+talk = LambdaCallback(
+    on_train_batch_end=lambda t, m, o, b, i: (t.print("hello from print"), announce("hello from the logger"))
+    if t.current_epoch == 1 and i == 2 else None)
+made = fit({str(tmp_path)!r}, talk, TQDMProgressBar(), task=Tiny([0.123456], pause=0.12), num_sanity_val_steps=1)
+made.test(made.task, loader(6))
+""")
+    assert code == 0, text
+    lines, states = screen(text)
+    seen = "\n".join(states)
+    assert re.search(r"^sanity check: 100%.* 1/1 ", seen, re.M)
+    assert re.search(r"^epoch 0:  20%.* 1/5 .*train_loss=\S+\]$", seen, re.M)
+    assert re.search(r"^validation:  50%.* 1/2 ", seen, re.M)
+    assert re.search(r"^epoch 1: 100%.* 5/5 .*val_loss=0.1235", seen, re.M)
+    bars = [line for line in lines if "%" in line or "it/s" in line or "s/it" in line]
+    assert [bar.split(":")[0] for bar in bars] == ["epoch 1", "test"], lines
+    assert "3/3" in bars[1]
+    assert lines.count("hello from print") == lines.count("hello from the logger") == 1
+    clean = (
+        "hello",
+        "epoch 1: 100%",
+        "test: 100%",
+        "training on",
+        "effective",
+        "10 optimizer",
+        "3 trainable",
+        "last metrics",
+        "test: no",
+    )
+    assert [line for line in lines if line and not line.startswith(clean)] == []
+
+
+def test_leave_resume_and_no_length(tmp_path):
+    code, text = on_a_terminal(f"""
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.ones(6, 1, 2))
+root = {str(tmp_path)!r}
+fit(root, ModelCheckpoint(root + "/c", "{{step}}", every_n_train_steps=1, save_top_k=-1))
+fit(root, TQDMProgressBar(leave=True), task=Tiny(pause=0.12), ckpt_path=root + "/c/step=3.ckpt", max_epochs=2)
+stream = torch.utils.data.DataLoader(Stream(), batch_size=2)
+trainer(root, TQDMProgressBar(), max_epochs=1).fit(Tiny(pause=0.12), stream)
+""")
+    assert code == 0, text
+    lines, states = screen(text)
+    bars = [line for line in lines if re.search("it/s|s/it", line)]
+    assert [re.match(r"epoch \d: (100%.* 5/5|3it )", bar) is not None for bar in bars] == [True] * 3, bars
+    first = next(state for state in states if state.startswith("epoch 0"))
+    assert "3/5" in first or "4/5" in first
+
+
+def test_overrides_and_off(tmp_path):
+    code, text = on_a_terminal(
+        f"""
+class Mine(TQDMProgressBar):
+    def get_metrics(self, trainer, pl_module):
+        return {{"steps": trainer.global_step, **super().get_metrics(trainer, pl_module), "word": "w"}}
+    def init_validation_tqdm(self):
+        bar = super().init_validation_tqdm()
+        bar.set_description("checking")
+        return bar
+class Bad(TQDMProgressBar):
+    def get_metrics(self, trainer, pl_module):
+        raise KeyError("mistake")
+logging.getLogger("treadle").setLevel(logging.WARNING)
+fit({str(tmp_path)!r}, Mine(), task=Tiny([1.0], pause=0.12), max_epochs=1, logger=None)
+print("-- bad")
+assert fit({str(tmp_path)!r}, Bad(), task=Tiny([1.0], pause=0.05), max_epochs=2).global_step == 10
+print("-- off")
+fit({str(tmp_path)!r}, TQDMProgressBar(refresh_rate=0), task=Tiny([1.0], pause=0.12))
+""",
+        columns=160,
+    )
+    assert code == 0, text
+    mine, bad = text.split("-- bad")
+    bad, off = bad.split("-- off")
+    assert re.search(r"v_num=0", mine)
+    assert re.search(r"steps=5, .*word=w", mine)
+    assert "checking" in mine
+    assert bad.count("the progress bar failed and is off from now on: KeyError: 'mistake'") == 1
+    assert off.strip() == ""
+
+
+class Screen(io.StringIO):
+    """Says it is a terminal; can break like one whose reader has gone, or does not read."""
+
+    broken = None
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        if self.broken is not None:
+            raise self.broken
+        return super().write(text)
+
+
+LOSSES = {"broken": BrokenPipeError(32, "Broken pipe"), "blocking": BlockingIOError(11, "it is full"), "closed": None}
+
+
+@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
+@pytest.mark.parametrize("loss", [*LOSSES, "none"])
+def test_a_lost_stream_does_not_end_the_run(tmp_path, monkeypatch, loss, kind):
+    error = Screen()
+    monkeypatch.setattr(sys, "stderr", error)
+
+    def lose(trainer, task, batch, index):
+        if trainer.global_step == 2:
+            if LOSSES.get(loss) is not None:
+                error.broken = LOSSES[loss]
+            elif loss == "closed":
+                error.close()
+            else:
+                monkeypatch.setattr(sys, "stderr", None)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        note = LambdaCallback(on_train_batch_start=lose)
+        made = fit(tmp_path, note, kind(), task=Tiny([1.0], pause=0.05), max_epochs=2)
+    assert made.global_step == 10
+    # A closed stream tqdm passes over by itself; rich goes on writing to the one that it began with.
+    passed_over = (loss, kind) in (("closed", TQDMProgressBar), ("none", RichProgressBar))
+    assert sum("the progress bar failed" in str(w.message) for w in caught) == (not passed_over)
+
+
+def test_a_terminal_that_hangs_up_does_not_end_the_run(tmp_path):
+    code, _ = on_a_terminal(
+        f"""
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+made = fit({str(tmp_path)!r}, TQDMProgressBar(), task=Tiny([1.0], pause=0.1), max_epochs=2)
+open({str(tmp_path / "steps")!r}, "w").write(str(made.global_step))
+os._exit(0)
+""",
+        after=lambda process, written: b"epoch 0:  40%" in written,
+    )
+    assert code == 0
+    assert (tmp_path / "steps").read_text() == "10"
+
+
+def test_without_a_terminal_there_are_plain_lines(tmp_path, capsys):
+    fit(tmp_path, TQDMProgressBar(line_every=0.1), task=Tiny([0.5], pause=0.04), max_epochs=2)
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if re.match("epoch|validation", line)]
+    assert 3 <= len(lines) <= 7
+    pace = r"\d+\.\d (batches/s|s/batch), \d:\d\d:\d\d left"
+    training = rf"epoch \d, batch \d/5, step \d+/10, {pace}(, \w+_loss = \S+){{1,2}}"
+    assert all(re.fullmatch(rf"{training}|validation, batch \d/2, {pace}", line) for line in lines), lines
+    assert "\r" not in error
+    fit(tmp_path, TQDMProgressBar(), max_epochs=2)
+    assert not re.search("^epoch", capsys.readouterr().err, re.M)
+    fit(tmp_path, TQDMProgressBar(refresh_rate=0, line_every=0.0), max_epochs=1)
+    assert not re.search("^epoch", capsys.readouterr().err, re.M)
+
+
+def test_rich(tmp_path, monkeypatch, capsys):
+    error = Screen()
+    monkeypatch.setattr(sys, "stderr", error)
+    monkeypatch.setenv("TERM", "xterm")
+    talk = LambdaCallback(
+        on_train_batch_end=lambda t, m, o, b, i: t.print("[hello]", i) if (t.current_epoch, i) == (1, 2) else None
+    )
+
+    class Mine(RichProgressBar):
+        def get_metrics(self, trainer, pl_module):
+            return {**super().get_metrics(trainer, pl_module), "[word]": "w"}
+
+    theme = RichProgressBarTheme(metrics_format=".1e", metrics_text_delimiter=" | ")
+    bar = Mine(theme=theme, console_kwargs={"width": 120})
+    made = fit(tmp_path, talk, bar, task=Tiny([0.5], pause=0.11), num_sanity_val_steps=1)
+    made.test(made.task, loader(6))
+    lines, states = screen(error.getvalue().replace("\n", "\r\n"))
+    seen = "\n".join(states)
+    assert re.search(r"^sanity check .*\b0/1", seen, re.M)
+    numbers = r"2/5 0:00:0\d • 0:00:0\d \d+\.\d\dit/s train_loss: \d\.\de[+-]\d\d \| \[word\]: w$"
+    assert re.search(rf"^epoch 0 .*\b{numbers}", seen, re.M)
+    assert re.search(r"^validation .*\b1/2", seen, re.M)
+    bars = [line for line in lines if "━" in line]
+    assert re.search(r"^epoch 1 .*\b5/5 .*val_loss: 5.0e-01", bars[0]), lines
+    assert re.search(r"^test .*\b3/3", bars[1])
+    assert len(bars) == 2
+    assert not any("hello" in state for state in states)
+    assert capsys.readouterr().out.startswith("[hello] 2\n")
+    assert error.getvalue().rindex("\x1b[?25h") > error.getvalue().rindex("\x1b[?25l")  # the cursor is there again
+
+
+def test_rich_leaves_and_does_without_a_length(tmp_path, monkeypatch):
+    error = Screen()
+    monkeypatch.setattr(sys, "stderr", error)
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.ones(4, 1, 2))
+
+    stream = torch.utils.data.DataLoader(Stream(), batch_size=2)
+    bar = RichProgressBar(leave=True, console_kwargs={"force_terminal": True, "width": 120})
+    trainer(tmp_path, bar).fit(Tiny(), stream)
+    bars = [line for line in screen(error.getvalue().replace("\n", "\r\n"))[0] if "━" in line]
+    assert [re.match(r"epoch \d .*\b2/-- ", line).group()[:7] for line in bars] == ["epoch 0", "epoch 1"]
+    assert bar.progress is None
+
+
+def test_rich_without_a_terminal(tmp_path, capsys):
+    fit(tmp_path, RichProgressBar(line_every=0.0), max_epochs=1)
+    assert "epoch 0, batch 3/5, step 3/5" in capsys.readouterr().err
+    fit(tmp_path, RichProgressBar(refresh_rate=0, line_every=0.0), max_epochs=1)
+    assert "epoch" not in capsys.readouterr().err.replace("per epoch", "")
+    with pytest.raises(TypeError, match="RichProgressBarTheme"):
+        RichProgressBar(theme="dark")
+
+
+def test_rich_is_an_extra(monkeypatch):
+    monkeypatch.setattr("treadle.common.optional.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"RichProgressBar needs the package 'rich'.*treadle\[rich\]"):
+        RichProgressBar()
+
+
+class Own(ProgressBar):
+    """What a user writes: Lightning's own example, and all that a bar can ask."""
+
+    def __init__(self):
+        super().__init__()
+        self.on, self.seen = True, []
+
+    def disable(self):
+        self.on = False
+
+    def enable(self):
+        self.on = True
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append((batch_idx + 1, self.total_train_batches, self.total_val_batches))
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if self.has_dataloader_changed(dataloader_idx):
+            self.seen.append((self.validation_description, self.total_val_batches_current_dataloader))
+
+    def on_test_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if self.has_dataloader_changed(dataloader_idx):
+            self.seen.append((self.test_description, self.total_test_batches_current_dataloader))
+
+    def print(self, *args, **kwargs):
+        self.seen.append(args)
+
+
+class Several(Tiny):
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        pass
+
+
+def test_a_bar_of_ones_own(tmp_path):
+    bar = Own()
+    with pytest.raises(TypeError, match="before a stage begins"):
+        _ = bar.trainer
+    talk = LambdaCallback(on_train_end=lambda t, _: t.print("over"))
+    made = trainer(tmp_path, bar, talk, enable_progress_bar=True, max_epochs=2, check_val_every_n_epoch=2)
+    assert made.progress_bar_callback is bar
+    assert sum(isinstance(callback, ProgressBar) for callback in made.callbacks) == 1
+    made.fit(Several(), loader(4), [loader(4), loader(6)])
+    assert bar.seen == [(1, 2, 0), (2, 2, 0), (1, 2, 5), (2, 2, 5), ("validation", 2), ("validation", 3), ("over",)]
+    bar.seen.clear()
+    bar.reset_dataloader_idx_tracker()
+    made.test(Tiny(), loader(6), verbose=False)
+    assert bar.seen == [("test", 3)]
+    with pytest.raises(NotImplementedError, match="disable"):
+        ProgressBar().disable()
+
+
+def two_bars(root):
+    bar = TQDMProgressBar(line_every=0.0)
+    fit(root, bar, max_epochs=1)
+    return bar.is_enabled
+
+
+def test_only_rank_zero_draws(tmp_path, capfd):
+    assert run(two_bars, 2, str(tmp_path)) == [True, False]
+
+
+def test_tqdms_variable(monkeypatch):
+    monkeypatch.setenv("TQDM_MINITERS", "7")
+    assert (TQDMProgressBar().refresh_rate, TQDMProgressBar(20).refresh_rate, TQDMProgressBar(0).refresh_rate) == (
+        7,
+        20,
+        0,
+    )
+
+
+def test_print_without_a_bar(tmp_path, capsys):
+    talk = LambdaCallback(on_train_start=lambda t, _: t.print("a", 1, sep="-", end="!\n", flush=True))
+    fit(tmp_path, talk, TQDMProgressBar(), max_epochs=1)
+    assert "a-1!\n" in capsys.readouterr().out
+
+
+def test_a_step_costs_next_to_nothing():
+    bar = TQDMProgressBar()
+    began = time.perf_counter()
+    for _ in range(100_000):
+        bar.on_step_end(None, None)
+    assert (time.perf_counter() - began) / 100_000 < 2e-6  # 0.1 µs on a free core

@@ -1,0 +1,79 @@
+"""Loggers that speak once: what arrives on standard error, in scripts and in several processes."""
+
+import io
+import logging
+from contextlib import redirect_stderr
+
+import pytest
+from processes import run, script
+
+import treadle
+from treadle.utils import get_logger
+
+
+def test_a_level_that_is_asked_for_shows_before_anything_is_set_up():
+    done = script(
+        """
+from treadle.utils import get_logger
+get_logger("app", "INFO").info("shown %s", "here")
+get_logger("app.part", "debug").debug("once")
+get_logger("quiet").info("hidden by logging's own default")
+get_logger("quiet").warning("a warning")
+import logging
+logging.basicConfig(level=logging.INFO, format="%(filename)s %(message)s")
+get_logger("app", "INFO").info("set up")
+"""
+    )
+    assert done.stderr.splitlines() == [
+        "INFO:app:shown here",
+        "DEBUG:app.part:once",
+        "a warning",
+        "train.py set up",
+    ]
+
+
+def speaking():
+    logger = get_logger("ranks", "INFO")
+    with redirect_stderr(io.StringIO()) as heard:
+        logger.info("early")  # before there is a process group
+        accelerator = treadle.Accelerator(cpu=True)
+        rank = accelerator.process_index
+        logger.info("main")
+        logger.info("all", main_process_only=False)
+        logger.setLevel(logging.INFO if rank else logging.ERROR)
+        logger.info("in order", in_order=True)  # rank zero's level hides it, and nobody hangs
+        logger.setLevel(logging.INFO)
+        logger.warning_once("once %d", 1)
+        logger.warning_once("once %d", 1)
+        logger.warning_once("once %d", 2)
+    accelerator.wait_for_everyone()
+    return heard.getvalue().splitlines()
+
+
+def test_ranks():
+    first, second = run(speaking, 2)
+    assert first == [
+        "INFO:ranks:[RANK 0] early",
+        "INFO:ranks:[RANK 0] main",
+        "INFO:ranks:[RANK 0] all",
+        "WARNING:ranks:[RANK 0] once 1",
+        "WARNING:ranks:[RANK 0] once 2",
+    ]
+    assert second == ["INFO:ranks:[RANK 1] all", "INFO:ranks:[RANK 1] in order"]
+
+
+def test_it_is_a_standard_logger():
+    logger = get_logger("standard")
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger.addHandler(handler)
+    logger.setLevel("DEBUG")
+    logger.debug("%s", "here")
+    logger.log(logging.INFO, "there", in_order=True)
+    logger.warning_once("mind")
+    assert [(r.filename, r.funcName, r.getMessage()) for r in records] == [
+        ("test_rank_logging.py", "test_it_is_a_standard_logger", text) for text in ("here", "there", "mind")
+    ]
+    with pytest.raises(ValueError, match="LOUD"):
+        get_logger("standard", "loud")

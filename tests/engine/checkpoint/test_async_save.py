@@ -1,0 +1,305 @@
+"""``save_state(blocking=False)``: what is saved is the state of the moment, one at a time, and no failure is lost."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+from processes import run, script
+from torch import nn
+from treadle.engine.checkpoint import async_save, filesystem
+from treadle.engine.checkpoint.store import CheckpointStore, verify
+from treadle.strategies import DDP, FSDP
+
+import treadle
+
+
+def prepared(strategy="auto"):
+    torch.manual_seed(0)
+    accelerator = treadle.Accelerator(cpu=True, strategy=strategy)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    return accelerator, *accelerator.prepare(net, optimizer)
+
+
+def step(accelerator, model, optimizer):
+    accelerator.backward(model(torch.ones(4, 6)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Gate:
+    """Holds writers of tensors until it is opened, and lets those of ``failing`` fail."""
+
+    def __init__(self, monkeypatch=None, failing=False):
+        self.open = threading.Event()
+        self.failing = failing
+        write = filesystem.write_tensors
+
+        def gated(path, tensors, notes):
+            assert self.open.wait(60)
+            if self.failing:
+                raise OSError(5, "the disk is gone")
+            return write(path, tensors, notes)
+
+        if monkeypatch is None:
+            filesystem.write_tensors = gated
+        else:
+            monkeypatch.setattr(filesystem, "write_tensors", gated)
+
+
+@pytest.mark.guarantee
+def test_what_is_saved_is_the_state_of_the_moment(tmp_path, monkeypatch):
+    accelerator, model, optimizer = prepared()
+    for number in range(3):  # the second and third reuse the copies' memory
+        step(accelerator, model, optimizer)
+        accelerator.save_state(tmp_path / f"now{number}")
+        gate = Gate(monkeypatch)
+        target = accelerator.save_state(tmp_path / f"beside{number}", blocking=False)
+        assert not accelerator.poll_saving()
+        assert not target.exists()
+        step(accelerator, model, optimizer)  # while nothing of it is written yet
+        torch.rand(3)
+        gate.open.set()
+        accelerator.finish_saving()
+        assert accelerator.poll_saving()
+        monkeypatch.undo()
+        files = [path.name for path in (tmp_path / f"now{number}").iterdir() if path.name != "manifest.json"]
+        for name in files:
+            assert (tmp_path / f"now{number}" / name).read_bytes() == (target / name).read_bytes(), name
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("stepped", ["prepared", "own"])
+def test_a_step_that_comes_before_its_optimizer_is_copied_waits_for_that(tmp_path, monkeypatch, stepped):
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "now")
+    make, begun, go_on = async_save.Copying.make, threading.Event(), threading.Event()
+
+    def slowly(copying):
+        if threading.current_thread().name == "treadle-save":
+            with copying._lock:
+                begun.set()
+                assert go_on.wait(60)
+        make(copying)
+
+    monkeypatch.setattr(async_save.Copying, "make", slowly)
+    accelerator.save_state(tmp_path / "beside", blocking=False)
+    assert begun.wait(60)
+    accelerator.backward(model(torch.ones(4, 6)).square().mean())  # needs nothing that is being copied
+    threading.Timer(0.3, go_on.set).start()
+    clock = time.monotonic()
+    (optimizer if stepped == "prepared" else optimizer.optimizer).step()
+    assert time.monotonic() - clock > 0.2
+    accelerator.finish_saving()
+    for name in ("optimizer.safetensors", "model.safetensors"):
+        assert (tmp_path / "now" / name).read_bytes() == (tmp_path / "beside" / name).read_bytes(), name
+
+
+@pytest.mark.guarantee
+def test_a_state_that_is_changed_while_it_is_copied_is_not_saved(tmp_path, monkeypatch):
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer)
+    make, go_on = async_save.Copying.make, threading.Event()
+    monkeypatch.setattr(async_save.Copying, "make", lambda copying: go_on.wait(60) and make(copying))
+    accelerator.save_state(tmp_path / "beside", blocking=False)
+    optimizer.state[model[2].bias]["exp_avg"].zero_()
+    go_on.set()
+    with pytest.raises(RuntimeError, match=r"exp_avg in optimizer.safetensors was changed while it was saved"):
+        accelerator.finish_saving()
+    assert os.listdir(tmp_path) == []
+    accelerator.save_state(tmp_path / "after", blocking=False)
+    accelerator.finish_saving()
+    verify(tmp_path / "after")
+
+
+def test_a_thread_that_can_not_start_leaves_nothing_to_wait_for(tmp_path, monkeypatch):
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer)
+
+    def no_thread(*_):
+        raise RuntimeError("can't start new thread")
+
+    registered = []
+    monkeypatch.setattr(async_save.atexit, "register", registered.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            accelerator.save_state(tmp_path / "bad", blocking=False)
+    assert registered == []
+    step(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "good", blocking=False)
+    accelerator.finish_saving()
+    assert os.listdir(tmp_path) == ["good"]
+
+
+def test_what_is_noted_is_as_it_was(tmp_path):
+    accelerator, *_ = prepared()
+    seen = [1]
+    accelerator.save_state(tmp_path / "a", info={"seen": seen}, blocking=False)
+    seen.append(2)
+    accelerator.finish_saving()
+    assert accelerator.load_state(tmp_path / "a")["seen"] == [1]
+    with pytest.raises(TypeError, match=r"info=.*holds a tensor, .*: pass its .item\(\)"):
+        accelerator.save_state(tmp_path / "b", info={"loss": torch.tensor(1.0)}, blocking=False)
+    with pytest.raises(ValueError, match="'world_size', which is noted of every run"):
+        accelerator.save_state(tmp_path / "b", info={"world_size": 3})
+    with pytest.raises(TypeError, match=r"also='xyz'.*a list"):
+        accelerator.save_state(tmp_path / "b", also="xyz")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_one_at_a_time(tmp_path, monkeypatch):
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer)
+    gate = Gate(monkeypatch)
+    accelerator.save_state(tmp_path / "a", blocking=False)
+    threading.Timer(0.3, gate.open.set).start()
+    clock = time.monotonic()
+    accelerator.save_state(tmp_path / "b", blocking=False)  # waits for the first
+    assert time.monotonic() - clock > 0.2
+    verify(tmp_path / "a")
+    accelerator.save_state(tmp_path / "c")  # and so does one that blocks
+    assert [path.name for path in CheckpointStore(tmp_path).find()] == ["a", "b", "c"]
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("asked", ["poll", "finish", "save", "load", "end", "free"])
+def test_a_failure_surfaces_and_leaves_nothing(tmp_path, monkeypatch, asked):
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "good")
+    gate = Gate(monkeypatch, failing=True)
+    accelerator.save_state(tmp_path / "bad", blocking=False)
+    gate.open.set()
+
+    def poll():
+        while not accelerator.poll_saving():
+            time.sleep(0.01)
+
+    ask = {
+        "poll": poll,
+        "finish": accelerator.finish_saving,
+        "save": lambda: accelerator.save_state(tmp_path / "next"),
+        "load": lambda: accelerator.load_state(tmp_path / "good"),
+        "end": accelerator.end_training,
+        "free": accelerator.free_memory,
+    }[asked]
+    with pytest.raises(OSError, match="the disk is gone"):
+        ask()
+    assert os.listdir(tmp_path) == ["good"]
+    monkeypatch.undo()
+    assert accelerator.poll_saving()  # said once
+
+
+UNASKED = """
+import sys, treadle
+from torch import nn
+from treadle.engine.checkpoint import filesystem as disk
+accelerator = treadle.Accelerator(cpu=True)
+accelerator.prepare(nn.Linear(2, 2))
+if sys.argv[1] == "bad":
+    def fail(*args):
+        raise OSError(28, "no space left on this disk")
+    disk.write_tensors = fail
+accelerator.save_state(sys.argv[2], blocking=False)
+print("the end")
+"""
+
+
+@pytest.mark.guarantee
+def test_a_program_that_ends_waits_and_does_not_succeed_if_the_save_failed(tmp_path):
+    done = script(UNASKED, "good", str(tmp_path / "good"))
+    assert done.returncode == 0, done.stderr
+    verify(tmp_path / "good")
+    done = script(UNASKED, "bad", str(tmp_path / "bad"))
+    assert done.returncode == 1
+    assert "no space left on this disk" in done.stderr
+    assert done.stdout == "the end\n"
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, treadle
+from torch import nn
+from treadle.engine.checkpoint import filesystem as disk
+from treadle.engine.checkpoint.store import read_part
+write, gate = disk.write_tensors, threading.Event()
+disk.write_tensors = lambda *args: gate.wait(60) and write(*args)
+accelerator = treadle.Accelerator(cpu=True)
+model = accelerator.prepare(nn.Linear(2, 2))
+nn.init.constant_(model.weight, 1)
+accelerator.save_state(sys.argv[1] + "/one", blocking=False)
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    accelerator.finish_saving()
+except KeyboardInterrupt:
+    print("interrupted", accelerator.poll_saving())
+nn.init.constant_(model.weight, 2)
+threading.Timer(0.3, gate.set).start()
+accelerator.save_state(sys.argv[1] + "/two", blocking=False)
+accelerator.finish_saving()
+print(*(read_part(sys.argv[1] + name, "model")["weight"].mean().item() for name in ("/one", "/two")))
+"""
+
+
+@pytest.mark.guarantee
+def test_a_wait_that_is_interrupted_does_not_give_the_copies_away(tmp_path):
+    done = script(INTERRUPTED, str(tmp_path))
+    assert done.stdout == "interrupted False\n1.0 2.0\n", done.stderr
+
+
+def no_room_for_copies(root):
+    accelerator, model, optimizer = prepared("ddp")
+    step(accelerator, model, optimizer)
+    copy = accelerator.checkpointer.host_copies.of
+
+    def fails(*args):
+        if accelerator.process_index == 1:
+            raise MemoryError("no host memory")
+        return copy(*args)
+
+    accelerator.checkpointer.host_copies.of = fails
+    with pytest.raises((MemoryError, RuntimeError), match="no host memory"):
+        accelerator.save_state(root / "bad", blocking=False)
+    accelerator.checkpointer.host_copies.of = copy
+    step(accelerator, model, optimizer)
+    accelerator.save_state(root / "good", blocking=False)
+    accelerator.finish_saving()
+
+
+def test_a_process_without_room_for_copies_fails_with_all_others(tmp_path):
+    run(no_room_for_copies, 2, tmp_path)
+    assert os.listdir(tmp_path) == ["good"]
+
+
+def two_processes(strategy, root):
+    accelerator, model, optimizer = prepared({"zero": DDP(zero=True), "fsdp": FSDP()}[strategy])
+    rank = accelerator.process_index
+    step(accelerator, model, optimizer)
+    accelerator.save_state(root / "now")
+    gate = Gate()
+    accelerator.save_state(root / "beside", blocking=False)
+    for _ in range(3):  # exchanges of the training, in another order than those of the save
+        step(accelerator, model, optimizer)
+    gate.open.set()
+    accelerator.finish_saving()
+    gate.failing = rank == 1
+    accelerator.save_state(root / "bad", blocking=False)
+    step(accelerator, model, optimizer)
+    try:
+        accelerator.finish_saving()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("zero", marks=pytest.mark.slow), "fsdp"])
+def test_two_processes(tmp_path, strategy):
+    first, second = run(two_processes, 2, strategy, tmp_path)
+    assert first == "PeerFailed: rank 1 failed: OSError: [Errno 5] the disk is gone"
+    assert second == "OSError: [Errno 5] the disk is gone"
+    assert sorted(os.listdir(tmp_path)) == ["beside", "now"]
+    for name in os.listdir(tmp_path / "now"):
+        if name != "manifest.json":
+            assert (tmp_path / "now" / name).read_bytes() == (tmp_path / "beside" / name).read_bytes(), name

@@ -1,0 +1,156 @@
+"""A checkpoint that is loaded is opened once: manifest and digests read once, and only verified bytes are loaded."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_reads import Reads, once
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.cli.commands.export import export
+from treadle.engine.checkpoint.open_checkpoint import OpenCheckpoint
+
+import treadle
+from treadle.utils import ProjectConfiguration
+
+
+def prepared(**options):
+    torch.manual_seed(int(os.environ.get("RANK", 0)))
+    accelerator = treadle.Accelerator(cpu=True, **options)
+    model = nn.Linear(4, 2)
+    data = DataLoader(TensorDataset(torch.ones(8, 4)), 2)
+    model, optimizer, data = accelerator.prepare(model, torch.optim.Adam(model.parameters()), data)
+    for (x,) in data:
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator, model
+
+
+def saved(root, **options):
+    accelerator, model = prepared(**options)
+    accelerator.save_state(root / "saved")
+    return root / "saved", accelerator, model
+
+
+def flip(path, at=-3):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+# -- each byte once ------------------------------------------------------------------------------------------------
+
+
+def load(root, kind):
+    project = ProjectConfiguration(project_dir=str(root), automatic_checkpoint_naming=True)
+    accelerator, _ = prepared(project_config=project)
+    path = accelerator.save_state()
+    accelerator.wait_for_everyone()
+    with Reads() as reads:
+        if kind == "newest":
+            accelerator.load_state()
+        else:
+            accelerator.load_state(path, state=kind != "weights")
+    return path, reads.hashed, reads.parsed
+
+
+@pytest.mark.parametrize("kind", ["path", "weights", "newest"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_load_state_reads_each_byte_once(tmp_path, world, kind):
+    ranks = run(load, world, tmp_path, kind)
+    assert sum((hashed for _, hashed, _ in ranks), start=type(ranks[0][1])()) == once(Path(ranks[0][0]))
+    assert [parsed for _, _, parsed in ranks] == [1, 0][:world]
+    assert all(hashed for _, hashed, _ in ranks), "the processes share the work"
+
+
+def test_what_loads_weights_reads_each_byte_once(tmp_path):
+    path, _, model = saved(tmp_path)
+    for work in (lambda: treadle.load_weights(model, path), lambda: export(path, tmp_path / "weights.safetensors")):
+        with Reads() as reads:
+            work()
+        assert (reads.hashed, reads.parsed) == (once(path), 1)
+
+
+def test_a_part_is_opened_once_and_is_never_shared(tmp_path):
+    path, _, _ = saved(tmp_path)
+    opened = OpenCheckpoint(path)
+    opened.open_part("state")["registered"]["mine"] = 1
+    assert opened.part("state") is opened.part("state")
+    assert "mine" not in opened.open_part("state")["registered"]
+    with pytest.raises(ValueError, match="has no part 'nothing'"):
+        opened.read_part("nothing")
+
+
+# -- verified bytes only -------------------------------------------------------------------------------------------
+
+
+def load_each(*templates):
+    """What comes of loading each path, with this process's rank in it; and whether the model is as it was."""
+    accelerator, model = prepared()
+    before = model.weight.clone()
+    problems = []
+    for template in templates:
+        try:
+            accelerator.load_state(template.format(rank=os.environ["RANK"]))
+        except Exception as error:
+            problems.append((type(error).__name__, str(error)))
+    return problems, torch.equal(model.weight, before)
+
+
+def damaged(path, name):
+    return "ValueError", f"{path}: {name} has other content than was written (its digest differs)."
+
+
+def test_all_processes_refuse_what_one_finds_damaged(tmp_path):
+    path, _, _ = saved(tmp_path)
+    names = ["model.safetensors", "optimizer.safetensors", "rank-00000.json", "state.json"]
+    copies = [shutil.copytree(path, tmp_path / f"{number}") for number in range(len(names))]
+    for copied, name in zip(copies, names, strict=True):
+        flip(copied / name)
+    expected = [damaged(copied, name) for copied, name in zip(copies, names, strict=True)]
+    assert run(load_each, 2, *map(str, copies)) == [(expected, True)] * 2
+
+
+def test_a_copy_on_a_file_system_of_its_own_is_verified_there(tmp_path):
+    """Nobody else has seen the bytes that this process loads."""
+    path, _, _ = saved(tmp_path)
+    cases = [(rank, name) for rank in range(2) for name in ("model.safetensors", "optimizer.safetensors")]
+    expected = []
+    for number, (rank, name) in enumerate(cases):
+        for machine in range(2):
+            shutil.copytree(path, tmp_path / f"{number}-{machine}")  # with the times of the original
+        flip(tmp_path / f"{number}-{rank}" / name)
+        expected.append(damaged(tmp_path / f"{number}-{rank}", name))
+    templates = [f"{tmp_path}/{number}-{{rank}}" for number in range(len(cases))]
+    assert run(load_each, 2, *templates) == [(expected, True)] * 2
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
+def test_a_file_that_changes_after_it_was_verified_is_refused(tmp_path, name):
+    path, _, _ = saved(tmp_path)
+    opened = OpenCheckpoint(path)
+    opened.verify()
+    flip(path / name)
+    os.utime(path / name, ns=(0, (path / name).stat().st_mtime_ns + 1))
+    with pytest.raises(ValueError, match=f"{name} was changed after it was verified. Load the checkpoint again"):
+        opened.read_part(name.partition(".")[0])
+
+
+@pytest.mark.parametrize("verified", [False, True])
+def test_another_save_to_the_path_is_noticed(tmp_path, verified):
+    path, accelerator, model = saved(tmp_path)
+    opened = OpenCheckpoint(path)
+    if verified:
+        opened.verify()
+    with torch.no_grad():
+        model.weight.add_(1)
+    accelerator.save_state(path)
+    before = model.weight.clone()
+    with pytest.raises(ValueError, match="was replaced while it was read"):
+        accelerator.load_state(opened)
+    assert torch.equal(model.weight, before)
+    accelerator.load_state(path)

@@ -1,0 +1,109 @@
+"""The keys of the training state: what is written has them all and no others, and what lacks one is refused."""
+
+import json
+from typing import get_type_hints
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import ModelCheckpoint
+from treadle.engine.checkpoint.manifest import read_manifest
+from treadle.engine.checkpoint.parts import encode_part, read_part, write_files
+from treadle.engine.checkpoint.train_state import (
+    CallbackStates,
+    OptimizerState,
+    RandomState,
+    RankState,
+    TrainerStates,
+    TrainState,
+    check_form,
+)
+
+import treadle
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, fails=False):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+        self.fails = fails
+
+    def training_step(self, batch, batch_idx):
+        if self.fails and self.trainer.global_step:
+            raise ArithmeticError
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Data(treadle.DataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+
+    def state_dict(self):
+        return {"seen": 3}
+
+
+def fit(root, fails=False, ckpt_path=None):
+    trainer = treadle.Trainer(
+        accelerator="cpu",
+        max_steps=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ModelCheckpoint(root, "{step}", save_on_exception=fails)],
+    )
+    trainer.fit(Task(fails), datamodule=Data(), ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_saved_run_has_these_keys_and_no_others(tmp_path, fails):
+    """Of a save between two steps, and of that which rank zero makes alone on the way out of an error."""
+    if fails:
+        with pytest.raises(ArithmeticError):
+            fit(tmp_path, fails)
+    else:
+        fit(tmp_path)
+    (path,) = tmp_path.glob("*.ckpt")
+    state, own = read_part(path, "state"), read_part(path, "rank-00000")
+    written = {
+        TrainState: state,
+        TrainerStates: state["registered"],
+        CallbackStates: state["registered"]["callbacks"],
+        RankState: own,
+        RandomState: {"cuda": [], **own["random"]},
+        OptimizerState: read_part(path, "optimizer"),
+    }
+    for form, saved in written.items():
+        assert set(saved) == set(get_type_hints(form)), form
+
+
+@pytest.mark.parametrize(
+    ("form", "value", "said"),
+    [
+        (RankState, {"random": {}}, "buffers not there, or no list"),
+        (RankState, {"random": [], "buffers": []}, "random not there, or no dict"),
+        (RankState, [], "random, buffers not there, or no dict"),
+        (OptimizerState, {}, "class, shapes, formats, groups, slots, unnamed, others not there, or no str"),
+    ],
+)
+def test_another_form_is_refused_by_name(tmp_path, form, value, said):
+    with pytest.raises(ValueError, match=said):
+        check_form(form, value, tmp_path, "part")
+
+
+def test_what_earlier_versions_did_not_save_is_not_missed(tmp_path):
+    fit(tmp_path)
+    path = tmp_path / "step=2.ckpt"
+    state = read_part(path, "state")
+    for name in ("scheduler_advances", "schedules_built", "scaler", "stream"):
+        del state[name]
+    entries = read_manifest(path).files | write_files(path, encode_part("state", state))
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"files": entries}))
+    with pytest.warns(UserWarning, match="nothing is left to train"):
+        assert fit(tmp_path, ckpt_path=path).global_step == 2

@@ -1,0 +1,403 @@
+"""The data sources that users bring: each sample once, on one rank and on two, and resumed exactly or said not to be.
+
+What is known of each is in `docs/data.md`.
+"""
+
+import random
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sources_samples as samples
+import torch
+from processes import run
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split
+from treadle.engine import CombinedLoader
+from treadle.engine.data.batch_digest import digest
+from treadle.engine.data.dataset_check import fingerprint
+from treadle.engine.data.micro_batches import steady
+
+import treadle
+
+STOP = 5
+EPOCHS = 2
+# Sources of which not each of 96 samples comes once in an epoch, by what they are.
+OTHERWISE = {
+    "stream by rank, uneven": 87,
+    "sampler that looks at the rank, uneven": 87,
+    "batch sampler that looks at the rank": 95,
+    "list of batches by rank, uneven": {1: 96, 2: 92},
+    "datasets stream, batched map": 48,
+}
+NEVER_EXACT = {"WebDataset, shuffle"}
+# The samples' own fault: each worker draws a permutation of its own, in a plain loop too.
+WITHOUT_WORKERS = {"stream, torch's generator"}
+
+
+def interrupted(workers, folder, resume):
+    """By source: the ids of each batch that counts, by epoch, and the warnings; with `resume` of the rest alone."""
+    found = {}
+    torch.set_num_threads(1)
+    for name, make in samples.sources(folder).items():
+        samples.seed(1003 if resume else 7)
+        accelerator = treadle.Accelerator(cpu=True)
+        path = Path(folder, name.replace(" ", "-"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loader = accelerator.prepare_data_loader(make(workers))
+            if resume:
+                accelerator.load_state(path)
+            epochs = []
+            for epoch in range(1 if resume else EPOCHS):
+                epochs.append([])
+                for batch in loader:
+                    epochs[-1].append(
+                        [int(i) for i in np.atleast_1d(batch)] if accelerator.cursor.micro.samples else []
+                    )
+                    if not resume and epoch and len(epochs[-1]) == STOP:
+                        accelerator.save_state(path)
+            loader.close()
+        found[name] = epochs, "\n".join(str(each.message) for each in caught)
+    return found
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(
+    ("world", "workers"),
+    [
+        pytest.param(1, 0, marks=pytest.mark.slow),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        (2, 0),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_each_sample_once_and_resumed_exactly_or_said(world, workers, tmp_path):
+    samples.write_tars(tmp_path)
+    whole = run(interrupted, world, workers, str(tmp_path), False, timeout=280)
+    rest = run(interrupted, world, workers, str(tmp_path), True, timeout=280)
+    for name in whole[0]:
+        expected = OTHERWISE.get(name, samples.SAMPLES)
+        expected = expected[world] if isinstance(expected, dict) else expected
+        for epoch in range(EPOCHS):
+            ids = [i for rank in whole for batch in rank[name][0][epoch] for i in batch]
+            if name in WITHOUT_WORKERS and workers:
+                continue
+            assert len(set(ids)) == expected, (name, epoch)
+            assert len(ids) == (2 * expected if "batched map" in name else expected), (name, epoch)
+        lengths = [len(rank[name][0][0]) for rank in whole]
+        assert len(set(lengths)) == 1, (name, "the ranks took different numbers of steps", lengths)
+        exact = all(w[name][0][1][STOP:] == r[name][0][0] for w, r in zip(whole, rest, strict=True))
+        assert exact == (name not in NEVER_EXACT), name
+        said = "cannot resume exactly" in whole[0][name][1] and "this resume is not exact" in rest[0][name][1]
+        assert said == (not exact), (name, whole[0][name][1], rest[0][name][1])
+
+
+# -- ranks with data of their own train as one process does ------------------------------------------------------------
+
+
+class Rows(IterableDataset):
+    """Rank 0's 11 rows and rank 1's 6; each is a number and its square."""
+
+    counts = (11, 6)
+
+    def __iter__(self):
+        rank, _ = samples.rank_and_size()
+        return ((torch.tensor([i + 20.0 * rank]) / 10, torch.tensor([float(i % 3)])) for i in range(self.counts[rank]))
+
+
+class Sized(torch.utils.data.Dataset):
+    def __init__(self):
+        self.rows = list(Rows())
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def own_loader(kind):
+    if kind == "stream":
+        return DataLoader(Rows(), batch_size=2)
+    if kind == "sized":
+        return DataLoader(Sized(), batch_size=2)
+    batches = [[i, i + 1] for i in range(0, len(Sized()) - 1, 2)]
+    batches += [[len(Sized()) - 1]] if len(Sized()) % 2 else []
+    return DataLoader(Sized(), batch_sampler=batches)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 3, dtype=torch.float64), nn.Tanh(), nn.Linear(3, 1, dtype=torch.float64))
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = model()
+        self.batches = 0
+
+    def training_step(self, batch):
+        x, y = batch
+        return ((self.net(x.double()) - y) ** 2).mean()
+
+    def validation_step(self, batch):
+        self.log("val", self.training_step(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def by_trainer(kind, strategy, accumulate, folder):
+    task = Task()
+    trainer = treadle.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        accumulate_grad_batches=accumulate,
+        max_epochs=2,
+        use_distributed_sampler=kind == "stream",  # of which the ranks' first batches tell that it is split
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(task, own_loader(kind), own_loader(kind))
+    weights = {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in task.named_parameters()}
+    return trainer.global_step, trainer.callback_metrics["val"].item(), {n: w.tolist() for n, w in weights.items()}
+
+
+def by_hand(accumulate):
+    """One process; a step's batch is what both ranks hold in it."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    rows = []
+    for rank, count in enumerate(Rows.counts):
+        rows.append([(torch.tensor([i + 20.0 * rank]) / 10, torch.tensor([float(i % 3)])) for i in range(count)])
+    width = 2 * accumulate
+    for _ in range(2):
+        for start in range(0, max(Rows.counts), width):
+            step = [row for rank in rows for row in rank[start : start + width]]
+            x, y = (torch.stack(part).double() for part in zip(*step, strict=True))
+            ((net(x) - y) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    x, y = (torch.stack(part).double() for part in zip(*rows[0], *rows[1], strict=True))
+    return ((net(x) - y) ** 2).mean().item(), {f"net.{n}": w.tolist() for n, w in net.state_dict().items()}
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("kind", "accumulate"), [("stream", 1), ("stream", 4), ("sized", 4), ("batch sampler", 1)])
+def test_uneven_ranks_train_as_one_process(kind, accumulate, strategy, tmp_path):
+    metric, wanted = by_hand(accumulate)
+    for steps, value, weights in run(by_trainer, 2, kind, strategy, accumulate, str(tmp_path)):
+        assert steps == 2 * -(-6 // accumulate)
+        assert value == pytest.approx(metric, abs=1e-6)  # metrics are exchanged in single precision
+        for name, weight in wanted.items():
+            torch.testing.assert_close(torch.tensor(weights[name]), torch.tensor(weight), atol=1e-12, rtol=0)
+
+
+# -- what the ranks hold -----------------------------------------------------------------------------------------------
+
+
+class SomeAlike(IterableDataset):
+    """The same on ranks 0 and 1, another one on rank 2; or nothing at all on rank 1."""
+
+    def __init__(self, empty=False):
+        self.empty = empty
+
+    def __iter__(self):
+        rank, _ = samples.rank_and_size()
+        return iter(range(0) if self.empty and rank else range(rank // 2 * 50 + (rank if self.empty else 0), 60))
+
+
+def error_of(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def what_is_said(_):
+    accelerator = treadle.Accelerator(cpu=True)
+
+    def read(loader):
+        return error_of(lambda: list(accelerator.prepare_data_loader(loader)))
+
+    empty = DataLoader(SomeAlike(empty=True), batch_size=2)
+    return {"alike": read(DataLoader(SomeAlike(), batch_size=2)), "empty": read(empty)}
+
+
+def test_streams_that_can_not_be_trained_on_are_refused_on_every_rank():
+    for rank in run(what_is_said, 3, None):
+        assert "the same on ranks 0, 1; 2" in rank["alike"]
+        assert "yields no batch on rank 1, 2" in rank["empty"]
+
+
+def drawn_after_the_first_loader(_):
+    accelerator = treadle.Accelerator(cpu=True)
+    train = accelerator.prepare(DataLoader(range(8), batch_size=2))
+    split = list(random_split(range(40), [20, 20])[0])  # nobody has seeded anything
+    noise = [torch.rand(()).item() for _ in train]
+    own = random_split(TensorDataset(torch.arange(40.0)), [20, 20])[0]
+    return split, noise, error_of(lambda: accelerator.prepare(DataLoader(own, batch_size=2)))
+
+
+def test_what_a_script_draws_before_its_loop_is_the_same_on_all_ranks():
+    (one, first, _), (two, second, error) = run(drawn_after_the_first_loader, 2, None)
+    assert one == two
+    assert not set(first) & set(second)  # in the loop each draws numbers of its own
+    assert "theirs hold different data" in error
+
+
+class MadeAnew(Task):
+    """Asks for other random data in each epoch, which nobody has seeded."""
+
+    def train_dataloader(self):
+        self.made = torch.randn(8, 1)
+        return DataLoader(TensorDataset(self.made, self.made), batch_size=2)
+
+    def on_train_epoch_start(self):
+        self.seen = [*getattr(self, "seen", []), self.made.flatten().tolist()]
+
+
+def made_in_hooks(folder):
+    task = MadeAnew()
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = treadle.Trainer(
+        accelerator="cpu", max_epochs=3, reload_dataloaders_every_n_epochs=1, default_root_dir=folder, **off
+    )
+    trainer.fit(task)
+    return trainer.global_step, task.seen
+
+
+def test_data_that_hooks_make_anew_is_the_same_on_all_ranks(tmp_path):
+    first, second = run(made_in_hooks, 2, str(tmp_path))
+    assert first[0] == second[0]
+    assert first[1][1:] == second[1][1:]  # the first is made before the ranks know of each other's random state
+    assert len({str(epoch) for epoch in first[1]}) == 3
+
+
+def resumed_elsewhere(folder, save):
+    accelerator = treadle.Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(samples.ByRank(), batch_size=2))
+    if save:
+        for number, _ in enumerate(loader):
+            if number == 7:
+                accelerator.save_state(folder)
+                return None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.load_state(folder)
+        ids = [int(i) for batch in loader if accelerator.cursor.micro.samples for i in batch]
+    return ids, "\n".join(str(each.message) for each in caught)
+
+
+def test_a_stream_of_each_ranks_own_on_another_number_of_ranks(tmp_path):
+    run(resumed_elsewhere, 2, str(tmp_path / "a"), True)
+    ((ids, said),) = run(resumed_elsewhere, 1, str(tmp_path / "a"), False)
+    assert "exact only where the stream is dealt to the ranks sample by sample" in said
+    assert ids == list(range(32, 96))  # as this one is
+
+
+def saved_at_the_end_of_one_ranks_data(folder, resume):
+    accelerator = treadle.Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(samples.Knowing(lost=95 - 4 * 5), batch_size=2))  # 11 and 10 samples
+    if resume:
+        accelerator.load_state(folder)
+    read = []
+    for batch in loader:
+        read.append([int(i) for i in batch] if accelerator.cursor.micro.samples else [])
+        if not resume and len(read) == 5:  # rank 1 has read all
+            accelerator.save_state(folder)
+    return read
+
+
+def test_resume_where_one_ranks_data_ends(tmp_path):
+    whole = run(saved_at_the_end_of_one_ranks_data, 2, str(tmp_path / "a"), False)
+    assert run(saved_at_the_end_of_one_ranks_data, 2, str(tmp_path / "a"), True) == [read[5:] for read in whole]
+    assert [len(read) for read in whole] == [6, 6]
+    assert whole[1][5] == []
+
+
+def combined(mode):
+    accelerator = treadle.Accelerator(cpu=True)
+    own = DataLoader(samples.ByRank(lost=9), batch_size=4)
+    shared = DataLoader(range(30), batch_size=4)
+    seen = [[], []]
+    for rows in accelerator.prepare(CombinedLoader([own, shared], mode)):
+        for ids, batch in zip(seen, rows, strict=True):
+            ids.append([] if batch is None else batch.tolist())
+    return seen
+
+
+@pytest.mark.parametrize(("mode", "steps"), [("min_size", 4), ("max_size", 11), ("max_size_cycle", 11)])
+def test_ranks_own_data_combined_with_shared_data(mode, steps):
+    ranks = run(combined, 2, mode)
+    assert [len(part) for rank in ranks for part in rank] == [steps] * 4
+    own = {i for own, _ in ranks for batch in own for i in batch}
+    shared = {i for _, shared in ranks for batch in shared for i in batch}
+    assert own == set(range(87 if steps == 11 else 32))
+    assert shared == set(range(30))
+
+
+def test_running_iterators_are_never_begun_anew():
+    source = iter(samples.Rewinds(range(12)))
+    assert len(list(iter(source))) == 3
+    kept = steady(iter(samples.Rewinds(range(12))))
+    assert next(kept).tolist() == [0, 1, 2, 3]
+    assert next(iter(kept)).tolist() == [4, 5, 6, 7]
+
+
+def test_datasets_are_told_apart_by_what_they_hold(tmp_path):
+    class Files(torch.utils.data.Dataset):
+        def __init__(self, root, names):
+            self.root, self.files, self.rank = root, [f"{root}/{name}" for name in names], root
+
+        def __len__(self):
+            return len(self.files)
+
+    names = [f"{i}.png" for i in range(9)]
+    here = fingerprint(Files("/scratch/node0", names))
+    assert here == fingerprint(Files("/scratch/node1", names))  # the same files on another machine
+    assert here != fingerprint(Files("/scratch/node0", names[::-1]))  # a directory listed in another order
+    rows = torch.arange(12.0).reshape(6, 2)
+    assert fingerprint(TensorDataset(rows)) == fingerprint(TensorDataset(rows.clone()))
+    assert fingerprint(TensorDataset(rows)) != fingerprint(TensorDataset(rows.flip(0)))
+    one = sorted(random.Random(1).sample(range(1, 9999), 5000))
+    other = sorted(random.Random(2).sample(range(1, 9999), 5000))
+    first, second = ([0, *ids, 9999] for ids in (one, other))  # the same ends
+    for kind in (list, torch.tensor, np.array):
+        assert fingerprint(Subset(rows, kind(first))) != fingerprint(Subset(rows, kind(second)))
+        assert fingerprint(Subset(rows, kind(first))) == fingerprint(Subset(rows, kind(first)))
+    assert fingerprint(Subset(rows, [])) == fingerprint(Subset(rows, range(0))) != fingerprint(Subset(rows, range(2)))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(4.0),
+        torch.arange(4, dtype=torch.int8).reshape(2, 2),
+        {"a": torch.ones(2), "b": ["text", 3, None]},
+        (1, 2.5, b"bytes"),
+        {"set", "of", "texts"},
+        torch.tensor(3, dtype=torch.bfloat16),
+        torch.eye(2).to_sparse(),
+    ],
+)
+def test_digests(value):
+    def copied(value):
+        if isinstance(value, torch.Tensor):
+            return value.clone()
+        return {k: copied(v) for k, v in value.items()} if isinstance(value, dict) else type(value)(value)
+
+    assert digest(value) == digest(copied(value))
+    assert digest(value) != digest([value, value])
+    if isinstance(value, torch.Tensor):
+        assert digest(value) != digest(value + 1 if value.layout is torch.strided else value * 2)

@@ -1,0 +1,170 @@
+"""Replicas that are no longer replicas are found, named and measured; those that are cause no word."""
+
+import re
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from treadle.engine.optim.replica_check import ReplicasDiffer, _digests
+from treadle.strategies import DDP
+
+import treadle
+
+DEBUG = {"TREADLE_DEBUG": "1", "TREADLE_DEBUG_TIMEOUT": "20"}
+
+
+def make(accelerator, **options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+    torch.manual_seed(accelerator.process_index)  # each process has data of its own
+    return net, model, optimizer
+
+
+def step(accelerator, called, optimizer):
+    with accelerator.accumulate(called):
+        accelerator.backward(called(torch.randn(4, 3)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def told(call):
+    try:
+        call()
+    except ReplicasDiffer as error:
+        return str(error)
+
+
+def by_hand():
+    accelerator = treadle.Accelerator(cpu=True)
+    net, model, optimizer = make(accelerator)
+    odd = accelerator.process_index == accelerator.num_processes - 1
+    for _ in range(2):
+        step(accelerator, model, optimizer)
+    found = [told(accelerator.check_replicas), told(lambda: accelerator.check_replicas(buffers=True))]
+    with torch.no_grad():
+        if odd:  # the sum and the set of values stay as they are
+            net[2].weight[0, 0], net[2].weight[0, 3] = net[2].weight[0, 3].clone(), net[2].weight[0, 0].clone()
+        apart = (net[2].weight[0, 0] - net[2].weight[0, 3]).abs().item()
+    found.append(told(lambda: accelerator.check_replicas(model)))
+    if odd:
+        net[2].register_parameter("extra", nn.Parameter(torch.zeros(1)))
+    return [*found, told(accelerator.check_replicas)], apart
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_weight_that_one_process_changed(size):
+    results = run(by_hand, size)
+    for found, apart in results:
+        fine, buffers, changed, other = found
+        assert fine is None
+        assert "1.running_mean" in buffers
+        assert "1.num_batches_tracked" not in buffers
+        assert changed.startswith("1 of 6 parameters are not the same on all processes: 2.weight. 2.weight is not what")
+        assert f"rank 0 has; the largest difference is {apart:.3g} on rank {size - 1}." in changed
+        assert other == (
+            f"the processes do not hold the same parameters: rank {size - 1} has 2.extra torch.float32 [1]."
+        )
+    assert all(found == results[0][0] for found, _ in results)
+
+
+def with_the_old_variable(zero):
+    accelerator = treadle.Accelerator(cpu=True, strategy=DDP(zero=zero))
+    net, model, optimizer = make(accelerator)
+    step(accelerator, model, optimizer)  # the first: checked, and fine
+    for number in range(2, 8):
+        try:
+            step(accelerator, net if number > 2 else model, optimizer)
+        except ReplicasDiffer as error:
+            return number, str(error)
+
+
+@pytest.mark.parametrize(
+    ("every", "found"), [("1", 3), ("4", 5), ("0", None)], ids=["each step", "each fourth", "never"]
+)
+def test_training_the_model_that_was_given_to_prepare(every, found):
+    results = run(with_the_old_variable, 2, False, env={**DEBUG, "TREADLE_DEBUG_REPLICAS": every})
+    if found is None:
+        assert results == [None, None]
+        return
+    assert results[0] == results[1]
+    number, text = results[0]
+    assert number == found
+    assert re.match("[456] of 6 parameters are not the same on all processes: 0.weight, ", text), text
+    assert "Call what prepare returned" in text
+
+
+def without_false_alarm():
+    steps = []
+    for strategy in (DDP(), DDP(zero=True), DDP(local_sgd_steps=3), "fsdp"):
+        accelerator = treadle.Accelerator(cpu=True, strategy=strategy)
+        _, model, optimizer = make(accelerator)
+        for _ in range(4):
+            step(accelerator, model, optimizer)
+        steps.append(optimizer.taken)
+    return steps
+
+
+def test_no_strategy_gives_a_false_alarm():
+    assert run(without_false_alarm, 2, env={**DEBUG, "TREADLE_DEBUG_REPLICAS": "1"}) == [[4, 4, 4, 4]] * 2
+
+
+def unequal_steps():
+    accelerator = treadle.Accelerator(cpu=True)
+    _, model, optimizer = make(accelerator)
+    with accelerator.join_uneven_inputs([model]):
+        for _ in range(2 + 3 * accelerator.process_index):
+            step(accelerator, model, optimizer)
+    accelerator.check_replicas()
+    return True
+
+
+def test_processes_that_take_different_numbers_of_steps():
+    assert run(unequal_steps, 2, env={**DEBUG, "TREADLE_DEBUG_REPLICAS": "1"}) == [True, True]
+
+
+def test_alone_there_is_nothing_to_compare(monkeypatch):
+    monkeypatch.setenv("TREADLE_DEBUG", "1")
+    accelerator = treadle.Accelerator(cpu=True)
+    _, model, optimizer = make(accelerator)
+    step(accelerator, model, optimizer)
+    accelerator.check_replicas()
+    assert not optimizer.optimizer._optimizer_step_post_hooks
+
+
+def test_off_no_optimizer_is_hooked(monkeypatch):
+    monkeypatch.delenv("TREADLE_DEBUG", raising=False)
+    _, _, optimizer = make(treadle.Accelerator(cpu=True))
+    assert not optimizer.optimizer._optimizer_step_post_hooks
+
+
+MORE = [pytest.param(dtype, marks=pytest.mark.exhaustive) for dtype in (torch.float64, torch.float16, torch.complex64)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, *MORE], ids=str)
+def test_any_bit_changes_the_digest(dtype):
+    torch.manual_seed(1)
+    tensor = (torch.randn(3, 5) * 9).to(dtype)
+    state = torch.random.get_rng_state()
+    whole = _digests([tensor])
+    assert torch.equal(torch.random.get_rng_state(), state), "nobody's draws depend on a check"
+    assert _digests([tensor.clone()]) == whole
+    assert _digests([tensor.t().contiguous().t()]) == whole, "how it lies in memory does not count"
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().view(torch.uint8).reshape(-1)
+    for place in range(flat.numel()):
+        for bit in (1, 128):
+            flat[place] ^= bit
+            assert _digests([tensor]) != whole
+            flat[place] ^= bit
+    assert _digests([tensor]) == whole
+
+
+def test_large_and_empty_tensors():
+    large = torch.zeros(2**21 + 3)
+    before = _digests([large, torch.empty(0, 4), torch.tensor(2.0)])
+    large[7], large[7 + 2**20] = 1.0, -1.0
+    after = _digests([large, torch.empty(0, 4), torch.tensor(2.0)])
+    assert (before[0] != after[0], before[1:] == after[1:]) == (True, True)
+    large[7], large[7 + 2**20] = -1.0, 1.0
+    assert _digests([large])[0] not in (before[0], after[0])

@@ -1,0 +1,205 @@
+"""What a plan says, and what it advises."""
+
+import re
+import shlex
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from treadle.engine.planning.advice import advise, size
+from treadle.engine.planning.decoder import Decoder, Sizes, next_token_loss, tokens
+from treadle.engine.planning.gpus import GPU
+from treadle.engine.planning.report import Schedule, curve, duration, rounded, screen
+from treadle.engine.planning.simulation import simulate
+from treadle.strategies import DDP, FSDP, simulation
+
+from treadle.__main__ import main
+
+SIZES = Sizes(width=64, layers=2, heads=4, key_heads=2, hidden=128, vocabulary=96, length=32)
+MIB = 2**20
+
+
+def gpu_of(mib, network=50e9):
+    return GPU(
+        name="small",
+        half=1e14,
+        tf32=5e13,
+        single=1e13,
+        bandwidth=1e12,
+        memory=mib * MIB,
+        link=300e9,
+        network=network,
+        per_machine=4,
+    )
+
+
+def planner(strategy, world_size, mib, micro_batch=8, network=50e9, precision="bf16-mixed"):
+    def again(**changes):
+        own = {"micro_batch": micro_batch, "accumulate": 1, "precision": precision}
+        own |= {name: changes.pop(name) for name in own if name in changes}
+        return simulate(
+            partial(Decoder, SIZES),
+            partial(tokens, SIZES),
+            next_token_loss,
+            partial(torch.optim.AdamW, fused=True),
+            world_size=world_size,
+            strategy=simulation.varied(strategy(), **changes),
+            gpu=gpu_of(mib, network),
+            **own,
+        )
+
+    return again
+
+
+def test_what_fits_gets_no_advice_to_shrink():
+    again = planner(DDP, 2, 1000)
+    plan = again()
+    assert plan.fits
+    assert advise(plan, again) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mib", "words"),
+    [
+        (DDP, 3.5, ["shard the model (strategy=fsdp)"]),
+        (FSDP, 2.5, ["activation_checkpointing_policy=True"]),
+        (FSDP, 1.5, ["activation_checkpointing_policy=True", "micro-batches of", "accumulated"]),
+        (FSDP, 0.8, ["nothing simple makes it fit"]),
+        (FSDP, 0.2, ["parameters and optimizer alone are", "Take more processes"]),
+    ],
+)
+def test_the_change_that_makes_it_fit_is_named(strategy, mib, words):
+    again = planner(strategy, 4, mib)
+    plan = again()
+    assert not plan.fits
+    (hint,) = advise(plan, again)
+    assert all(word in hint for word in words), hint
+
+
+def test_a_model_without_blocks_gets_other_advice():
+    def again(**changes):
+        given = {"micro_batch": 64, "accumulate": 1}
+        given |= {name: changes.pop(name) for name in ("micro_batch", "accumulate") if name in changes}
+        return simulate(
+            lambda: torch.nn.Linear(512, 512), lambda samples: torch.zeros(samples, 512),
+            lambda model, batch: model(batch).exp().mean(), torch.optim.SGD, world_size=2,
+            strategy=simulation.varied(FSDP(), **changes), gpu=gpu_of(3.2), precision="32-true", **given,
+        )  # fmt: skip
+
+    plan = again()
+    assert not plan.fits
+    (hint,) = advise(plan, again)
+    assert "micro-batches of" in hint
+    assert "activation" not in hint
+
+
+def test_hybrid_sharding_is_suggested_where_it_is_faster():
+    again = planner(FSDP, 64, 1000, network=1e8)
+    hints = advise(again(), again)
+    assert any("data_parallel_replicate=16: shards of 4" in hint for hint in hints), hints
+
+
+def test_mixed_precision_is_suggested_where_it_is_faster():
+    again = planner(DDP, 2, 8000, micro_batch=1024, precision="32-true")
+    plan = again()
+    (hint,) = advise(plan, again)
+    gain = plan.band[1] / again(precision="bf16-mixed").band[1] - 1
+    assert 0.5 < gain < 1
+    assert hint.startswith(f"mixed precision (precision=bf16-mixed) would be {gain:.0%} faster")
+
+
+def test_the_screen_holds_one_page():
+    plan = planner(FSDP, 2048, 1000)()
+    text = screen(plan, "decoder", Schedule(steps=124, per_epoch=62, rates=[0, 1, 2, 1, 0]), ["a hint"])
+    assert len(text.splitlines()) <= 24
+    assert max(map(len, text.splitlines())) <= 100
+    assert "16,384 samples = 8 per micro-batch x 1 accumulated x 2,048 processes" in text
+    assert "124 in all, 62 per epoch" in text
+    assert "extrapolation" in text
+    low, likely, high = plan.band
+    assert low < likely < high
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_screen_is_as_wide_as_the_terminal(width):
+    plan = planner(FSDP, 2048, 1000)()
+    schedule = Schedule(steps=1, samples=100, per_epoch=1, rates=[1e-7, 0.00299])
+    lines = screen(plan, "decoder", schedule, ["a hint " * 20], gpu_from="assumed", width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert "1 in all, 1 per epoch, which has no more than 100 samples" in "\n".join(lines)
+    assert not any("e+" in line for line in lines)
+
+
+def test_the_screen_says_what_bounds_the_step():
+    assert "bound by the host" in screen(planner(FSDP, 2, 1000)(), "decoder", Schedule())
+    assert "waiting for other processes" in screen(planner(FSDP, 64, 1000, network=1e6)(), "decoder", Schedule())
+
+
+def test_numbers_in_words():
+    assert [size(n) for n in (0, 1023, 1024, 1.5 * 2**30, 2**50)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 GiB",
+        "1,024 TiB",
+    ]
+    assert size(1023.7 * 1024) == "1.0 MiB"
+    assert [duration(s) for s in (2e-5, 0.25, 3, 600, 9000, 1e6, 1e9)] == [
+        "20 us", "250 ms", "3 s", "10 min", "2.5 h", "11.6 days", "11,600 days",
+    ]  # fmt: skip
+    # what is rounded up is of the next unit
+    assert [duration(s) for s in (0.99997e-3, 0.99997, 119.9, 7199)] == ["1 ms", "1 s", "2 min", "2 h"]
+    assert [rounded(n) for n in (0, 0.0123, 1.5, 9867, 10910.4, 191_700, 5.61e6)] == [
+        "0", "0.0123", "1.5", "9,870", "10,900", "192,000", "5,610,000",
+    ]  # fmt: skip
+    assert curve([0.0, 0.5, 1.0]) == "▁▅█"
+    assert curve([]) == ""
+    assert len(curve(range(1000), 40)) == 40
+
+
+def test_the_command(capsys):
+    options = ["--model", "gpt-162m", "--length", "64", "--world-size", "16", "--no-advice"]
+    assert main(["plan", *options, "--samples", "64,000", "--max-epochs", "1", "--lr", "3e-4"]) == 0
+    out = capsys.readouterr().out
+    assert "plan of gpt-162m on 16 x h100 (2 machines), fsdp, bf16-mixed" in out
+    assert "4,000 in all" in out
+    assert "█" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "say what to plan"),
+        (["--model", "6b"], "Did you mean"),
+        (["--model", "7b", "--gpu", "h1000"], "Did you mean 'h100'"),
+        (["--model", "7b", "--strategy", "fsdpp"], "Did you mean 'fsdp'"),
+        (["--model", "7b", "--world-size", "0"], "no number of at least 1"),
+        (["--model", "7b", "--worldsize", "4"], "Did you mean '--world-size'?"),
+        (["--model", "7b", "--lr", "nan"], "'nan' is no number above 0"),
+        (["--model", "7b", "--strategy", "single", "--world-size", "2"], "is for one process"),
+        (["--model", "7b", "--strategy", "ddp", "--world-size", "4", "--replicate", "2"], "that is for 'fsdp'"),
+        (["--model", "7b", "--strategy", "ddp", "--checkpoint-activations"], "that is for 'fsdp'"),
+        (["--model", "7b", "--strategy", "fsdp_cpu_offload"], "cpu_offload"),
+        (["--model", "7b", "--world-size", "6", "--replicate", "4"], "does not divide"),
+        (["--model", "7b", "model.lr=1"], "overrides are for --config"),
+        (["--config", "run.yaml", "--lr", "1"], "--lr is for --model"),
+    ],
+)
+def test_what_can_not_be_planned_is_explained(options, words, capsys):
+    assert main(["plan", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_page_about_it_runs():
+    text = (Path(__file__).parents[3] / "docs" / "plan.md").read_text(encoding="utf-8")
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, "docs/plan.md", "exec"), {"__name__": "page"})
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page(capsys):
+    text = (Path(__file__).parents[3] / "docs" / "plan.md").read_text(encoding="utf-8")
+    command, said = re.search(r"```console\n\$ treadle (.*?)\n(.*?)```", text, re.DOTALL).groups()
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == said

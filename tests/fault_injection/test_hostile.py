@@ -1,0 +1,403 @@
+"""Loading never executes code: files made to do harm, through every public door that takes a path."""
+
+import contextlib
+import importlib
+import inspect
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import hostile_files
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import treadle
+
+pytestmark = pytest.mark.guarantee
+
+PATHS = re.compile(
+    r"(^|_)(path|ckpt|checkpoint|dir|directory|file|filename|source|input|folder|url|f)(_|$)|(path|file|dir)$"
+)
+SECONDS, MEGABYTES = 15, 800
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, width=2):
+        super().__init__()
+        self.save_hyperparameters()
+        self.weight, self.bias = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
+
+    def training_step(self, batch, index):
+        return (batch[0] @ self.weight + self.bias).sum()
+
+    validation_step = test_step = training_step
+
+    def predict_step(self, batch, index):
+        return batch[0] @ self.weight
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def data():
+    return DataLoader(TensorDataset(torch.ones(2, 2)), 2)
+
+
+def trainer(*callbacks):
+    return treadle.Trainer(
+        max_steps=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, callbacks=list(callbacks),
+    )  # fmt: skip
+
+
+def make_run(folder):
+    run = trainer(treadle.callbacks.EMAWeightAveraging())
+    run.fit(Task(), data())
+    run.save_checkpoint(folder / "whole")
+    return folder / "whole"
+
+
+def make_state(folder):
+    accelerator = treadle.Accelerator(cpu=True)
+    accelerator.prepare(hostile_files.model())
+    return accelerator.save_state(folder / "whole")
+
+
+def load_state(path):
+    accelerator = treadle.Accelerator(cpu=True)
+    accelerator.prepare(hostile_files.model())
+    accelerator.load_state(path)
+
+
+def project(path):
+    kept = treadle.engine.configuration.ProjectConfiguration(project_dir=str(path), automatic_checkpoint_naming=True)
+    accelerator = treadle.Accelerator(cpu=True, project_config=kept)
+    accelerator.prepare(hostile_files.model())
+    accelerator.load_state()
+
+
+def store(path):
+    found = treadle.engine.CheckpointStore(path.parent if path.name == "whole" else path)
+    found.find(), found.latest()
+    if path.name != "whole":
+        found.recover()
+
+
+def best(path):
+    callback = treadle.callbacks.ModelCheckpoint(dirpath=path if path.is_dir() else path.parent)
+    run = treadle.Trainer(max_steps=1, accelerator="cpu", devices=1, logger=False, callbacks=[callback],
+                          enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    run.fit(Task(), data())
+
+
+def big(name):
+    def door(path):
+        from treadle.engine import big_models
+
+        model = hostile_files.model()
+        if name == "load_checkpoint_in_model":
+            treadle.load_checkpoint_in_model(model, path)
+        elif name == "load_checkpoint_and_dispatch":
+            treadle.load_checkpoint_and_dispatch(model, path, {"": "cpu"})
+        else:
+            with treadle.init_empty_weights():
+                model = hostile_files.model()
+            big_models.dispatch_model(model, {"": "disk"}, "cpu", offload_dir=path)
+            model(torch.ones(1, 2))
+
+    return door
+
+
+def stage(name):
+    def door(path):
+        getattr(trainer(), name)(Task(), data(), ckpt_path=path)
+
+    return door
+
+
+def settings(path):
+    Task.load_from_checkpoint(path.parent / "good.pt", hparams_file=path)
+
+
+class Data(treadle.DataModule):
+    def load_state_dict(self, state_dict):
+        self.loaded = state_dict
+
+
+def data_settings(path):
+    Data.load_from_checkpoint(path.parent / "good.pt", hparams_file=path)
+
+
+def exported(path):
+    from treadle.cli.commands.export import export
+
+    export(path, path.parent / "exported.safetensors")
+
+
+# What reads a path: how to go through it, what must load, and which files to take there.
+DOORS = {
+    "load_weights(source)": (lambda path: treadle.load_weights(hostile_files.model(), path), "good.pt", "files"),
+    "TaskModule.load_from_checkpoint(checkpoint_path)": (Task.load_from_checkpoint, "good.pt", "files"),
+    "TaskModule.load_from_checkpoint(hparams_file)": (settings, "settings-good.yaml", "settings"),
+    "DataModule.load_from_checkpoint(checkpoint_path)": (Data.load_from_checkpoint, "whole", "run"),
+    "DataModule.load_from_checkpoint(hparams_file)": (data_settings, "settings-good.yaml", "settings"),
+    "load_checkpoint_in_model(checkpoint)": (big("load_checkpoint_in_model"), "good.pt", "files"),
+    "load_checkpoint_and_dispatch(checkpoint)": (big("load_checkpoint_and_dispatch"), "good.pt", "files"),
+    "dispatch_model(offload_dir)": (big("dispatch_model"), "good.safetensors", "files"),
+    "Accelerator.load_state(input_dir)": (load_state, "whole", "state"),
+    "ProjectConfiguration.__init__(project_dir)": (project, "project", "projects"),
+    "export(checkpoint)": (exported, "whole", "state"),
+    "CheckpointStore.__init__(directory)": (store, "whole", "state"),
+    "ModelCheckpoint.__init__(dirpath)": (best, "good-folder", "folders"),
+    "averaged_weights(path)": (treadle.callbacks.averaged_weights, "whole", "run"),
+    "Trainer.fit(ckpt_path)": (stage("fit"), "whole", "run"),
+    "Trainer.validate(ckpt_path)": (stage("validate"), "whole", "run"),
+    "Trainer.test(ckpt_path)": (stage("test"), "whole", "run"),
+    "Trainer.predict(ckpt_path)": (stage("predict"), "whole", "run"),
+}
+# What takes a path, or a word that sounds like one, and reads nothing there.
+READ_NOTHING = {
+    **{f"Accelerator.{way}": "writes" for way in ("save(f)", "save_model(save_directory)", "save_state(output_dir)")},
+    "Trainer.save_checkpoint(filepath)": "writes",
+    **dict.fromkeys(("RunReport.__init__(dirpath)", "RunReport.__init__(filename)"), "writes"),
+    **dict.fromkeys((f"{one}.__init__(default_root_dir)" for one in ("Trainer", "TrainerSettings")), "writes"),
+    "Accelerator.__init__(project_dir)": "writes; reading is ProjectConfiguration's",
+    "ProjectConfiguration.__init__(logging_dir)": "writes",
+    "ProjectConfiguration.__init__(automatic_checkpoint_naming)": "is no path",
+    "ProjectConfiguration.set_directories(project_dir)": "as __init__",
+    "ProfileKwargs.__init__(output_trace_dir)": "writes",
+    "ModelCheckpoint.__init__(filename)": "is a pattern of names",
+    "ModelCheckpoint.format_checkpoint_name(filename)": "is a pattern of names",
+    "ModelCheckpoint.file_exists(filepath)": "is only looked for",
+    "disk_offload(offload_dir)": "writes anew what it then reads",
+    "load_checkpoint_in_model(offload_folder)": "is not used",
+    "load_checkpoint_and_dispatch(offload_folder)": "is not used",
+    "CSVLogger.__init__(save_dir)": "writes; of what is there it looks at names only",
+    "TensorBoardLogger.__init__(save_dir)": "writes; of what is there it looks at names only",
+    "TensorBoardLogger.__init__(sub_dir)": "writes",
+    "MLFlowLogger.__init__(save_dir)": "is given to mlflow",
+    **{
+        f"WandbLogger.__init__({n})": "is given to wandb"
+        for n in ("save_dir", "dir", "checkpoint_name", "add_file_policy")
+    },
+    "WandbLogger.download_artifact(save_dir)": "writes",
+    "Logger.log_graph(input_array)": "is a batch",
+    "TensorBoardLogger.log_graph(input_array)": "is a batch",
+    **{
+        f"{kind}Profiler.{place}": "writes"
+        for kind in ("", "Advanced", "PyTorch", "Simple")
+        for place in ("__init__(dirpath)", "__init__(filename)", "setup(log_dir)")
+    },
+    "PyTorchProfiler.__init__(group_by_input_shapes)": "is no path",
+    **{f"Exports.{way}(file_path)": "writes" for way in ("to_onnx", "to_safetensors", "to_torch_export")},
+    **{f"Exports.{way}(input_sample)": "is a batch" for way in ("to_onnx", "to_torch_export")},
+    "OnExceptionCheckpoint.__init__(dirpath)": "writes",
+    "OnExceptionCheckpoint.__init__(filename)": "is a pattern of names",
+    "SpikeWatch.__init__(dirpath)": "writes",
+    "is_shared_filesystem(path)": "writes",
+    "Loader.__init__(source)": "is a loader",
+    "Process.gather_for_metrics(input_data)": "is a batch",
+    "World.broadcast(source)": "is a rank",
+    "World.broadcast_tensor(source)": "is a rank",
+    **{
+        f"{owner}.on_{what}_checkpoint(checkpoint)": "is a dict"
+        for owner in ("Callback", "TaskHooks", "Averaging")
+        for what in ("load", "save")
+    },
+    "ModelPruning.on_save_checkpoint(checkpoint)": "is a dict",
+    "WeightAveraging.on_save_checkpoint(checkpoint)": "is a dict",
+    **{f"{kind}Logger.after_save_checkpoint(checkpoint_callback)": "is a callback" for kind in ("", "MLFlow", "Wandb")},
+}
+
+
+def public_paths():
+    """Every parameter of a public callable of ours whose name says path, as ``owner(parameter)``."""
+    rooms = [treadle, *(importlib.import_module(f"treadle.{room}") for room in treadle._ROOMS)]
+    rooms += [importlib.import_module(f"treadle.engine.{name}") for name in ("big_models", "export_command")]
+    found = set()
+    for room in rooms:
+        for name in getattr(room, "__all__", None) or vars(room):
+            value = getattr(room, name)
+            if name.startswith("_") or not (inspect.isclass(value) or inspect.isfunction(value)):
+                continue
+            methods = [m for n, m in inspect.getmembers(value, callable) if n == "__init__" or not n.startswith("_")]
+            for function in methods if inspect.isclass(value) else [value]:
+                if not str(getattr(function, "__module__", "")).startswith("treadle"):
+                    continue
+                for parameter in inspect.signature(function).parameters:
+                    if PATHS.search(parameter):
+                        found.add(f"{function.__qualname__}({parameter})")
+    return found
+
+
+def test_every_public_door_is_known():
+    """A new one must be attacked too: add it to DOORS, or to READ_NOTHING with the reason."""
+    found = public_paths()
+    assert "load_weights(source)" in found
+    assert len(found) > 30
+    assert found - {*DOORS, *READ_NOTHING} == set()
+    assert {*DOORS, *READ_NOTHING} - found == set(), "is no longer there"
+
+
+class Hung(BaseException):
+    pass
+
+
+EVENTS = {"exec", "compile", "pickle.find_class", "marshal.loads", "import", "os.system", "os.exec", "os.fork",
+          "os.posix_spawn", "os.spawn", "subprocess.Popen", "socket.connect", "socket.bind", "socket.getaddrinfo",
+          "ctypes.dlopen", "code.__new__", "urllib.Request", "pty.spawn"}  # fmt: skip
+
+
+def watch(folder):
+    """Note what Python itself sees happen. A hook can't be removed: this is for a process that ends soon."""
+    seen = []
+    on = []
+
+    def hook(event, args):
+        if not on:
+            return
+        if event == "compile" and args[1] == "<unknown>":
+            return  # parsing alone, by ast.literal_eval; running the result would be an event of its own
+        if event in EVENTS:
+            seen.append(f"{event} {str(args[0])[:100]}")
+        elif event == "open" and set(args[1] or "") & set("wax+") and not str(args[0]).startswith(str(folder)):
+            seen.append(f"{event} {args[0]} {args[1]}")
+
+    sys.addaudithook(hook)
+    return seen, on
+
+
+def attack(name, folder, good, files):
+    """Go through a door with every file; returns what happened, in a process of its own."""
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, folder)
+    torch.serialization.add_safe_globals([print, eval, (hostile_files.Call, "hostile_payload.Thing")])
+    door = DOORS[name][0]
+
+    def hung(*_):
+        raise Hung
+
+    signal.signal(signal.SIGALRM, hung)
+    seen, on = watch(folder)
+    start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    door(Path(good))  # must work, or the rest proves nothing
+    with contextlib.suppress(ValueError):
+        door(Path(folder) / "pickle-eval.pt")  # what errors import
+    happened, times = {}, {}
+    for file, path in files.items():
+        seen.clear()
+        began = time.monotonic()
+        signal.alarm(SECONDS)
+        on.append(True)
+        try:
+            door(path)
+            outcome = "loaded"
+        except Hung:
+            outcome = "hung"
+        except (ValueError, TypeError, OSError) as error:
+            outcome = "" if str(error) else "an error without words"
+        except Exception as error:
+            # States that are damaged with right digests meet whatever takes them.
+            outcome = "" if DOORS[name][2] not in ("files", "settings") else f"{type(error).__name__}: {error}"[:300]
+        except BaseException as error:
+            outcome = f"{type(error).__name__}: {error}"[:300]
+        on.clear()
+        signal.alarm(0)
+        times[file] = time.monotonic() - began
+        happened[file] = (outcome, list(dict.fromkeys(seen))[:5])
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) / 1024
+    return happened, times, grown, hostile_files.PAYLOAD in sys.modules
+
+
+# Harmless: a file whose weights are good and whose other parts were left out, or are good under another name.
+MAY_LOAD = re.compile(
+    r"good|keys|^ours-|^lightning-|pickle-(itself|many)|settings-(digits|laughs|literal|code|empty|name)"
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hostile")
+    marker = str(folder / "marker")
+    made = {"files": hostile_files.corpus(folder, marker), "settings": hostile_files.settings(folder, marker)}
+    (folder / "settings-good.yaml").write_text("width: 2\n")
+    for kind, make in {"state": make_state, "run": make_run}.items():
+        for name in (kind, f"{kind}-forged", f"{kind}-more"):
+            (folder / name).mkdir()
+        made[kind] = hostile_files.of_ours(make(folder / kind), folder / f"{kind}-forged", marker)
+    more = hostile_files.of_ours(folder / "state" / "whole", folder / "state-more", marker)
+    made["projects"] = hostile_files.projects(more, folder / "state-more")
+    (folder / "project" / "checkpoints").mkdir(parents=True)
+    shutil.copytree(folder / "state" / "whole", folder / "project" / "checkpoints" / "checkpoint_0")
+    (folder / "good-folder").mkdir()
+    shutil.copytree(folder / "run" / "whole", folder / "good-folder" / "epoch=0-step=2.ckpt")
+    hostile_files.of_ours(folder / "run" / "whole", folder / "run-more", marker)
+    made["folders"] = {"all": folder / "run-more", "hub": made["files"]["hub-bin"], "dcp": made["files"]["dcp"]}
+    return folder, marker, made
+
+
+def chosen(name, made):
+    """What to try on a door: what was made for it, and a part of the rest that the door's name decides."""
+    kind = DOORS[name][2]
+    rest = (
+        {}
+        if kind in ("settings", "projects", "folders")
+        else made["files"] | (made["state"] if kind == "files" else {})
+    )
+    if name == "load_weights(source)":
+        return rest
+    some = random.Random(name).sample(sorted(rest), min(50, len(rest)))
+    if name.startswith("TaskModule"):
+        some += [file for file in rest if file.startswith("lightning")]
+    return (made[kind] if kind != "files" else {}) | {file: rest[file] for file in some}
+
+
+def check(name, folder, marker, tried, megabytes=MEGABYTES):
+    _, good, kind = DOORS[name]
+    good = folder / kind / good if good == "whole" else folder / good
+    happened, times, grown, imported = run(attack, 1, name, str(folder), good, tried, timeout=280)[0]
+    assert not Path(marker).exists()
+    assert not imported
+    assert {file: seen for file, (_, seen) in happened.items() if seen} == {}
+    assert {f: what for f, (what, _) in happened.items() if what not in ("", "loaded")} == {}
+    if kind in ("files", "settings"):
+        loaded = {f for f, (what, _) in happened.items() if what == "loaded"}
+        assert {f for f in loaded if not MAY_LOAD.search(f)} == set()
+    assert {f: spent for f, spent in times.items() if spent > SECONDS} == {}
+    assert grown < megabytes, grown
+
+
+# What these do with a path the others do too.
+ALIKE = {
+    *("Trainer.validate(ckpt_path)", "Trainer.test(ckpt_path)", "Trainer.predict(ckpt_path)"),
+    *("load_checkpoint_and_dispatch(checkpoint)", "dispatch_model(offload_dir)"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in DOORS]
+)
+def test_no_file_does_harm(name, files):
+    folder, marker, made = files
+    check(name, folder, marker, chosen(name, made))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in DOORS if DOORS[name][2] in ("files", "state", "run")])
+def test_no_file_at_all_does_harm(name, files, tmp_path):
+    folder, marker, made = files
+    many = {f"{keys}-keys": hostile_files.headers(keys)["keys"] for keys in (150_000, 1_000_000)}
+    for file, content in many.items():
+        (tmp_path / file).write_bytes(content)
+    everything = made["files"] | made["state"] | made["run"] | {file: tmp_path / file for file in many}
+    # safetensors' own parser takes 15 times the memory of a header of a million tensors.
+    check(name, folder, marker, everything, 2 * MEGABYTES)

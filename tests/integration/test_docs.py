@@ -1,0 +1,543 @@
+"""The documents say what happens: hook order is compared with a real run, and each difference from the peers is shown.
+
+The tests from `test_partial_group...` on are those that `docs/differences.md` names.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import HOOKS, ModelCheckpoint
+from treadle.strategies import LaunchEnvironment
+
+import treadle
+
+ROOT = Path(__file__).parents[2]
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+def loader(samples=5, batch_size=1, **options):
+    return DataLoader(TensorDataset(torch.arange(float(samples)).reshape(-1, 1)), batch_size, **options)
+
+
+class Task(treadle.TaskModule):
+    """One weight that begins at 0; the loss of a sample is the weight, so each full gradient is 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen += batch[0].flatten().tolist()
+        return (self.weight * torch.ones_like(batch[0])).mean()
+
+    def test_step(self, batch, batch_idx):
+        self.log("weight", self.weight.sum())
+
+    def predict_step(self, batch, batch_idx):
+        return batch[0].flatten()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Validated(Task):
+    """The same, with a validation."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("mean", batch[0].mean())
+
+
+def fit(task, train=None, val=None, *, ckpt_path=None, **flags):
+    trainer = treadle.Trainer(**{**QUIET, "max_epochs": 1, **flags})
+    trainer.fit(task, loader() if train is None else train, val, ckpt_path=ckpt_path)
+    return trainer
+
+
+def weight(task):
+    return task.weight.item()
+
+
+# -- docs/hooks.md ---------------------------------------------------------------------------------------------------
+
+
+def recorder(trace, owner):
+    return {name: lambda self, *_, name=name: trace.append(f"{owner}.{name}") for name in HOOKS}
+
+
+class Recorded(Task):
+    """Its methods that are no hooks write themselves into `trace`, a list that a test puts here."""
+
+    trace = None
+
+    def configure_callbacks(self):
+        self.trace.append("task.configure_callbacks")
+        return []
+
+    def prepare_data(self):
+        self.trace.append("task.prepare_data")
+
+    def configure_model(self):
+        self.trace.append("task.configure_model")
+
+    def configure_optimizers(self):
+        self.trace.append("task.configure_optimizers")
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    def configure_gradient_clipping(self, *args, **kwargs):
+        self.trace.append("task.configure_gradient_clipping")
+
+    def lr_scheduler_step(self, *args):
+        self.trace.append("task.lr_scheduler_step")
+        super().lr_scheduler_step(*args)
+
+    def training_step(self, batch, batch_idx):
+        self.trace.append("task.training_step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.trace.append("task.validation_step")
+
+    def test_step(self, batch, batch_idx):
+        self.trace.append("task.test_step")
+
+    def predict_step(self, batch, batch_idx):
+        self.trace.append("task.predict_step")
+
+    def train_dataloader(self):
+        self.trace.append("task.train_dataloader")
+        return loader(2)
+
+    def val_dataloader(self):
+        self.trace.append("task.val_dataloader")
+        return loader(2)
+
+    def test_dataloader(self):
+        self.trace.append("task.test_dataloader")
+        return loader(1)
+
+    def predict_dataloader(self):
+        self.trace.append("task.predict_dataloader")
+        return loader(1)
+
+
+def recorded(folder):
+    """The calls of a tiny run, a list for each of fit, test, predict, and a fit that goes on and fails."""
+    trace = []
+    task = type("Recording", (Recorded,), {"trace": trace, **recorder(trace, "task")})()
+    callback = type("Callback", (treadle.Callback,), recorder(trace, "callback"))()
+    flags = {**QUIET, "enable_checkpointing": True, "num_sanity_val_steps": 1, "accumulate_grad_batches": 2}
+    trainer = treadle.Trainer(**flags, max_epochs=1, callbacks=[callback, ModelCheckpoint(folder)])
+    parts = {}
+    for stage in ("fit", "test", "predict"):
+        getattr(trainer, stage)(task)
+        parts[stage], trace[:] = list(trace), []
+    again = treadle.Trainer(**flags, max_epochs=2, callbacks=[callback, ModelCheckpoint(folder)])
+    task.on_train_start = lambda: trace.append("task.on_train_start")
+    type(task).training_step = lambda self, batch, batch_idx: trace.append("task.training_step")
+    with pytest.raises(ValueError, match="training_step returned None"):
+        again.fit(task, ckpt_path=trainer.checkpoint_callback.best_model_path)
+    return {**parts, "resume": trace}
+
+
+def documented():
+    """The traces in docs/hooks.md: each fenced block marked `text <stage>`; indentation and remarks are for people."""
+    blocks = re.findall(r"```text (\w+)\n(.*?)```", (ROOT / "docs/hooks.md").read_text(), re.DOTALL)
+    lines = {stage: [line.split("#")[0].strip() for line in text.splitlines()] for stage, text in blocks}
+    return {stage: [line for line in text if line] for stage, text in lines.items()}
+
+
+def test_hook_order_is_the_documented_one(tmp_path):
+    real, words = recorded(tmp_path), documented()
+    assert words.keys() == real.keys()
+    for stage, calls in real.items():
+        # The document names the callback's and the task's call in one line where one follows the other.
+        wanted = []
+        for line in words[stage]:
+            owner, name = line.split(".")
+            wanted += [f"{each}.{name}" for each in (("callback", "task") if owner == "both" else (owner,))]
+        assert calls == wanted, stage
+
+
+def test_every_hook_is_documented():
+    loop = ast.get_docstring(ast.parse((ROOT / "trainer/loop/fit_loop.py").read_text()))
+    assert loop is not None
+    for text, where in ((loop, "trainer/loop/fit_loop.py"), ((ROOT / "docs/hooks.md").read_text(), "docs/hooks.md")):
+        missing = [name for name in HOOKS if not re.search(rf"\b{name}\b", text)]
+        assert not missing, f"{where} does not name {missing}"
+
+
+def test_the_documents_name_no_hook_that_does_not_exist():
+    for where in ("trainer/loop/fit_loop.py", "docs/hooks.md"):
+        named = set(re.findall(r"\bon_\w+", (ROOT / where).read_text() if "docs" in where else _docstring(where)))
+        assert named <= set(HOOKS), where
+
+
+def _docstring(where):
+    return ast.get_docstring(ast.parse((ROOT / where).read_text())) or ""
+
+
+# -- docs/differences.md ---------------------------------------------------------------------------------------------
+
+
+def test_each_difference_names_a_test_that_exists():
+    rows = re.findall(r"^\|.*\|$", (ROOT / "docs/differences.md").read_text(), re.MULTILINE)
+    rows = [row for row in rows if not re.fullmatch(r"[|\- ]+", row) and not row.endswith("| Test |")]
+    assert rows
+    for row in rows:
+        named = re.findall(r"`(?:([\w/]+\.py)::)?(test_\w+)`", row)
+        assert named, f"no test in {row}"
+        for file, name in named:
+            assert f"def {name}(" in (ROOT / (file or "tests/test_docs.py")).read_text(), name
+
+
+def test_partial_group_is_averaged_over_what_it_holds():
+    task = Task()
+    fit(task, accumulate_grad_batches=4)
+    assert weight(task) == -2.0
+
+    task = Task()
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model, optimizer, batches = accelerator.prepare(task, task.configure_optimizers(), loader())
+    for (x,) in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward((task.weight * torch.ones_like(x)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert weight(task) == -2.0
+
+
+class Tokens(Task):
+    """Two micro-batches: 4 tokens whose gradient is 4, and 1 token whose gradient is 1."""
+
+    def training_step(self, batch, batch_idx):
+        tokens = 4.0 - 3.0 * batch[0].item()
+        return {"loss": (self.weight * tokens).sum(), "weight": tokens}
+
+
+def test_weights_make_the_mean_over_tokens():
+    task = Tokens()
+    fit(task, loader(2), accumulate_grad_batches=2)
+    assert weight(task) == pytest.approx(-17 / 5)  # the mean of the two means is 2.5
+
+
+class Noisy(Task):
+    """Depends on the order of the data and on the process's random state."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        return (self.weight * (batch[0] + torch.rand(1))).mean() ** 2
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def test_resume_within_an_epoch_is_bit_equal(tmp_path):
+    def train(seed, **more):
+        treadle.seed_everything(seed)
+        task = Noisy()
+        fit(task, loader(12, 2, shuffle=True), max_epochs=2, **more)
+        return task
+
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
+    whole = train(1, enable_checkpointing=True, callbacks=saving)
+    resumed = train(2, ckpt_path=tmp_path / "epoch=0-step=4.ckpt")
+    assert resumed.seen == whole.seen[8:]
+    assert torch.equal(resumed.weight, whole.weight)
+
+
+def test_step_numbers_count_completed_optimizer_steps():
+    rows = []
+
+    class Rows(treadle.loggers.Logger):
+        name, version = "rows", 0
+
+        def log_metrics(self, metrics, step=None):
+            rows.append((step, metrics["batch"]))
+
+        def log_hyperparams(self, params, *args, **kwargs):
+            pass
+
+    class Logging(Task):
+        def training_step(self, batch, batch_idx):
+            self.log("batch", float(batch_idx))
+            return super().training_step(batch, batch_idx)
+
+    trainer = fit(Logging(), loader(6), accumulate_grad_batches=2, logger=Rows(), log_every_n_steps=1)
+    assert trainer.global_step == 3
+    assert rows == [(1, 1.0), (2, 3.0), (3, 5.0)]
+
+
+class Overflowing(Task):
+    """The first losses are more than float16's gradients can hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).mean() * 10.0
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        return [optimizer], [{"scheduler": self.scheduler, "interval": "step"}]
+
+
+def test_a_skipped_float16_step_is_no_step():
+    task = Overflowing()
+    trainer = fit(task, loader(8), precision="16-mixed")
+    assert trainer.progress.skipped > 0
+    assert trainer.global_step == 8 - trainer.progress.skipped
+    assert task.scheduler.last_epoch == trainer.global_step
+
+
+class Scheduled(Validated):
+    def configure_optimizers(self):
+        self.optimizer = super().configure_optimizers()
+        return [self.optimizer], [torch.optim.lr_scheduler.StepLR(self.optimizer, 1)]
+
+    def on_validation_start(self):
+        self.seen.append(self.optimizer.param_groups[0]["lr"])
+
+
+def test_validation_sees_the_learning_rate_its_epoch_was_trained_with():
+    task = Scheduled()
+    task.training_step = lambda batch, batch_idx: task.weight.sum()
+    fit(task, val=loader(), max_epochs=2)
+    assert task.seen == [1.0, pytest.approx(0.1)]
+
+
+def test_gradients_are_dropped_after_the_step():
+    class Gradients(Task):
+        def on_before_zero_grad(self, optimizer):
+            self.seen = [weight(self), self.weight.grad.item()]
+
+    task = Gradients()
+    fit(task, loader(1))
+    assert task.seen == [-1.0, 1.0]
+    assert task.weight.grad is None
+
+
+def test_validation_waits_for_the_end_of_the_optimizer_step():
+    class Steps(Validated):
+        def on_validation_start(self):
+            self.seen.append("validation")
+
+    task = Steps()
+    fit(task, loader(6), loader(1), accumulate_grad_batches=2, val_check_interval=3)
+    assert task.seen == [0, 1, 2, 3, "validation", 4, 5, "validation"]
+
+
+def test_on_step_end_comes_after_validation_and_before_the_next_step():
+    class Ends(Validated):
+        def on_validation_end(self):
+            self.seen.append("validated")
+
+        def on_step_end(self):
+            self.seen.append(self.global_step)
+
+    task = Ends()
+    task.training_step = lambda batch, batch_idx: task.weight.sum()
+    fit(task, loader(4), loader(1), accumulate_grad_batches=2)
+    assert task.seen == [1, "validated", 2]
+
+
+def test_a_checkpoint_is_a_directory_without_pickle(tmp_path):
+    trainer = fit(Task())
+    trainer.save_checkpoint(tmp_path / "mine.ckpt")
+    files = sorted(file.name for file in (tmp_path / "mine.ckpt").iterdir())
+    assert files
+    assert {Path(name).suffix for name in files} == {".json", ".safetensors"}
+
+
+def test_none_as_the_loss_is_an_error():
+    task = Task()
+    task.training_step = lambda batch, batch_idx: None
+    with pytest.raises(ValueError, match="training_step returned None"):
+        fit(task)
+
+
+def test_a_loss_that_is_not_finite_is_an_error_unless_asked():
+    class NotFinite(Task):
+        def training_step(self, batch, batch_idx):
+            return self.weight.sum() * (float("nan") if batch_idx == 1 else 1.0)
+
+    task = NotFinite()
+    with pytest.raises(ValueError, match="not finite on rank 0"):
+        fit(task)
+    assert weight(task) == -1.0
+
+    task = NotFinite()
+    trainer = fit(task, on_nonfinite="skip")
+    assert (weight(task), trainer.global_step) == (-4.0, 4)
+
+
+def test_an_empty_loader_is_an_error():
+    with pytest.raises(ValueError, match="the training loader yielded no batch"):
+        fit(Task(), loader(3, 4, drop_last=True))
+
+
+def test_no_model_means_the_last_one_at_its_best_checkpoint(tmp_path):
+    class Logging(Task):
+        def training_step(self, batch, batch_idx):
+            return self.weight.sum()
+
+        def validation_step(self, batch, batch_idx):
+            self.log("distance", (self.weight + 1).abs().sum())  # best after the first epoch
+
+    task = Logging()
+    best = ModelCheckpoint(tmp_path, monitor="distance")
+    trainer = fit(task, loader(1), loader(1), max_epochs=3, enable_checkpointing=True, callbacks=best)
+    assert trainer.test(task, loader(1), verbose=False) == [{"weight": -3.0}]
+    assert trainer.test(dataloaders=loader(1), verbose=False) == [{"weight": -1.0}]
+
+
+def test_a_half_set_environment_is_an_error():
+    with pytest.raises(ValueError, match="RANK is not set, but WORLD_SIZE=2 is"):
+        LaunchEnvironment.read({"WORLD_SIZE": "2"})
+
+
+# -- docs/differences.md, on two processes ---------------------------------------------------------------------------
+
+
+def on_each_process(folder):
+    """Everything that takes two processes, in one start of them; returns what this one saw."""
+    rank = treadle.Accelerator(cpu=True).process_index
+    trainer = treadle.Trainer(**QUIET)
+    found = {
+        "validation": trainer.validate(Validated(), loader(5), verbose=False)[0]["mean"],
+        "predictions": torch.cat(trainer.predict(Task(), loader(5, 2))).tolist(),
+    }
+
+    class Stopping(Task):
+        def on_train_batch_start(self, batch, batch_idx):
+            if rank == 1 and batch_idx == 2:
+                self.trainer.should_stop = True
+
+        def training_step(self, batch, batch_idx):
+            self.log("rank", float(rank))
+            return super().training_step(batch, batch_idx)
+
+    task = Stopping()
+    trainer = fit(task, loader(20), log_every_n_steps=1)
+    found |= {"stopped": trainer.global_step, "logged": float(trainer.logged_metrics["rank"])}
+
+    saving = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
+    task = Task()
+    treadle.seed_everything(1)
+    fit(task, loader(22, 3, shuffle=True), max_steps=2, enable_checkpointing=True, callbacks=saving)
+    found["seen"] = task.seen
+
+    accelerator = treadle.Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(6))
+    gathered = []
+    for (x,) in batches:
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        gathered += accelerator.gather_for_metrics(x).flatten().tolist()
+    return found | {"gathered": gathered} | losses_of(accelerator) | formats()
+
+
+def losses_of(accelerator):
+    """The mean loss of the samples 0 to 4, gathered in three ways; a sample's loss is its number."""
+    batch_size, repeated, own, weighed = 2, [], [], []
+    for (x,) in accelerator.prepare_data_loader(loader(5, batch_size), evaluation=True):
+        loss = x.mean()
+        repeated.append(accelerator.gather_for_metrics(loss.repeat(batch_size)))
+        own.append(accelerator.gather_for_metrics(loss.repeat(len(x))))
+        weighed.append(torch.stack(accelerator.gather_for_metrics((loss, torch.tensor(float(len(x)))))))
+    means, counts = torch.cat(weighed, dim=1)
+    return {
+        "repeated": torch.cat(repeated).mean().item(),
+        "own length": torch.cat(own).mean().item(),
+        "weighed": (means @ counts / counts.sum()).item(),
+    }
+
+
+class Seeing(nn.Module):
+    """Notes the formats of its weight, while that is whole, and of its product."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+        self.seen = set()
+
+    def forward(self, x):
+        product = x @ self.weight
+        self.seen.add((self.weight.dtype, tuple(self.weight.shape), product.dtype))
+        return product
+
+
+def formats():
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    seen = {}
+    for name, policy in (("stored", None), ("half", MixedPrecisionPolicy(torch.bfloat16, torch.float32))):
+        strategy = treadle.strategies.FSDP(auto_wrap_policy={Seeing}, mixed_precision=policy)
+        accelerator = treadle.Accelerator(cpu=True, strategy=strategy, mixed_precision="bf16")
+        net = nn.Sequential(Seeing())
+        accelerator.prepare(net)(torch.ones(1, 2))
+        seen[name] = net[0].seen
+    return {"formats": seen}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    return folder, run(on_each_process, 2, str(folder))
+
+
+def test_evaluation_counts_each_sample_once(two):
+    assert [found["validation"] for found in two[1]] == [2.0, 2.0]
+    assert [found["gathered"] for found in two[1]] == [[0, 1, 2, 3, 4, 5]] * 2
+
+
+def test_a_repeated_loss_overweights_a_short_batch(two):
+    for found in two[1]:
+        assert found["own length"] == found["weighed"] == pytest.approx(2.0)
+        assert found["repeated"] > 2.2
+
+
+def test_parameters_are_gathered_as_they_are_stored(two):
+    for found in two[1]:
+        assert found["formats"]["stored"] == {(torch.float32, (2, 2), torch.bfloat16)}
+        assert found["formats"]["half"] == {(torch.bfloat16, (2, 2), torch.bfloat16)}
+
+
+def test_predictions_are_those_of_all_processes_in_order(two):
+    assert [found["predictions"] for found in two[1]] == [[0, 1, 2, 3, 4]] * 2
+
+
+def test_a_stop_on_one_process_stops_all_after_the_same_step(two):
+    assert [found["stopped"] for found in two[1]] == [3, 3]
+
+
+def test_logged_values_are_of_all_processes(two):
+    assert [found["logged"] for found in two[1]] == [0.5, 0.5]
+
+
+def test_another_number_of_processes_goes_on_with_the_samples_left(two):
+    folder, found = two
+    before = [sample for each in found for sample in each["seen"]]
+    assert len(before) == 12
+    task = Task()
+    fit(task, loader(22, 3, shuffle=True), ckpt_path=folder / "epoch=0-step=2.ckpt")
+    assert sorted(before + task.seen) == list(range(22))

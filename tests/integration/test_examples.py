@@ -1,0 +1,94 @@
+"""The examples do their job; the own loop has the losses of the Trainer's, bit for bit."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run, script
+
+import treadle
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EPOCHS, BATCH, ACCUMULATE = 2, 64, 4
+
+
+class Losses(treadle.Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append(outputs["loss"])
+
+
+def both_doors(world, folder, precision, mixed):
+    """This process's losses, of the Trainer and of the own loop, and the own loop's test accuracy."""
+    os.chdir(folder)
+    sys.path.insert(0, str(EXAMPLES))
+    import digits
+    import own_loop
+
+    treadle.seed_everything(0)
+    task, losses = digits.DigitsTask(), Losses()
+    trainer = treadle.Trainer(
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        precision=precision,
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=1.0,
+        callbacks=[losses],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(task, *digits.build_loaders(BATCH // world)[:2])
+    arguments = argparse.Namespace(
+        max_epochs=EPOCHS, batch_size=BATCH // world, accumulate=ACCUMULATE, mixed_precision=mixed, cpu=True, seed=0
+    )
+    own, accuracy = own_loop.train(arguments)
+    return torch.stack(losses.seen), torch.stack(own), accuracy
+
+
+@pytest.mark.parametrize(
+    ("world", "precision", "mixed"),
+    [
+        (1, "32-true", "no"),
+        (2, "32-true", "no"),
+        pytest.param(2, "bf16-mixed", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_own_loop_is_the_trainers_loop(world, precision, mixed, tmp_path):
+    accuracies = set()
+    for trainer, own, accuracy in run(both_doors, world, world, str(tmp_path), precision, mixed):
+        assert len(own) == EPOCHS * -(-1197 // BATCH)
+        assert torch.equal(trainer, own)
+        accuracies.add(accuracy)
+    assert len(accuracies) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param((), marks=pytest.mark.slow), ("--devices", "2", "--batch-size", "32", "--accumulate", "2")],
+)
+def test_digits(options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = script(EXAMPLES / "digits.py", *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Test accuracy") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--steps", "24", "--accumulate", "2"), id="one"),
+        pytest.param(("--steps", "4", "--devices", "2", "--strategy", "fsdp"), id="fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_gpt(options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = script(EXAMPLES / "gpt.py", *options, "--max-bytes", "300000", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
+    assert "bits per byte" in done.stdout

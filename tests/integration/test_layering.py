@@ -1,0 +1,231 @@
+"""The shape of the house: imports point down, rooms are entered through their faces, no files import in a circle."""
+
+import ast
+
+import pytest
+from house import TOP_ROOMS, exports, files, imports, imports_in, is_package, package_of, target, tree
+
+import treadle
+
+MAY_IMPORT = {
+    "common": set(),
+    "strategies": {"common"},
+    "loggers": {"common"},
+    "engine": {"common", "strategies", "loggers"},
+    "callbacks": {"common", "strategies", "engine"},
+    "trainer": {"common", "strategies", "loggers", "engine", "callbacks"},
+    "cli": {"common", "strategies", "loggers", "engine", "callbacks", "trainer"},
+    "compat": {"common", "strategies", "loggers", "engine", "callbacks", "trainer", "cli", ""},
+}
+# Whom a file may name for type checkers although the owner imports the file: its owner.
+OWNERS = {"Accelerator", "Accumulation", "TaskModule", "Trainer", "World"}
+MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_MODULES = 800, 60, 15
+# One file for each public callback, at the path that Lightning gives it.
+FULL_BY_NAME = {"callbacks"}
+# The whole public surface in one file, half of it docstrings.
+LONG_BY_DOCSTRINGS = {"engine.accelerator"}
+
+
+def room(module):
+    """The top-level room; empty for the few files of ``treadle`` itself."""
+    first = module.partition(".")[0]
+    return first if first in TOP_ROOMS else ""
+
+
+def is_inside(package, other):
+    return package == other or package.startswith(f"{other}.") or not other
+
+
+def names_the_owner(found):
+    return found.typing and found.name in OWNERS
+
+
+def edges(module):
+    """The files that a file imports, its owner for type checkers apart."""
+    for found in imports(module):
+        reached = target(found.module, found.name)
+        if reached not in (None, module) and not names_the_owner(found):
+            yield reached
+
+
+def circles(graph):
+    """Groups of nodes that reach each other (Tarjan's strongly connected components)."""
+    index, low, stack, found = {}, {}, [], []
+
+    def visit(node):
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph.get(node, ()):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def test_every_room_is_looked_at():
+    assert {room(module) for module in files()} == {*TOP_ROOMS, ""}
+    assert len(files()) > 200
+    assert sum(len(imports(module)) for module in files()) > 2000
+
+
+def test_imports_point_down():
+    offenders = []
+    for module in files():
+        for found in imports(module):
+            if found.module is None or not room(module) or names_the_owner(found):
+                continue
+            reached = room(target(found.module, found.name) or found.module)
+            if reached != room(module) and reached not in MAY_IMPORT[room(module)]:
+                offenders.append(f"{module}:{found.line} imports {found.module} {found.name}")
+    assert offenders == []
+
+
+def test_rooms_are_entered_through_their_faces():
+    """A file imports from files beside or above it, and from the faces of other rooms."""
+    offenders = []
+    for module in files():
+        if is_package(module) or room(module) in ("", "compat"):
+            continue
+        for found in imports(module):
+            home = found.module
+            if (
+                home is None
+                or home not in files()
+                or room(home) == "common"
+                or is_inside(package_of(module), package_of(home))
+            ):
+                continue
+            if not is_package(home):
+                offenders.append(f"{module}:{found.line} imports {home}, a file inside another room")
+            elif found.name not in exports(home) and f"{home}.{found.name}" not in files():
+                offenders.append(f"{module}:{found.line} imports {found.name}, which {home} does not export")
+            if any(part.startswith("_") for part in home.split(".")) and not is_inside(
+                package_of(module), home[: home.index("._")]
+            ):
+                offenders.append(f"{module}:{found.line} imports {home}, a private room")
+    assert offenders == []
+
+
+def test_no_files_import_in_a_circle():
+    graph = {module: sorted(set(edges(module))) for module in files() if not is_package(module)}
+    assert circles(graph) == []
+
+
+def test_what_faces_export_exists():
+    for package in files():
+        if is_package(package) and exports(package):
+            face = __import__(f"treadle.{package}" if package else "treadle", fromlist=["*"])
+            for name in exports(package):
+                assert getattr(face, name) is not None, (package, name)
+    assert set(exports("")) == set(treadle.__all__)
+    with pytest.raises(AttributeError, match=r"no attribute 'Trianer'. Did you mean 'Trainer'"):
+        _ = treadle.Trianer
+
+
+def test_the_checkers_see_what_they_should():
+    source = "def f():\n    from ..trainer import Trainer\nif TYPE_CHECKING:\n    from ..trainer import Trainer\n"
+    found = list(imports_in(ast.parse(source), "engine.rng", False))
+    assert [(each.module, each.name, each.typing) for each in found] == [
+        ("trainer", "Trainer", False),
+        ("trainer", "Trainer", True),
+    ]
+    assert target("trainer", "Trainer") == "trainer.trainer"
+    assert target("", "Trainer") == "trainer.trainer"
+    assert target("engine", "data") == "engine.data"
+    assert target(None, "DataLoader") is None
+    assert circles({"a": ["b"], "b": ["c"], "c": ["b"]}) == [["b", "c"]]
+    absolute = ast.parse("import torch.nn\nfrom treadle.engine import rng\nfrom . import rng")
+    assert [each.module for each in imports_in(absolute, "engine.data.loader", False)] == [
+        None,
+        "engine",
+        "engine.data",
+    ]
+
+
+def identifiers(module):
+    for node in ast.walk(tree(module)):
+        for name in (getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "name", None)):
+            if isinstance(name, str):
+                yield getattr(node, "lineno", 0), name
+        if isinstance(node, ast.alias):
+            yield node.lineno, node.name
+
+
+def above_the_strategies():
+    return [module for module in files() if room(module) not in ("common", "strategies", "compat", "")]
+
+
+def test_only_the_strategies_know_the_strategies():
+    forbidden = ("DDP", "FSDP", "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
+    offenders = [
+        f"{module}:{line} {name}"
+        for module in above_the_strategies()
+        for line, name in identifiers(module)
+        if any(word in name for word in forbidden)
+    ]
+    assert offenders == []
+
+
+def test_only_the_strategies_talk_to_other_processes():
+    offenders = [
+        f"{module}:{found.line} {found.external}"
+        for module in above_the_strategies()
+        for found in imports(module)
+        if found.external.startswith("torch.distributed") or (found.external, found.name) == ("torch", "distributed")
+    ]
+    offenders += [
+        f"{module}:{node.lineno} torch.distributed"
+        for module in above_the_strategies()
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Attribute) and node.attr == "distributed"
+        if isinstance(node.value, ast.Name) and node.value.id == "torch"
+    ]
+    assert offenders == []
+
+
+def test_omegaconf_is_known_to_configurations_and_hyperparameters_only():
+    users = {module for module in files() for found in imports(module) if found.external.split(".")[0] == "omegaconf"}
+    assert users == {"cli.config.resolve", "trainer.core.stored_hparams"}
+
+
+def test_no_folder_is_too_full():
+    counted = {}
+    for module in files():
+        if not is_package(module):
+            counted[package_of(module)] = counted.get(package_of(module), 0) + 1
+    full = {package: count for package, count in counted.items() if count > MOST_MODULES}
+    assert set(full) == FULL_BY_NAME, full
+
+
+@pytest.mark.parametrize("own", [*TOP_ROOMS, ""])
+def test_files_and_functions_stay_small(own):
+    long = []
+    for module, path in files().items():
+        if room(module) != own:
+            continue
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > MOST_LINES and module not in LONG_BY_DOCSTRINGS:
+            long.append(f"{module}: {lines} lines")
+        for owner in ast.walk(tree(module)):
+            for node in ast.iter_child_nodes(owner):
+                if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    continue
+                if isinstance(owner, ast.ClassDef) and (owner.name, node.name) == ("Trainer", "__init__"):
+                    continue
+                # A class inside is no statement of the function's; each of its methods is measured by itself.
+                inside = sum(c.end_lineno - c.lineno + 1 for c in node.body if isinstance(c, ast.ClassDef))
+                length = node.end_lineno - node.lineno + 1 - inside
+                if length > MOST_LINES_OF_A_FUNCTION:
+                    long.append(f"{module}:{node.lineno} {node.name}: {length} lines")
+    assert long == []

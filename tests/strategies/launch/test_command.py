@@ -1,0 +1,126 @@
+"""`treadle launch` on one machine: what the ranks get, what is refused, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import clean_environment, python
+from treadle.strategies.launch import command as launch_command
+from treadle.strategies.launch.rendezvous import Job
+
+SHOW = """
+import os, sys
+line = os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv[1:], os.environ.get("TREADLE_DEBUG")
+os.write(1, f"{(*line, os.environ.get('CUDA_VISIBLE_DEVICES'))}\\n".encode())
+sys.exit(int(os.environ["RANK"]) * 3)
+"""
+
+
+def treadle(*args: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [python(), "-m", "treadle", *args]
+    return subprocess.run(
+        command, cwd=cwd, env=clean_environment(env), capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def job(*args: str) -> Job:
+    return launch_command.job_of(launch_command.parse(args))
+
+
+def test_the_ranks_and_the_exit_status(tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text(SHOW)
+    # What follows the script is the script's, whatever it looks like.
+    script = ["show.py", "--nnodes", "3", "--help", "-m", "${local_rank}"]
+    done = treadle("launch", "--nproc_per_node=2", "--debug", "--cpu", *script, cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert "treadle: rank 1 of 2 failed first: exit status 3\n" in done.stderr
+    rows = [f"('{rank}', '2', {script[1:]}, '1', '')" for rank in (0, 1)]
+    assert sorted(done.stdout.splitlines()) in (rows, rows[1:])  # rank 0 may be ended first
+
+
+def test_files_of_each_rank_and_a_module_and_a_program(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text("print('from', __spec__.name)")
+    logs = ["--log-dir", str(tmp_path / "logs"), "--redirects", "3"]
+    done = treadle("launch", *logs, "--nproc-per-node", "2", "-m", "module", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    texts = [path.read_text() for path in sorted((tmp_path / "logs").rglob("stdout.log"))]
+    assert texts == ["from module\n"] * 2
+    assert treadle("launch", "--no-python", "true").returncode == 0
+    gone = treadle("launch", "--no-python", "no-such-program")
+    assert gone.returncode == 2
+    assert "no-such-program" in gone.stderr
+
+
+def test_the_command_line() -> None:
+    assert treadle().stdout == treadle("--help").stdout
+    assert re.search(r"launch +start a script", treadle().stdout)
+    wrong = treadle("lunch")
+    assert wrong.returncode == 2
+    assert "there is no command 'lunch'. Did you mean 'launch'?" in wrong.stderr
+    shown = treadle("launch", "--help")
+    assert shown.returncode == 0
+    assert "--rdzv-endpoint HOST:PORT" in shown.stdout
+    assert treadle("--version").stdout.count(".") >= 2
+
+
+def test_options_become_a_job(tmp_path: Path) -> None:
+    script = str(tmp_path / "train.py")
+    Path(script).touch()
+    one = job("--nproc-per-node", "2", "--max-restarts=3", script, "--lr", "1")
+    assert (one.nproc, one.max_restarts, one.nodes) == (2, 3, None)
+    assert one.command == [sys.executable, "-u", script, "--lr", "1"]
+    assert job("--nproc-per-node", "cpu", script).nproc == len(os.sched_getaffinity(0))
+    assert job("--cpu", script).nproc == 1
+    many = job("--nnodes", "2:4", "--rdzv-endpoint", "host", "--rdzv-id", "x", "--rdzv-conf", "timeout=9", script)
+    assert many.nodes is not None
+    assert (many.nodes.least, many.nodes.most, many.nodes.backend, many.run_id) == (2, 4, "c10d", "x")
+    assert many.nodes.conf == {"timeout": "9"}
+    named = job("--num_machines", "2", "--num_processes", "4", "--machine_rank", "1", "--main_process_ip", "h", script)
+    assert named.nodes is not None
+    assert (named.nproc, named.nodes.rank, named.nodes.endpoint, named.nodes.backend) == (2, 1, "h:29500", "static")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--nproc", "2"], r"there is no option --nproc. Did you mean '--nproc-per-node'"),
+        (["--num_process", "2"], r"Did you mean '--num_processes'"),
+        (["-x"], "there is no option -x"),
+        (["--mixed_precision", "fp16"], r"say it in the script: Accelerator\(mixed_precision"),
+        (["--use_fsdp"], r"Trainer\(strategy=...\)"),
+        (["--config_file", "x"], "give the options of this command"),
+        (["--nproc-per-node", "two"], "'two' is no number of processes"),
+        (["--nproc-per-node", "0"], "'0' is no number of processes"),
+        (["--nproc-per-node", "2", "--num_processes", "2"], "twice"),
+        (["--nnodes", "x"], "'x' is not of the form N or N:M"),
+        (["--nnodes", "3:2", "--rdzv-endpoint", "h"], "--nnodes 3:2"),
+        (["--nnodes", "2"], "needs a place to meet"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h", "--node-rank", "0"], "two ways"),
+        (["--nnodes", "2", "--master-addr", "h"], "need a --node-rank"),
+        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "h"], "--node-rank 2"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h", "--rdzv-conf", "timeout"], "KEY=VALUE"),
+        (["--nnodes", "2", "--node-rank", "0", "--max-restarts", "1"], "can't meet a second time"),
+        (["--local-addr", "h"], "add --nnodes"),
+        (["--standalone", "--nnodes", "2", "--rdzv-endpoint", "h"], "--standalone is for one machine"),
+        (["--tee", "3"], "add --log-dir"),
+        (["--max-restarts", "-1"], "max_restarts=-1"),
+        (["--max-restarts", "x"], "invalid int value"),
+        (["--multi_gpu", "--cpu"], "--multi_gpu"),
+        (["-m", "--no-python"], "contradict"),
+    ],
+)
+def test_what_is_refused(options: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        job(*options, __file__)
+
+
+def test_a_script_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"there is no file 'nowhere.py'"):
+        job("nowhere.py")
+    with pytest.raises(ValueError, match="required"):
+        job()

@@ -1,0 +1,240 @@
+"""notebook_launcher and debug_launcher, from where there is no file: standard input, and IPython where it is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from processes import clean_environment, python, run
+from treadle.strategies.launch.notebook import debug_launcher, notebook_launcher
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
+
+HEAD = """
+import os, sys, time
+import torch
+from treadle.strategies import open_world
+from treadle.strategies.launch.notebook import debug_launcher, notebook_launcher
+def say(text):
+    os.write(1, f"{text}\\n".encode())
+"""
+
+
+def cell(source: str, command: list[str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """Runs code of which no file is kept, as in a notebook."""
+    text = HEAD + textwrap.dedent(source)
+    return subprocess.run(
+        command or [python(), "-"],
+        input=text,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+TRAIN = """
+def train(lr, session=[]):
+    world = open_world("cpu")
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 300), torch.randn(8, 1)
+    model = torch.nn.Linear(300, 1)
+    if world.size > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    own = slice(world.rank * 8 // world.size, (world.rank + 1) * 8 // world.size)
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x[own]), y[own]).backward()
+        optimizer.step()
+    weights = sum(p.abs().sum().item() for p in model.parameters())
+    say(f"trained {world.rank} of {world.size} {os.getpid()} {weights:.4f}")
+"""
+
+
+def test_a_function_of_the_session_trains_the_same_in_one_process_and_in_two() -> None:
+    # Parallel loops and a backward of the session's own, whose threads the forks will not have.
+    session = """
+    torch.set_num_threads(2)
+    torch.ones(500, 500, requires_grad=True).exp().sum().backward()
+    say(f"session {os.getpid()}")
+    notebook_launcher(train, (0.01,), num_processes=1)
+    torch.distributed.is_initialized() and sys.exit("a group for one process")
+    notebook_launcher(train, (0.01,), num_processes=2)
+    debug_launcher(train, args=(0.01,))
+    assert "RANK" not in os.environ
+    """
+    done = cell(TRAIN + textwrap.dedent(session))
+    assert done.returncode == 0, done.stderr
+    pid = re.search(r"session (\d+)", done.stdout)[1]  # type: ignore[index]
+    lines = re.findall(r"trained (\d) of (\d) (\d+) ([\d.]+)", done.stdout)
+    assert sorted(line[:2] for line in lines) == [("0", "1"), ("0", "2"), ("0", "2"), ("1", "2"), ("1", "2")]
+    assert [line[2] == pid for line in lines] == [line[1] == "1" for line in lines]
+    assert len({line[3] for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("action", "says"),
+    [
+        ("raise ValueError('no such thing')", "rank 1 of 2 failed:\nTraceback"),
+        pytest.param("os.kill(os.getpid(), 9)", "rank 1 of 2 was killed by SIGKILL.", marks=pytest.mark.slow),
+        pytest.param("sys.exit(3)", "SystemExit: 3", marks=pytest.mark.slow),
+        ("os._exit(4)", "rank 1 of 2 ended with exit status 4."),
+    ],
+    ids=["raises", "killed", "exits", "leaves"],
+)
+def test_a_failing_rank_raises_here_and_ends_the_others(action: str, says: str) -> None:
+    source = f"""
+    import signal, subprocess
+    def bad():
+        world = open_world("cpu")
+        if world.rank == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            say(f"worker {{subprocess.Popen(['sleep', '60']).pid}}")
+        world.barrier()
+        if world.rank == 1:
+            {action}
+        time.sleep(60)
+    began = time.monotonic()
+    try:
+        notebook_launcher(bad, num_processes=2)
+    except RuntimeError as error:
+        say(f"after {{time.monotonic() - began}}")
+        say(error)
+    """
+    done = cell(source)
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout
+    assert ("ValueError: no such thing" in done.stdout) == ("raise" in action)
+    assert "launchers.py" not in done.stdout
+    assert float(re.search(r"after ([\d.]+)", done.stdout)[1]) < 10  # type: ignore[index]
+    worker = re.search(r"worker (\d+)", done.stdout)[1]  # type: ignore[index]
+    time.sleep(0.2)
+    assert subprocess.run(["ps", "-o", "stat=", worker], capture_output=True, text=True, check=False).stdout[:1] in "Z"
+
+
+def test_restarts_and_a_port_of_ones_own(tmp_path) -> None:
+    source = f"""
+    def sometimes():
+        world = open_world("cpu")
+        say(f"{{world.rank}} port {{os.environ['MASTER_PORT']}}")
+        if world.rank == 1 and not os.path.exists({str(tmp_path / "once")!r}):
+            open({str(tmp_path / "once")!r}, "w").close()
+            raise ValueError("the first time")
+        world.barrier()
+        say(f"done {{world.rank}}")
+    notebook_launcher(sometimes, num_processes=2, max_restarts=1)
+    """
+    done = cell(source)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"done (\d)", done.stdout)) == ["0", "1"]
+    assert "treadle: restart 1 of 1" in done.stdout
+    assert len(set(re.findall(r"port (\d+)", done.stdout))) == 2
+    assert "29500" not in done.stdout
+
+
+def test_two_machines() -> None:
+    source = """
+    import socket
+    def train():
+        world = open_world("cpu")
+        say((world.rank, world.size, world.node_rank, world.local_rank, world.gather_objects(world.rank)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    node = 0 if os.fork() else 1
+    notebook_launcher(train, num_processes=2, num_nodes=2, node_rank=node, use_port=port)
+    if node == 0:
+        assert os.wait()[1] == 0
+    """
+    done = cell(source)
+    assert done.returncode == 0, done.stderr
+    everyone = "[0, 1, 2, 3]"
+    assert sorted(done.stdout.splitlines()) == [f"({r}, 4, {r // 2}, {r % 2}, {everyone})" for r in range(4)]
+
+
+def test_an_interrupt_ends_the_ranks() -> None:
+    source = """
+    import signal, threading
+    def wait():
+        say(f"rank {os.getpid()}")
+        time.sleep(60)
+    threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        notebook_launcher(wait, num_processes=2)
+    except KeyboardInterrupt:
+        say("interrupted")
+    """
+    done = cell(source, timeout=30)
+    assert "interrupted" in done.stdout, done.stderr
+    for pid in re.findall(r"rank (\d+)", done.stdout):
+        assert subprocess.run(["ps", "-p", pid], capture_output=True, check=False).returncode != 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("IPython") is None, reason="needs IPython")
+def test_in_ipython() -> None:
+    command = [sys.executable, "-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"]
+    done = cell("%cpaste -q\n" + TRAIN + "--\nnotebook_launcher(train, (0.01,), num_processes=2)\n", command)
+    assert len(re.findall(r"trained \d of 2", done.stdout)) == 2, done.stdout + done.stderr
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mixed_precision": "bf16"}, r"Accelerator\(mixed_precision='bf16'\)"),
+        ({"mixed_precision": "bf17"}, "Did you mean 'bf16'"),
+        ({"num_processes": 0}, "num_processes=0 must be"),
+        ({"node_rank": 1}, "node_rank=1 must be from 0 to 0"),
+        ({"rdzv_backend": "c10d"}, "treadle launch"),
+        ({"use_port": "http"}, "port 'http'"),
+        ({"num_nodes": 2, "max_restarts": 1}, "max_restarts=1 is for one machine"),
+        ({"log_line_prefix_template": "[${rank}]"}, "log_line_prefix_template="),
+    ],
+)
+def test_what_is_refused(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        notebook_launcher(nothing, **options)  # type: ignore[arg-type]
+
+
+def test_what_was_made_before_is_refused() -> None:
+    from treadle.strategies import World
+
+    world = World()
+    with pytest.raises(ValueError, match="'world', which the function uses, was made in this session"):
+        debug_launcher(lambda: print(world))
+    with pytest.raises(TypeError, match="is a int, which can't be called"):
+        debug_launcher(3)  # type: ignore[arg-type]
+
+
+def launched_again() -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        notebook_launcher(nothing, num_processes=2)
+    return str(caught.value)
+
+
+def with_a_group() -> str:
+    import os
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    launched = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        notebook_launcher(nothing, num_processes=2)
+    os.environ.update(launched)
+    return str(caught.value)
+
+
+def test_no_launch_within_a_launch() -> None:
+    assert run(launched_again, 1)[0].startswith("this process is itself rank 0 of 1")
+    assert run(with_a_group, 1)[0].startswith("this session has a process group already")

@@ -1,0 +1,244 @@
+"""Several machines, played by several agents on this one: the same host, and hosts apart in network namespaces."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import clean_environment, python
+from treadle.strategies.launch import rendezvous
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals, /proc and interfaces as on Linux")
+
+TRAIN = """
+import os, sys, time
+import torch
+from torch.nn.functional import mse_loss
+from treadle.strategies import open_world
+
+world = open_world("cpu")
+torch.manual_seed(0)
+x, y = torch.randn(8, 3), torch.randn(8, 1)
+model = torch.nn.Linear(3, 1)
+if world.size > 1:
+    model = torch.nn.parallel.DistributedDataParallel(model)
+own = slice(world.rank * 8 // world.size, (world.rank + 1) * 8 // world.size)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(4):
+    if step == 2 and sys.argv[1:] == [str(world.rank)]:
+        print("failed at", time.time(), flush=True)
+        os._exit(7)
+    optimizer.zero_grad()
+    mse_loss(model(x[own]), y[own]).backward()
+    optimizer.step()
+if sys.argv[1:]:
+    time.sleep(60)  # what hangs in a collective: gloo would notice by itself
+weights = [round(value, 5) for p in model.parameters() for value in p.flatten().tolist()]
+place = world.rank, world.size, world.node_rank, world.local_rank, world.local_size
+os.write(1, f"{(*place, weights)}\\n".encode())
+"""
+LAUNCHERS = {
+    "treadle": ["-m", "treadle", "launch"],
+    "torchrun": ["-m", "torch.distributed.run", "--rdzv-backend", "c10d"],
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def agents(commands: list[list[str]], folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    started = []
+    try:
+        for number, command in enumerate(commands):
+            with (folder / f"out{number}").open("w") as out:
+                started.append(
+                    subprocess.Popen(command, env=clean_environment(), stdout=out, stderr=subprocess.STDOUT, text=True)
+                )
+        yield started
+    finally:
+        for process in started:
+            process.kill()  # its ranks die with it
+            process.wait()
+
+
+def run(commands: list[list[str]], folder: Path, timeout: float = 120) -> tuple[list[int], list[str]]:
+    with agents(commands, folder) as started:
+        codes = [process.wait(timeout) for process in started]
+    return codes, [(folder / f"out{number}").read_text() for number in range(len(commands))]
+
+
+def places(*texts: str) -> list[tuple[object, ...]]:
+    return sorted(ast.literal_eval(line) for text in texts for line in re.findall(r"^\(.*\)$", text, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("script") / "train.py"
+    path.write_text(TRAIN)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def alone(script: str) -> list[float]:
+    """The weights that one process comes to, without any launcher."""
+    done = subprocess.run(
+        [python(), script], env=clean_environment(), capture_output=True, text=True, timeout=60, check=True
+    )
+    return places(done.stdout)[0][-1]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "count"),
+    [
+        pytest.param("treadle", 1, id="2x1", marks=pytest.mark.slow),
+        pytest.param("treadle", 2, id="2x2", marks=pytest.mark.slow),
+        pytest.param("torchrun", 1, id="torchrun"),
+    ],
+)
+def test_two_agents_train_what_one_process_does(
+    script: str, alone: list[float], tmp_path: Path, launcher: str, count: int
+) -> None:
+    command = [python(), *LAUNCHERS[launcher], "--nnodes", "2", "--nproc-per-node", str(count), "--rdzv-id", "one"]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", script]
+    codes, texts = run([command, command], tmp_path)
+    assert codes == [0, 0], texts
+    seen = places(*texts)
+    assert [place[:-1] for place in seen] == [
+        (rank, 2 * count, rank // count, rank % count, count) for rank in range(2 * count)
+    ]
+    for place in seen:
+        assert place[-1] == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_machines_with_numbers(script: str, alone: list[float], tmp_path: Path) -> None:
+    port = str(free_port())
+    # Accelerate's spelling; the number of processes is that of both machines.
+    options = ["--num_machines", "2", "--num_processes", "3", "--main_process_ip", "127.0.0.1"]
+    wrong = [python(), *LAUNCHERS["treadle"], *options, "--main_process_port", port, "--machine_rank", "0", script]
+    codes, texts = run([wrong], tmp_path)
+    assert codes == [2]
+    assert "--num_processes 3 can't be shared out evenly among 2 machine(s)" in texts[0]
+    options[3] = "2"
+    command = [python(), *LAUNCHERS["treadle"], *options, "--main_process_port", port, "--machine_rank"]
+    codes, texts = run([[*command, "1", script], [*command, "0", script]], tmp_path)
+    assert codes == [0, 0], texts
+    assert [place[0] for text in texts for place in places(text)] == [1, 0]
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_failing_rank_ends_both_machines(script: str, tmp_path: Path, rank: int) -> None:
+    command = [
+        python(),
+        *LAUNCHERS["treadle"],
+        "--nnodes",
+        "2",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        script,
+        str(rank),
+    ]
+    codes, texts = run([command, command], tmp_path)
+    ended = time.time()
+    assert codes == [7, 7], texts
+    failed = re.search(r"failed at ([\d.]+)", "".join(texts))
+    assert failed is not None
+    assert ended - float(failed[1]) < 10
+    reports = sorted(re.search(r"treadle: (rank .*)", text)[1] for text in texts)  # type: ignore[index]
+    words = f"rank {rank} of 2 failed first: exit status 7"
+    assert reports == [words, f"{words} on {socket.gethostname()}"]
+
+
+def test_a_signal_to_one_machine_ends_both(script: str, tmp_path: Path) -> None:
+    command = [
+        sys.executable,  # whose ranks are its own children
+        *LAUNCHERS["treadle"],
+        "--nnodes",
+        "2",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        script,
+        "none",
+    ]
+    with agents([command, command], tmp_path) as started:
+        # Ranks are up when a supervisor has children.
+        end = time.monotonic() + 60
+        while not all(Path(f"/proc/{p.pid}/task/{p.pid}/children").read_text() for p in started):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        time.sleep(1)
+        started[1].terminate()
+        assert [process.wait(20) for process in started] == [143, 143]
+    assert f"SIGTERM was sent to {socket.gethostname()}" in (tmp_path / "out0").read_text()
+
+
+@pytest.mark.slow
+def test_nobody_at_the_endpoint_is_said_in_time(script: str, tmp_path: Path) -> None:
+    base = [python(), *LAUNCHERS["treadle"], "--nnodes", "2", script]
+    # 192.0.2.1 is for documentation: a route leads there, nobody answers.
+    far = [*base[:-1], "--rdzv-endpoint", "192.0.2.1:29400", "--rdzv-conf", "read_timeout=2", script]
+    foreign = [*base[:-1], "--rdzv-endpoint", "127.0.0.1:29400", "--local-addr", "192.0.2.1", script]
+    codes, texts = run([far, foreign, base], tmp_path, 60)
+    assert codes == [2, 2, 2]
+    assert "nothing answered at 192.0.2.1:29400" in texts[0] or "no route to 192.0.2.1" in texts[0]
+    assert "--local-addr 192.0.2.1 is no address of this machine" in texts[1]
+    assert "needs a place to meet" in texts[2]
+
+
+def test_the_interface_of_an_address() -> None:
+    assert rendezvous.interface_of("127.0.0.1") == "lo"
+    assert rendezvous.interface_of("192.0.2.1") is None
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two network namespaces joined by a pair of interfaces, 10.213.7.1 and 10.213.7.2; the host's name is loopback."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs the program ip: apt-get install iproute2")
+    names = [f"treadle{os.getpid()}{letter}" for letter in "ab"]
+    links = [f"tr{os.getpid()}{letter}" for letter in "ab"]
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
+        ip("link", "add", links[0], "netns", names[0], "type", "veth", "peer", "name", links[1], "netns", names[1])
+        for number, (name, link) in enumerate(zip(names, links, strict=True), 1):
+            ip("-n", name, "addr", "add", f"10.213.7.{number}/24", "dev", link)
+            ip("-n", name, "link", "set", link, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:  # the interfaces go with it
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+@pytest.mark.slow
+def test_two_hosts_whose_names_are_loopback_addresses(
+    script: str, alone: list[float], hosts: list[str], tmp_path: Path
+) -> None:
+    launch = [python(), *LAUNCHERS["treadle"], "--nnodes", "2", "--rdzv-endpoint", "10.213.7.1:29400", script]
+    codes, texts = run([["ip", "netns", "exec", host, *launch] for host in reversed(hosts)], tmp_path)
+    assert codes == [0, 0], texts
+    seen = places(*texts)
+    assert [place[:3] for place in seen] == [(0, 2, 0), (1, 2, 1)]
+    assert seen[1][-1] == pytest.approx(alone, abs=1e-5)

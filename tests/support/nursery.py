@@ -1,0 +1,365 @@
+"""Processes that start at once: forked from an interpreter which has imported torch and done nothing else.
+
+To import torch and the compiler, which its optimizers import, costs 4 s of CPU, nearly all that a process of a small
+test needs. A forked process finds what a fresh one finds: its own session, environment, streams, working directory and
+random state; one thread; no process group; nothing of Treadle or of the test imported. Strings hash differently in the
+two nurseries, as in any two processes: what ranks 0 and 1 do may not hang on the order of a set. A process in whose
+environment something is unusual that torch may read while it is imported is started the long way.
+
+Two kinds of processes are forked: ranks (`fork`, for `processes.run`), and whole programs: `executables` is a folder
+with a `python` that tests, command lines and launchers run in place of the interpreter (`warm.py`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import fcntl
+import functools
+import gc
+import io
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+COUNT = 2
+REFUSED = -1  # said in place of a process id
+MOST_DESCRIPTORS = 200  # of one process; Linux sends 253 at once
+BYTES = 8  # of each number that is said
+
+
+class Forked:
+    """A process started by a nursery: as much of `subprocess.Popen` as `processes.run` needs.
+
+    Args:
+        address: Where the nursery listens.
+        request: What the process does, see `_become`.
+        streams: The descriptors that it gets as 0, 1 and 2.
+    """
+
+    def __init__(self, address: str, request: Mapping[str, Any], streams: Sequence[int]) -> None:
+        self._reply = socket.socket(socket.AF_UNIX)
+        self._reply.connect(address)
+        with tempfile.TemporaryFile() as file:
+            file.write(json.dumps({**request, "descriptors": [0, 1, 2]}).encode())
+            file.flush()
+            socket.send_fds(self._reply, [b"."], [file.fileno(), *streams])
+        self._words: list[int] = []
+        self._code: int | None = None
+        self._read(1)
+        if not self._words:
+            raise RuntimeError("the nursery of the ranks (tests/nursery.py) died; its words are above")
+        self.pid = self._words[0]
+
+    def poll(self) -> int | None:
+        return self._status(block=False)
+
+    def wait(self) -> int | None:
+        return self._status(block=True)
+
+    def _status(self, block: bool) -> int | None:
+        if self._code is None:
+            self._reply.setblocking(block)
+            if self._read(2):
+                # Without a word the nursery was killed, and its ranks with it.
+                self._code = self._words[1] if len(self._words) == 2 else -signal.SIGKILL
+                self._reply.close()
+        return self._code
+
+    def _read(self, count: int) -> bool:
+        """Whether ``count`` numbers are here, or none will come."""
+        while len(self._words) < count:
+            try:
+                word = self._reply.recv(BYTES)
+            except BlockingIOError:
+                return False
+            if not word:
+                return True
+            self._words.append(int.from_bytes(word, "little", signed=True))
+        return True
+
+
+def fork(rank: int, folder: Path, env: Mapping[str, str], base: Mapping[str, str]) -> Forked:
+    """Starts rank ``rank`` with the environment ``env``, in a nursery that was started with ``base``."""
+    address = _nurseries(os.getpid(), tuple(sorted(base.items())))[rank % COUNT]
+    request = {"call": str(folder), "env": dict(env), "cwd": os.getcwd(), "umask": None}
+    with open(os.devnull) as nothing:
+        return Forked(address, request, [nothing.fileno(), 1, 2])
+
+
+@functools.cache
+def _nurseries(owner: int, env: tuple[tuple[str, str], ...]) -> list[str]:
+    """Addresses of nurseries; they end with this process, which holds the only other end of their lifelines."""
+    addresses = []
+    for index in range(COUNT):  # both import at the same time
+        address = f"\0treadle-nursery-{owner}-{index}-{os.urandom(4).hex()}"
+        held, lifeline = socket.socketpair()
+        _LIFELINES.append(held)
+        with lifeline, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(64)
+            descriptors = [listener.fileno(), lifeline.fileno()]
+            command = [sys.executable, os.path.abspath(__file__), *map(str, descriptors)]
+            subprocess.Popen(command, env=dict(env), pass_fds=descriptors, start_new_session=True)
+        addresses.append(address)
+    return addresses
+
+
+_LIFELINES: list[socket.socket] = []
+
+
+@functools.cache
+def executables(base: tuple[tuple[str, str], ...]) -> Path:
+    """A folder for ``PATH``: `python` and the programs of this environment that tests start, all forked.
+
+    Args:
+        base: The environment that nurseries are started with, as sorted pairs.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="warm-")
+    atexit.register(folder.cleanup)
+    known = {"nurseries": _nurseries(os.getpid(), base), "python": sys.executable}
+    (Path(folder.name) / "known.json").write_text(json.dumps(known))
+    # Isolated and without `site`: 20 ms, which is all that starting costs.
+    text = f"#!{sys.executable} -IS\n{Path(__file__).with_name('warm.py').read_text()}"
+    for name in ("python", "treadle", "torchrun"):
+        file = Path(folder.name) / name
+        file.write_text(text)
+        file.chmod(0o755)
+    return Path(folder.name)
+
+
+# -- in the nursery ---------------------------------------------------------------------------------------------------
+
+
+class Nursery:
+    """Forks a process per request, until the lifeline is closed.
+
+    A request is forgotten once its process has ended and its status is told. Where the other side is gone before that,
+    the process is killed with its session.
+
+    Args:
+        listener: Where requests come from.
+        lifeline: What the process that started this one holds the other end of.
+    """
+
+    def __init__(self, listener: socket.socket, lifeline: socket.socket) -> None:
+        self.listener, self.lifeline, self.pid = listener, lifeline, os.getpid()
+        self.selector = selectors.DefaultSelector()
+        # By what is watched: the end of a process, or of the side that asked for it. An open request stands here twice.
+        self.asked: dict[int, tuple[int, int, socket.socket]] = {}
+
+    def serve(self, usual: Mapping[str, str]) -> None:
+        """Answers requests whose environment is the ``usual`` one, as far as torch reads it when it is imported."""
+        for watched in (self.listener, self.lifeline):
+            self.selector.register(watched, selectors.EVENT_READ)
+        while True:
+            ready = {key.fd for key, _ in self.selector.select()}
+            if self.lifeline.fileno() in ready:
+                for pid in {pid for pid, _, _ in self.asked.values()}:
+                    _kill(pid)
+                return
+            for descriptor in ready:
+                if descriptor in self.asked:  # not where both ends of a request are ready, and one was seen
+                    self.forget(descriptor)
+            if self.listener.fileno() in ready:
+                self.answer(usual)
+
+    def answer(self, usual: Mapping[str, str]) -> None:
+        import processes
+
+        reply, _ = self.listener.accept()
+        _, descriptors, _, _ = socket.recv_fds(reply, 1, 1 + MOST_DESCRIPTORS)
+        request = json.loads(os.pread(descriptors[0], 1 << 24, 0)) if descriptors else None
+        if request is None or processes.early(request["env"]) != usual:
+            _say(reply, REFUSED)
+            reply.close()
+        elif (pid := os.fork()) == 0:
+            self.leave(reply)
+            _become(request, descriptors)
+            if "target" in request:
+                _end(_run(request))
+            if (code := processes.rank_main(Path(request["call"]))) != 0:
+                os._exit(code)  # not waiting for what a group does at its end whose other members still hang
+            _end(0)
+        else:
+            pidfd = os.pidfd_open(pid)
+            for watched in (pidfd, reply.fileno()):
+                self.asked[watched] = (pid, pidfd, reply)
+                self.selector.register(watched, selectors.EVENT_READ)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def forget(self, descriptor: int) -> None:
+        pid, pidfd, reply = self.asked[descriptor]
+        if descriptor != pidfd:
+            _kill(pid)
+        for watched in (pidfd, reply.fileno()):
+            self.selector.unregister(watched)
+            del self.asked[watched]
+        _say(reply, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os.close(pidfd)
+        reply.close()
+
+    def leave(self, reply: socket.socket) -> None:
+        """In a forked process: gives up all that is the nursery's, and says to ``reply`` which process this is."""
+        import processes
+
+        processes.die_with(self.pid)
+        os.setsid()
+        _say(reply, os.getpid())
+        self.selector.close()
+        for other in (self.listener, self.lifeline, reply, *(known for _, _, known in self.asked.values())):
+            other.close()
+        for pidfd in {pidfd for _, pidfd, _ in self.asked.values()}:
+            os.close(pidfd)
+
+
+def main(listener: socket.socket, lifeline: socket.socket) -> None:
+    """Imports what all forked processes find, and serves."""
+    import processes
+
+    usual = processes.early(os.environ)  # before a package adds to it
+    import multiprocessing.spawn  # noqa: F401  # keeps the path of the interpreter
+
+    import scipy.stats  # noqa: F401  # most of what scikit-learn imports, which itself starts a thread
+    import torch
+    import torch._dynamo  # noqa: F401  # optimizers import it when they are made
+
+    if len(threads := os.listdir("/proc/self/task")) != 1:
+        raise RuntimeError(f"a nursery must not have {len(threads)} threads: forked processes would lack all but one")
+    gc.collect()
+    gc.freeze()  # else a process looks through all of torch whenever it collects
+    Nursery(listener, lifeline).serve(usual)
+
+
+def _kill(pid: int) -> None:
+    """Kills a forked process and its session, also where it is about to begin one."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Takes the place in the world that the request tells."""
+    wanted = request["descriptors"]
+    moved = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, max(wanted) + 1) for one in descriptors[1:]]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for mine, number in zip(moved, wanted, strict=True):
+        os.dup2(mine, number)
+        os.close(mine)
+    os.chdir(request["cwd"])
+    if request["umask"] is not None:
+        os.umask(request["umask"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    tempfile.tempdir = None  # kept from an environment with another TMPDIR
+    sys.modules["numpy"].random.seed()
+
+
+def _run(request: dict[str, Any]) -> int:
+    """Runs a program as the interpreter does when it is started with these arguments; returns its exit status."""
+    for number in request["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    for text in request["warnings"]:
+        sys.warnoptions.append(text)
+        warnings._processoptions([text])  # type: ignore[attr-defined]
+    sys.dont_write_bytecode |= not request["bytecode"]
+    unbuffered = request["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = _stream(number, unbuffered) if number in request["descriptors"] else None
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    sys.executable, sys.orig_argv, sys.argv = request["executable"], request["orig_argv"], request["argv"]
+    added = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one not in sys.path]
+    sys.path[1:1] = added
+    try:
+        _execute(request["kind"], request["target"])
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _stream(number: int, unbuffered: bool) -> io.TextIOWrapper:
+    """One of the three standard streams, as the interpreter makes it."""
+    at_once = unbuffered and number > 0
+    raw: Any = io.FileIO(number, "wb" if number else "rb", closefd=False)
+    if not at_once:
+        raw = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
+    by_line = not at_once and (number == 2 or os.isatty(number))
+    errors = "backslashreplace" if number == 2 else "strict"
+    stream: Any = io.TextIOWrapper(raw, "utf-8", errors, line_buffering=by_line, write_through=at_once)
+    stream.mode = "w" if number else "r"
+    return stream
+
+
+def _execute(kind: str, target: str) -> None:
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module.__dict__.update(__builtins__=builtins, __spec__=None)
+    if kind == "script":
+        sys.path[0] = os.path.dirname(os.path.realpath(target))
+        module.__file__ = os.path.abspath(target)
+        with open(target, "rb") as file:
+            code = compile(file.read(), module.__file__, "exec")
+    elif kind == "-m":
+        import runpy
+
+        sys.path[0] = os.getcwd()
+        runpy._run_module_as_main(target)  # type: ignore[attr-defined]
+        return
+    else:
+        sys.path[0] = ""
+        code = compile(sys.stdin.read() if kind == "-" else target, target if kind == "-" else "<string>", "exec")
+    exec(code, module.__dict__)
+
+
+def _end(code: int) -> None:
+    """Ends a forked process as the interpreter ends one, but leaves torch standing: to take it down costs 0.3 s.
+
+    Args:
+        code: The exit status, or the signal that ends it, negative.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if (program := sys.modules["__main__"].__dict__) is not globals():
+        program.clear()
+    gc.collect()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        code = code or 120  # as of an interpreter that can't write its last words
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _say(reply: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # nobody waits for it any more
+        reply.send(number.to_bytes(BYTES, "little", signed=True))
+
+
+if __name__ == "__main__":
+    main(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))

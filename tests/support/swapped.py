@@ -1,0 +1,85 @@
+"""The scripts of `tests/swap`, with Lightning's imports or ours: what `test_swap.py` and `benchmarks/swap.py` share.
+
+They are written for Lightning, as people publish them. `SUBSTITUTIONS` is all that is changed for Treadle; it is what
+docs/migrating.md says, line by line, and touches nothing but import lines.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[1] / "integration" / "swap"
+RECORDED = FOLDER / "recorded.json"
+
+SUBSTITUTIONS = (
+    (r"^import lightning(\.pytorch)? as (\w+)$", r"import treadle.compat as \2"),
+    (r"^from lightning\.pytorch import ", "from treadle.compat import "),
+    (r"^from lightning\.pytorch\.(\w+(?:\.\w+)*) import ", r"from treadle.\1 import "),
+)
+
+RUNS: dict[str, tuple[str, ...]] = {
+    "classifier": (),
+    "gan": (),
+    "autoencoder": (),
+    "transformer": (),
+    "evaluation": (),
+    "distributed": (),  # always on two processes
+    # Where Lightning is wrong, or merely otherwise: see `test_swap.py`.
+    "transformer, partial groups": ("--batches", "10", "--steps", "6", "--sequential"),
+    "transformer, several epochs": ("--batches", "8", "--steps", "4"),
+}
+
+
+def swapped(source: str) -> str:
+    """A script for Lightning as one for Treadle."""
+    for pattern, replacement in SUBSTITUTIONS:
+        source = re.sub(pattern, replacement, source, flags=re.MULTILINE)
+    return source
+
+
+def write(run: str, library: str, folder: Path) -> Path:
+    """The script of a run for a library, as a file in ``folder``."""
+    source = (FOLDER / f"{run.split(',')[0]}.py").read_text(encoding="utf-8")
+    path = folder / f"{run.split(',')[0]}_with_{library}.py"
+    path.write_text(source if library == "lightning" else swapped(source), encoding="utf-8")
+    return path
+
+
+def execute(run: str, library: str, folder: Path) -> dict[str, Any]:
+    """Run a script in this process; what its ``main`` returns, as JSON has it."""
+    path = write(run, library, folder)
+    module = types.ModuleType(path.stem)
+    module.__file__ = str(path)
+    sys.modules[path.stem] = module
+    try:
+        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
+        return json.loads(json.dumps(module.main(["--root", str(folder / "run"), *RUNS[run]])))
+    finally:
+        del sys.modules[path.stem]
+
+
+def differences(ours: Any, theirs: Any, tolerance: float, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(place, ours, theirs) of everything in two results that is not the same, numbers to a relative tolerance."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in ours.keys() | theirs.keys():
+            if key in ours and key in theirs:
+                yield from differences(ours[key], theirs[key], tolerance, f"{place}/{key}")
+            else:
+                yield f"{place}/{key}", ours.get(key, "nothing"), theirs.get(key, "nothing")
+    elif isinstance(ours, list) and isinstance(theirs, list):
+        if len(ours) != len(theirs):
+            yield f"{place} (length)", len(ours), len(theirs)
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+            yield from differences(one, other, tolerance, f"{place}/{index}")
+    elif isinstance(ours, float) or isinstance(theirs, float):
+        if not math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=1e-9):
+            yield place, ours, theirs
+    elif ours != theirs:
+        yield place, ours, theirs

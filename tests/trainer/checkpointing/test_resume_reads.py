@@ -1,0 +1,177 @@
+"""What a resume reads of a checkpoint: each file once for its digest, its manifest once, on one process or several."""
+
+import shutil
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_reads import Reads, once
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import GradientAccumulationScheduler, ModelCheckpoint, ModelPruning, WeightAveraging
+from treadle.callbacks._averaging import averaged_weights
+
+import treadle
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, width=2):
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(0)
+        self.net = nn.Linear(width, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch[0]).square().mean())
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Data(treadle.DataModule):
+    def __init__(self):
+        super().__init__()
+        self.loaded = []
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+    def state_dict(self):
+        return {"seen": 3}
+
+    def load_state_dict(self, state):
+        self.loaded.append(state)
+
+
+def made(root, steps, *callbacks):
+    return treadle.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            ModelCheckpoint(root, "{step}", monitor="loss", every_n_train_steps=2, save_top_k=-1),
+            GradientAccumulationScheduler({0: 1}),
+            WeightAveraging(),
+            *callbacks,
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    made(root, 2).fit(Task(), datamodule=Data())
+    return root
+
+
+def resume(root, stage, ckpt_path):
+    trainer, data = made(root, 2), Data()
+    with Reads() as reads, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fit: nothing is left to train
+        getattr(trainer, stage)(Task(), datamodule=data, ckpt_path=ckpt_path)
+    assert data.loaded == [{"seen": 3}]
+    return reads.hashed, reads.parsed
+
+
+def kinds(root):
+    path = str(root / "step=2.ckpt")
+    return [("fit", path), ("fit", "last"), ("fit", "auto"), ("fit", "best"), ("validate", path), ("test", "last")]
+
+
+def resume_all(root):
+    return [resume(root, stage, ckpt_path) for stage, ckpt_path in kinds(root)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_resume_reads_each_byte_once(saved, world):
+    ranks = run(resume_all, world, saved)
+    for (stage, ckpt_path), *reads in zip(kinds(saved), *ranks, strict=True):
+        hashed = sum((files for files, _ in reads), start=Counter())
+        assert hashed == once(saved / "step=2.ckpt"), (stage, ckpt_path)
+        assert [parsed for _, parsed in reads] == [1, 0][:world], (stage, ckpt_path)
+        assert all(files for files, _ in reads), "the processes share the work"
+
+
+def test_loading_a_task_and_its_data_reads_each_byte_once(saved):
+    path = saved / "step=2.ckpt"
+    works = (Task.load_from_checkpoint, Data.load_from_checkpoint, averaged_weights)
+    for work in works:
+        with Reads() as reads:
+            work(path)
+        assert (reads.hashed, reads.parsed) == (once(path), 1), work
+
+
+@pytest.mark.parametrize(("cls", "part"), [(Task, "hparams"), (Data, "datamodule_hparams")])
+def test_hyperparameters_that_are_no_dict_are_refused(tmp_path, cls, part):
+    accelerator = treadle.Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 1))
+    path = accelerator.save_state(tmp_path / "saved", parts={part: []}, weights_only=True)
+    with pytest.raises(ValueError, match=f"part '{part}' is damaged: it is a list, not a dict"):
+        cls.load_from_checkpoint(path)
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_nothing_of_a_damaged_checkpoint_reaches_anyone(saved, tmp_path, stage):
+    """What was damaged is still JSON, so that the digest alone tells it."""
+    path = Path(shutil.copytree(saved, tmp_path / "run")) / "step=2.ckpt"
+    text = (path / "state.json").read_text()
+    assert text.count('"seen":3') == 1
+    (path / "state.json").write_text(text.replace('"seen":3', '"seen":4'))
+    trainer, data = made(tmp_path, 4), Data()
+    with pytest.raises(ValueError, match=r"state.json has other content than was written"):
+        getattr(trainer, stage)(Task(), datamodule=data, ckpt_path=path)
+    assert data.loaded == []
+
+
+def newest_is_damaged(root):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Reads() as reads:
+            trainer = made(root, 4)
+            trainer.fit(Task(), datamodule=Data(), ckpt_path="last")
+    skipped = [str(one.message) for one in caught if "skips a checkpoint" in str(one.message)]
+    return str(trainer.ckpt_path), skipped, reads.hashed
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_processes_fall_back_together_and_no_file_is_read_twice(tmp_path, world):
+    made(tmp_path, 4).fit(Task(), datamodule=Data())
+    model = tmp_path / "step=4.ckpt" / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"\x01")
+    ranks = run(newest_is_damaged, world, tmp_path)
+    assert {path for path, _, _ in ranks} == {str(tmp_path / "step=2.ckpt")}
+    (said,) = ranks[0][1]  # on rank zero alone
+    assert "step=4.ckpt: model.safetensors has other content" in said
+    hashed = sum((files for _, _, files in ranks), start=Counter())
+    assert max(hashed.values()) == 1
+    assert once(tmp_path / "step=2.ckpt") <= hashed
+
+
+def test_a_checkpoint_is_let_go_once_all_is_restored(saved):
+    held = []
+
+    class Watch(treadle.Callback):
+        def on_fit_start(self, trainer, pl_module):
+            held.append(trainer.opened_checkpoint is not None)
+
+        def on_train_start(self, trainer, pl_module):
+            held.append(trainer.opened_checkpoint is not None)
+
+    trainer = made(saved.parent / "more", 4, Watch(), ModelPruning("l1_unstructured", amount=0.5))
+    trainer.fit(Task(), datamodule=Data(), ckpt_path=saved / "step=2.ckpt")
+    assert held == [True, False]
+    assert trainer.ckpt_path == saved / "step=2.ckpt"

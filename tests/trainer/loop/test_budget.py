@@ -1,0 +1,156 @@
+"""What a step may cost, counted rather than timed; and what an import may do."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from processes import script
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import treadle
+
+MOST_FRAMES, MOST_CALLS = 6, 40
+FOLDERS = tuple(
+    str(Path(folder).resolve()) + os.sep
+    for room in (treadle, treadle.trainer, treadle.engine, treadle.callbacks, treadle.loggers, treadle.strategies)
+    for folder in room.__path__
+)
+
+
+def is_ours(filename):
+    return filename.startswith(FOLDERS) and f"{os.sep}tests{os.sep}" not in filename
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        self.frames = None
+
+    def training_step(self, batch, batch_idx):
+        if self.frames is None:
+            self.frames = []
+            frame = sys._getframe()
+            while frame.f_back is not None:
+                frame = frame.f_back
+                if frame.f_code is fit.__code__:
+                    break
+                if is_ours(frame.f_code.co_filename):
+                    self.frames.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
+        loss = self.net(batch[0]).mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder, task, steps):
+    trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder)
+    assert {type(callback).__name__ for callback in trainer.callbacks} >= {"ModelCheckpoint", "TQDMProgressBar"}
+    trainer.fit(task, DataLoader(TensorDataset(torch.ones(steps, 4))))
+    assert trainer.global_step == steps
+
+
+def calls(folder, steps):
+    """How many functions of ours a whole run of so many steps calls, by name."""
+    counted = {}
+
+    def profile(frame, event, argument):
+        if event == "call" and is_ours(frame.f_code.co_filename):
+            name = f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_qualname}"
+            counted[name] = counted.get(name, 0) + 1
+
+    task = Task()
+    task.frames = ()
+    sys.setprofile(profile)
+    try:
+        fit(folder, task, steps)
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+def test_frames_between_fit_and_training_step(tmp_path):
+    task = Task()
+    fit(tmp_path, task, 1)
+    assert 2 <= len(task.frames) <= MOST_FRAMES, task.frames
+
+
+def test_calls_per_step(tmp_path):
+    calls(tmp_path / "warm", 2)
+    # Both runs hold the same number of writes to the loggers: none but the one at step 50.
+    few, many = calls(tmp_path / "few", 51), calls(tmp_path / "many", 91)
+    per_step = {name: (many[name] - few.get(name, 0)) / 40 for name in many}
+    per_step = {name: n for name, n in sorted(per_step.items(), key=lambda pair: -pair[1]) if n}
+    assert sum(n for n in per_step.values() if n > 0) <= MOST_CALLS, per_step
+    assert per_step["automatic.py:Steps.take"] == 1.0  # what is counted is the loop
+
+
+IMPORTS = """
+import json, sys, threading, time
+torch_began = time.process_time()
+import torch
+torch_took = time.process_time() - torch_began
+before = set(sys.modules)
+seen = []
+
+def audit(event, arguments):
+    if event.startswith(("socket.", "subprocess.", "os.fork", "os.posix_spawn", "os.system", "os.exec", "pty.")):
+        seen.append(event)
+    if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
+        if not str(arguments[0]).endswith((".pyc",)) and ".pyc." not in str(arguments[0]):
+            seen.append(f"open {arguments[0]} {arguments[1]}")
+    if event == "_thread.start_new_thread":
+        seen.append(event)
+
+sys.addaudithook(audit)
+threads = threading.active_count()
+began = time.process_time()
+import treadle
+treadle.Trainer, treadle.Accelerator
+took = time.process_time() - began
+result = {
+    "took": took,
+    "torch": torch_took,
+    "seen": seen,
+    "threads": threading.active_count() - threads,
+    "modules": sorted(set(sys.modules) - before),
+}
+print(json.dumps(result))
+"""
+HEAVY = (
+    "lightning",
+    "matplotlib",
+    "omegaconf",
+    "pandas",
+    "scipy",
+    "sklearn",
+    "tensorboard",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.fsdp",
+    "torch.utils.tensorboard",
+    "torchmetrics",
+    "tqdm",
+    "yaml",
+)
+
+
+def test_import():
+    results = []
+    for _ in range(4):  # the first one compiles, if need be, and keeps the bytecode whatever the environment says
+        done = script(IMPORTS, env={"PYTHONDONTWRITEBYTECODE": ""}, fresh=True)
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+    results = results[1:]
+    for result in results:
+        assert result["seen"] == []
+        assert result["threads"] == 0
+        heavy = [m for m in result["modules"] if any(m == name or m.startswith(name + ".") for name in HEAVY)]
+        assert heavy == []
+    # 0.2 s on a quiet machine; a busy one shows in torch's own import, which takes 1.2 s of processor on a quiet one.
+    assert min(result["took"] / max(1.0, result["torch"] / 1.2) for result in results) <= 0.2 * 1.5, results

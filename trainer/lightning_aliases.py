@@ -1,0 +1,205 @@
+"""Lightning's names for what a Trainer has under a name of ours. Scripts read them; our own code never does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ..callbacks import EarlyStopping
+from ..strategies import Precision
+from .core import TaskModule
+from .logging import tensors_by_name
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What runs, in Lightning's words.
+
+    Attributes:
+        fn: what was called: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``; None if nothing runs.
+        stage: what it does at the moment: ``"train"``, ``"sanity_check"``, ``"validate"``, ``"test"`` or ``"predict"``.
+    """
+
+    fn: str | None
+    stage: str | None
+
+
+class LightningAliases:
+    """Base class of `Trainer` that adds read-only names, each one hop from what it stands for.
+
+    It has no state and no other subclass.
+    """
+
+    @property
+    def _trainer(self) -> Trainer:
+        return cast("Trainer", self)
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return self._trainer.world_size // self.num_devices
+
+    @property
+    def node_rank(self) -> int:
+        """Rank of this machine."""
+        return self._trainer.accelerator.world.node_rank
+
+    @property
+    def num_devices(self) -> int:
+        """Number of processes on this machine."""
+        return self._trainer.accelerator.world.local_size
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Numbers of the devices in use on this machine, one for each process."""
+        return list(range(self.num_devices))
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """Arguments for a custom sampler that shares samples out; None on one process."""
+        world = self._trainer.accelerator.data_world
+        return {"num_replicas": world.size, "rank": world.rank} if world.size > 1 else None
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision."""
+        return self._trainer.accelerator.precision
+
+    # -- the stage -----------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TrainerState:
+        """What runs, as a function and a stage of it."""
+        trainer = self._trainer
+        if trainer.stage != "fit":
+            return TrainerState(trainer.stage, trainer.stage)
+        if trainer.sanity_checking:
+            return TrainerState("fit", "sanity_check")
+        return TrainerState("fit", "validate" if self._validates_within_fit else "train")
+
+    @property
+    def training(self) -> bool:
+        """True while a ``fit`` trains, and not while it validates."""
+        return self._trainer.stage == "fit" and not self._validates_within_fit
+
+    @property
+    def validating(self) -> bool:
+        """True while a validation runs, within ``fit`` too; not in the one before training, see ``sanity_checking``."""
+        return self._trainer.stage == "validate" or (self._validates_within_fit and not self._trainer.sanity_checking)
+
+    @property
+    def _validates_within_fit(self) -> bool:
+        trainer = self._trainer
+        return trainer.stage == "fit" and (trainer.sanity_checking or trainer.metrics.evaluation is not None)
+
+    @property
+    def testing(self) -> bool:
+        """True while a ``test`` runs."""
+        return self._trainer.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """True while a ``predict`` runs."""
+        return self._trainer.stage == "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """True while a validation or a ``test`` runs."""
+        return self.validating or self.testing or self._trainer.sanity_checking
+
+    @property
+    def is_last_batch(self) -> bool:
+        """True if the current micro-batch, or the latest one between two, is the last of its epoch."""
+        sources = self._trainer.sources
+        if sources is None or self._trainer.stage != "fit":
+            return False
+        return sources.train.length is not None and sources.train.batches >= sources.train.length
+
+    @property
+    def enable_validation(self) -> bool:
+        """True if ``fit`` validates; see `Trainer.has_validation`."""
+        return self._trainer.has_validation
+
+    # -- loaders -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_val_batches(self) -> list[int | None]:
+        """Batches of each validation loader, of this process; None where that is unknown."""
+        return self._lengths("val")
+
+    @property
+    def num_test_batches(self) -> list[int | None]:
+        """Batches of each test loader, of this process; None where that is unknown."""
+        return self._lengths("test")
+
+    @property
+    def num_predict_batches(self) -> list[int | None]:
+        """Batches of each predict loader, of this process; None where that is unknown."""
+        return self._lengths("predict")
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | None]:
+        """Batches of each validation loader in the validation before training."""
+        most = self._trainer.num_sanity_val_steps
+        lengths = self._lengths("val")
+        return lengths if most == -1 else [most if length is None else min(most, length) for length in lengths]
+
+    def _lengths(self, kind: str) -> list[int | None]:
+        sources = self._trainer.sources
+        return [] if sources is None else [loader.length for loader in sources.evaluation(kind)]
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The user's training loader."""
+        sources = self._trainer.sources
+        return None if sources is None else sources.train.source
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The user's validation loader, or the list of them."""
+        return self._loaders("val")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The user's test loader, or the list of them."""
+        return self._loaders("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The user's predict loader, or the list of them."""
+        return self._loaders("predict")
+
+    def _loaders(self, kind: str) -> Any:
+        sources = self._trainer.sources
+        loaders = [] if sources is None else [loader.source for loader in sources.evaluation(kind)]
+        return loaders[0] if len(loaders) == 1 else loaders or None
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def logged_metrics(self) -> dict[str, torch.Tensor]:
+        """Latest values that the loggers got, by name."""
+        return tensors_by_name(self._trainer.logbook.logged_values)
+
+    @property
+    def lightning_module(self) -> TaskModule | None:
+        """The task."""
+        return self._trainer.task
+
+    @property
+    def model(self) -> Any:
+        """The task as the strategy has wrapped it; the task itself before that."""
+        models = self._trainer.accelerator.models
+        return models[0] if models else self._trainer.task
+
+    @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        """The first early-stopping callback."""
+        return next(iter(self._trainer.early_stopping_callbacks), None)

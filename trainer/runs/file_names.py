@@ -1,0 +1,10 @@
+"""The names of the files in a run's folder, for those who write them and those who read them."""
+
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+ENVIRONMENT = "environment.json"
+RECORD = "run.json"
+CURVES = "curves.json"
+ERROR = "error.json"
+LOCK = "lock"
+DESCRIPTIONS = (CONFIG, ENVIRONMENT, RECORD, CURVES, ERROR)  # what describes the run; the rest are its results

@@ -1,0 +1,44 @@
+"""The searches that precede a stage: which of them run, and in which order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...callbacks import BatchSizeFinder, Callback, LearningRateFinder, open_callback_states
+from ...common.messages import announce, warn
+from ...engine.checkpoint import OpenCheckpoint, in_memory
+from .batch_size_search import BatchSizeSearch
+from .lr_search import LRSearch
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+def run_searches(trainer: Trainer) -> None:
+    """Run the searches of the finders among the callbacks: sizes first, as a rate is good for one batch size.
+
+    The stage is set up, but nothing of the model is built or placed yet.
+    """
+    searches: list[BatchSizeSearch | LRSearch] = [
+        BatchSizeSearch(trainer, callback) for callback in trainer.callbacks if isinstance(callback, BatchSizeFinder)
+    ]
+    if trainer.stage == "fit":
+        searches += [LRSearch(trainer, c) for c in trainer.callbacks if isinstance(c, LearningRateFinder)]
+    for search in searches:
+        if trainer.fast_dev_run:
+            announce(f"{type(search.finder).__name__}: nothing is searched for with fast_dev_run")
+        elif trainer.stage != "fit" or trainer.opened_checkpoint is None:
+            search.run()
+        elif _restore(search.finder, trainer.opened_checkpoint):
+            search.apply()
+
+
+def _restore(finder: Callback, opened: OpenCheckpoint) -> bool:
+    """Restore the result that a finder had when the checkpoint was made; False, with a warning, if there was none."""
+    state = in_memory(open_callback_states(opened)["callbacks"].get(finder.state_key), {}, {})
+    if state is None:
+        name = type(finder).__name__
+        warn(f"{opened.path} was made without {name}: the run goes on with what it had, and nothing is searched for.")
+        return False
+    finder.load_state_dict(state)
+    return True

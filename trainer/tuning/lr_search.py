@@ -1,0 +1,168 @@
+"""The search for a learning rate: a range test."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...callbacks import Callback, LearningRateFinder, _LRFinder
+from ...common.messages import warn
+from ..loop import configure
+from .sandbox import rehearsal
+from .trial_steps import take_trial_steps
+from .tuned_attribute import attribute_owners, check_attribute, set_attribute
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+class LRSearch:
+    """Search for a learning rate: steps with rates that rise, until the loss diverges.
+
+    Args:
+        trainer: whose ``fit`` is about to begin.
+        finder: what is searched for, and how; gets the result.
+    """
+
+    def __init__(self, trainer: Trainer, finder: LearningRateFinder) -> None:
+        self.trainer = trainer
+        self.finder = finder
+
+    def run(self) -> None:
+        """Find a learning rate, and set it.
+
+        Raises:
+            ValueError: for an attribute that nothing has, or a task that steps its optimizers itself.
+        """
+        trainer, finder = self.trainer, self.finder
+        name, task = self._attribute_name(), trainer.task
+        assert task is not None
+        if not task.automatic_optimization:
+            raise ValueError(
+                f"LearningRateFinder can't search with automatic_optimization=False: {type(task).__name__} steps its "
+                "optimizers itself, and only it knows which losses and rates belong together. Leave the finder out."
+            )
+        curve = _LRFinder(finder.mode, finder.min_lr, finder.max_lr, finder.num_training_steps)
+        with rehearsal(trainer) as inner:
+            self._range_test(inner, curve)
+            finder.optimal_lr = curve
+            suggested = curve.suggestion()
+            if name is not None and suggested is not None:
+                _check_rate_is_used(inner, name, suggested)
+        self.apply()
+
+    def apply(self) -> None:
+        """Set the rate that was found, now or before a resume."""
+        assert self.finder.optimal_lr is not None
+        rate, name = self.finder.optimal_lr.suggestion(), self._attribute_name()
+        if rate is not None and name is not None:
+            set_attribute(self.trainer, name, rate)
+        self.finder.say(rate, name)
+
+    def _attribute_name(self) -> str | None:
+        """Return the name of the attribute to set; None if none is."""
+        trainer, finder = self.trainer, self.finder
+        if finder.attr_name:
+            check_attribute(trainer, finder, finder.attr_name, "attr_name")
+        if not finder.update_attr:
+            return None
+        usual = (name for name in ("lr", "learning_rate") if attribute_owners(trainer, name))
+        name = finder.attr_name or next(usual, None)
+        if name is None:
+            raise ValueError(
+                f"LearningRateFinder sets {type(trainer.task).__name__}.lr or .learning_rate, and there is neither: "
+                "set one in __init__ and use it in configure_optimizers, say attr_name=..., or update_attr=False."
+            )
+        return name
+
+    def _range_test(self, inner: Trainer, curve: _LRFinder) -> None:
+        """Take the steps, each with its learning rate, until they are done or the loss diverges."""
+        losses, rates, threshold = _StepLoss(), _RisingRate(inner, curve), self.finder.early_stop_threshold
+        with torch.enable_grad():
+            for step in take_trial_steps(inner, curve.num_training, [losses], rates.set):
+                curve.add(curve.rate(step), losses.take(inner))
+                if threshold is not None and curve.diverges(threshold):
+                    return
+
+
+def _check_rate_is_used(inner: Trainer, name: str, rate: float) -> None:
+    """Warn if ``configure_optimizers`` makes the same of every value of the attribute."""
+    assert inner.task is not None
+    rates = []
+    for value in (rate, 2 * rate):
+        set_attribute(inner, name, value)
+        optimizers, _ = configure(inner.task)
+        rates.append([_base_rate(group) for group in optimizers[0].param_groups])
+    if rates[0] == rates[1]:
+        warn(
+            f"{type(inner.task).__name__}.configure_optimizers does not use {name}, which LearningRateFinder sets: the "
+            "run does not train with what was found."
+        )
+
+
+class _RisingRate:
+    """Sets the optimizer's learning rate of each step; its groups keep their proportions."""
+
+    def __init__(self, inner: Trainer, curve: _LRFinder) -> None:
+        self._inner = inner
+        self._curve = curve
+        self._shares: list[float] = []  # of each group in the largest rate
+
+    def set(self, step: int) -> None:
+        """Set the rates of a step.
+
+        Raises:
+            ValueError: if there is no optimizer.
+        """
+        optimizers = self._inner.optimizers
+        if not optimizers:
+            name = type(self._inner.task).__name__
+            raise ValueError(f"{name}.configure_optimizers returned no optimizer to find a rate for.")
+        groups = optimizers[0].param_groups
+        if not self._shares:
+            base = [_base_rate(group) for group in groups]
+            self._shares = [each / max(base) if max(base) > 0 else 1.0 for each in base]
+        for group, share in zip(groups, self._shares, strict=True):
+            rate = self._curve.rate(step) * share
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+class _StepLoss(Callback):
+    """The loss of an optimizer step: the mean over its micro-batches and all processes, weighed as the gradient is."""
+
+    def __init__(self) -> None:
+        self._micros: list[Any] = []
+        self._sum: Tensor | float = 0.0
+        self._weight: Tensor | float = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        """Note how many samples a micro-batch has, which is known now."""
+        self._micros.append(trainer.accelerator.cursor.micro)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Add the loss of a micro-batch, whose weight may have been reported meanwhile."""
+        micro = self._micros.pop(0)
+        if micro.samples:  # else it only stands in for one
+            weight = outputs.get("weight")
+            weight = micro.samples if weight is None else weight
+            self._sum = self._sum + outputs["loss"].float() * weight
+            self._weight = self._weight + weight
+
+    def take(self, trainer: Trainer) -> float:
+        """Return the loss since the last call. All processes must ask."""
+        both = torch.tensor([float(self._sum), float(self._weight)], dtype=torch.float64)
+        device = trainer.accelerator.device
+        both = both.to(device, torch.float32 if device.type == "mps" else torch.float64)
+        total, weight = trainer.accelerator.data_world.all_reduce(both).tolist()
+        self._sum = self._weight = 0.0
+        return total / weight if weight else float("nan")
+
+
+def _base_rate(group: dict[str, Any]) -> float:
+    """Return a group's rate before its scheduler, which may begin at 0, has changed it."""
+    return float(group.get("initial_lr", group["lr"]))

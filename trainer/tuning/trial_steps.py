@@ -1,0 +1,64 @@
+"""Optimizer steps on trial: training as far as a search needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from ...callbacks import Callback
+from ..loop import Hooks, Schedules, kind_of_steps, prepare_training
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+def take_trial_steps(
+    inner: Trainer,
+    count: int,
+    callbacks: Iterable[Callback] = (),
+    before_step: Callable[[int], None] | None = None,
+) -> Iterator[int]:
+    """Take ``count`` optimizer steps, over as many epochs as that needs; yields the number of each when it is done.
+
+    Args:
+        inner: the Trainer of a `rehearsal`.
+        count: how many.
+        callbacks: who follows them.
+        before_step: called with the number of each step before it is taken; the optimizers exist by then.
+    """
+    task = inner.task
+    assert task is not None
+    assert inner.sources is not None
+    hooks = inner.hooks = Hooks(inner, task, list(callbacks))
+    model = prepare_training(inner, task)
+    for hook in hooks.on_fit_start:
+        hook()
+    loader = inner.sources.train
+    kind = kind_of_steps(inner, task)
+    steps = inner.steps = kind(inner, task, model, hooks, Schedules(inner, task, []), lambda: False)
+    done = 0
+    with inner.logging_to(inner.metrics):
+        for hook in hooks.on_train_start:
+            hook()
+        while True:
+            done_before = done
+            for hook in hooks.on_train_epoch_start:
+                hook()
+            for group in loader.groups():
+                if before_step is not None:
+                    before_step(done)
+                steps.take(group)
+                if steps.skip_rest:
+                    break
+                yield done
+                done += 1
+                if done == count:
+                    return
+            if done == done_before:
+                raise ValueError("a search needs batches, and an epoch of the training loader had none to train on.")
+            steps.skip_rest = False
+            loader.end_epoch()
+            for hook in hooks.on_train_epoch_end:
+                hook()
+            inner.metrics.reset()
+            inner.progress.next_epoch()

@@ -1,0 +1,49 @@
+"""The attribute that a search sets: on the task, the data module, or the hyperparameters of either."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...callbacks import Callback
+from ...common.messages import nearest
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+def attribute_owners(trainer: Trainer, name: str) -> list[Any]:
+    """Return who has an attribute ``name``: the task, its hparams, the data module, its hparams."""
+    owners: list[Any] = []
+    for module in (trainer.task, trainer.datamodule):
+        if module is None:
+            continue
+        if name in module.hparams:
+            owners.append(module.hparams)
+        if hasattr(module, name):
+            owners.append(module)
+    return owners
+
+
+def get_attribute(trainer: Trainer, name: str) -> Any:
+    """Return the attribute's value."""
+    owner = attribute_owners(trainer, name)[-1]
+    return owner[name] if isinstance(owner, dict) else getattr(owner, name)
+
+
+def set_attribute(trainer: Trainer, name: str, value: Any) -> None:
+    """Set the attribute wherever it is."""
+    for owner in attribute_owners(trainer, name):
+        setattr(owner, name, value)
+
+
+def check_attribute(trainer: Trainer, finder: Callback, name: str, argument: str) -> None:
+    """Raise a ValueError if nothing has an attribute ``name``, which ``finder`` was given as ``argument``."""
+    if attribute_owners(trainer, name):
+        return
+    modules = [module for module in (trainer.task, trainer.datamodule) if module is not None]
+    known = {key for module in modules for key in (*vars(module), *module.hparams) if not key.startswith("_")}
+    places = " or ".join(f"{type(module).__name__} or its hparams" for module in modules)
+    raise ValueError(
+        f"{type(finder).__name__}({argument}={name!r}): there is no such attribute in {places}. Set it in __init__ "
+        f"and use it where it is meant for.{nearest(name, known)}"
+    )
