@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .lr_monitor import LearningRateMonitor, learning_rates
     from .model_checkpoint import ModelCheckpoint
     from .model_summary import ModelSummary
-    from .monitored_metric import ValidationWatch, monitored_value
+    from .monitored_metric import LatestValidation, read_monitored_metric
     from .nonfinite_detection import NonFiniteWatch
     from .on_exception_checkpoint import OnExceptionCheckpoint
     from .prediction_writer import BasePredictionWriter

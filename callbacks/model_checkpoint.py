@@ -31,7 +31,7 @@ from ._checkpointing import (
     remove,
 )
 from .callback import Callback
-from .monitored_metric import MODES, logged_values, never_logged
+from .monitored_metric import MODES, never_logged_error, read_logged_metrics
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -340,7 +340,7 @@ class ModelCheckpoint(Callback):
         if not self._wanted and not (self._waiting and measured):
             return
         ranked = bool(self.save_top_k)
-        values = logged_values(trainer, keep=trainer.logbook.watch.just_measured(trainer))
+        values = read_logged_metrics(trainer, keep=trainer.logbook.watch.just_measured(trainer))
         if ranked and self.monitor is not None:
             ranked = self._is_known(trainer, self.monitor, values, epoch_is_over)
             self._waiting = not ranked
@@ -359,7 +359,7 @@ class ModelCheckpoint(Callback):
             # Otherwise it is a whole epoch's, a part's (a limit ended the run within it) or an older validation's.
             return own or (trainer.progress.closing and name not in trainer.logbook.watch.stale(trainer))
         if epoch_is_over and not (trainer.has_validation and trainer.logbook.watch.step is None):
-            raise never_logged(trainer, name, "ModelCheckpoint's monitor", values)
+            raise never_logged_error(trainer, name, "ModelCheckpoint's monitor", values)
         return False
 
     # -- what ----------------------------------------------------------------------------------------------------

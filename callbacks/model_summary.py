@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from ..common.messages import announce
 from ..common.validation import check_int
 from ._summary import Summary, summarize
-from .best_effort import Service
+from .best_effort import BestEffortCallback
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
 
-class ModelSummary(Service):
+class ModelSummary(BestEffortCallback):
     """Print a table of the model's parts when ``fit`` begins: type, parameters, training or evaluation mode, frozen.
 
     Where the task has an ``example_input_array``, it is run on it once, and the table shows what goes into each part,

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from torch import Tensor
 
-from ..monitored_metric import better
+from ..monitored_metric import is_better
 
 Value = TypeVar("Value")
 
@@ -83,7 +83,7 @@ class TopKCheckpoints:
     def is_among_best(self, score: Tensor) -> bool:
         """Return whether a checkpoint with this value would be kept."""
         worst = self.next_replaced
-        return not worst or better(float(score), float(self.best_k_models[worst]), self.mode)
+        return not worst or is_better(float(score), float(self.best_k_models[worst]), self.mode)
 
     # -- changes -------------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class TopKCheckpoints:
         best = best_path(self.best_k_models, self.mode)
         # The best one of another directory, before a resume, stays the best until a better one is saved.
         earlier = None if self.best_model_path in known else self.best_model_score
-        if earlier is None or better(float(self.best_k_models[best]), float(earlier), self.mode):
+        if earlier is None or is_better(float(self.best_k_models[best]), float(earlier), self.mode):
             self.best_model_path, self.best_model_score = best, self.best_k_models[best]
 
     def forget(self, paths: Iterable[str]) -> None:
