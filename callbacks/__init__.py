@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from ._averaging.averaged_weights import averaged_weights
     from ._checkpointing.filenames import folders
     from ._checkpointing.intervals import AgreedInterval
-    from ._checkpointing.saved_states import open_added, open_callback_states
     from ._summary.table import Summary, summarize
     from ._throughput.peak_flops import get_available_flops
     from ._throughput.throughput import Throughput, measure_flops

@@ -99,7 +99,10 @@ def never_logged_error(trainer: Trainer, name: str, who: str, logged: Iterable[s
 
 
 def is_better(value: float, than: float, mode: str, margin: float = 0.0) -> bool:
-    """Return whether ``value`` improves on ``than`` by more than ``margin``. NaN never does, and anything improves on it."""
+    """Return whether ``value`` improves on ``than`` by more than ``margin``.
+
+    NaN never does, and anything improves on it.
+    """
     if math.isnan(value):
         return False
     if math.isnan(than):

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from .filenames import CheckpointFilenames, check_place, folders
     from .intervals import AgreedInterval, check_triggers
     from .removal import finish_removing, is_abandoned, remove
-    from .saved_states import open_added, open_callback_states
     from .top_k import STATE, Recorded, TopKCheckpoints, relocate
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)
