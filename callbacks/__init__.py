@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from ._averaging.averaged_weights import averaged_weights
     from ._checkpointing.filenames import folders
     from ._checkpointing.intervals import AgreedInterval
-    from ._checkpointing.saved_states import open_added, open_callback_states
     from ._summary.table import Summary, summarize
     from ._throughput.peak_flops import get_available_flops
     from ._throughput.throughput import Throughput, measure_flops
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     from .lr_finder import LearningRateFinder, _LRFinder
     from .lr_monitor import LearningRateMonitor, learning_rates
     from .model_checkpoint import ModelCheckpoint
-    from .model_summary import ModelSummary, RichModelSummary
-    from .monitored_metric import ValidationWatch, monitored_value
+    from .model_summary import ModelSummary
+    from .monitored_metric import LatestValidation, read_monitored_metric
     from .nonfinite_detection import NonFiniteWatch
     from .on_exception_checkpoint import OnExceptionCheckpoint
     from .prediction_writer import BasePredictionWriter
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from .progress.tqdm_progress import TQDMProgressBar
     from .pruning import ModelPruning
     from .reporting.report import RunReport
+    from .rich_model_summary import RichModelSummary
     from .spike import SpikeWatch
     from .stochastic_weight_avg import StochasticWeightAveraging
     from .throughput_monitor import ThroughputMonitor

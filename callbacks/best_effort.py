@@ -1,4 +1,4 @@
-"""Callbacks that only show or measure: what fails in them never ends a run."""
+"""Base of the callbacks that only show or measure: an error in one never ends a run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
 
-class Service(Callback):
-    """A callback that training does not need: once something fails in it, it says so and is off for the stage."""
+class BestEffortCallback(Callback):
+    """Callback that training does not need: after an error it warns and is disabled for the rest of the stage."""
 
-    _calls_itself = ""  # in the warning; the class's name where it is empty
+    _calls_itself = ""  # its name in the warning; that of the class where it is empty
     _broken = False
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Another stage, another try."""
+        """Enable the callback again for another stage."""
         self._broken = False
 
     def _safely(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Do ``work``; where it raises, say so, and do nothing from then on."""
+        """Call ``work``; where it raises, warn and do nothing from then on."""
         if self._broken:
             return None
         try:
@@ -39,4 +39,4 @@ class Service(Callback):
             return None
 
     def _switch_off(self) -> None:
-        """Give back what it holds."""
+        """Release what the callback holds."""

@@ -8,13 +8,13 @@ import torch
 
 from ..common.optional import require
 from ..common.validation import check_bool
-from .best_effort import Service
+from .best_effort import BestEffortCallback
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
 
-class DeviceStatsMonitor(Service):
+class DeviceStatsMonitor(BestEffortCallback):
     """Send the device's statistics to the loggers, every ``log_every_n_steps``: as the step begins and as it ends.
 
     On a GPU these are ``torch.cuda.memory_stats``, what the allocator knows without waiting for the device; on a CPU

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..common.messages import announce, warn
 from ..common.validation import check_bool, check_int, check_monitor, check_number, choose
 from .callback import Callback
-from .monitored_metric import MODES, better, logged_values, never_logged
+from .monitored_metric import MODES, is_better, never_logged_error, read_logged_metrics
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -145,13 +145,13 @@ class EarlyStopping(Callback):
         watch = trainer.logbook.watch
         if self.monitor in watch.stale(trainer):
             return  # not measured since: no check, so no failure to improve
-        values = logged_values(trainer, keep=watch.just_measured(trainer))
+        values = read_logged_metrics(trainer, keep=watch.just_measured(trainer))
         value = values.get(self.monitor)
         if value is None:
             if trainer.has_validation and watch.step is None:
                 return  # no validation yet
             if self.strict:
-                raise never_logged(trainer, self.monitor, "EarlyStopping's monitor", values)
+                raise never_logged_error(trainer, self.monitor, "EarlyStopping's monitor", values)
             warn(f"EarlyStopping(strict=False) leaves out a check: {self.monitor!r} was never logged.")
             return
         reason = self._reason(value)
@@ -168,7 +168,7 @@ class EarlyStopping(Callback):
         reason = self._limit(value, 0)
         if reason is not None:
             return reason
-        if better(value, self.best_score.item(), self.mode, self.min_delta):
+        if is_better(value, self.best_score.item(), self.mode, self.min_delta):
             if self.verbose:
                 announce(f"{self.monitor} improved to {value:.4g}")
             self.best_score, self.wait_count = torch.tensor(value, dtype=torch.float64), 0
@@ -181,9 +181,9 @@ class EarlyStopping(Callback):
         if value is not None:
             if self.check_finite and not math.isfinite(value):
                 return f"{self.monitor} is {value}"
-            if self.stopping_threshold is not None and better(value, self.stopping_threshold, self.mode):
+            if self.stopping_threshold is not None and is_better(value, self.stopping_threshold, self.mode):
                 return f"{self.monitor} = {value:.4g} is better than stopping_threshold = {self.stopping_threshold}"
-            if self.divergence_threshold is not None and better(self.divergence_threshold, value, self.mode):
+            if self.divergence_threshold is not None and is_better(self.divergence_threshold, value, self.mode):
                 return f"{self.monitor} = {value:.4g} is worse than divergence_threshold = {self.divergence_threshold}"
         if waited and waited >= self.patience:
             return f"{self.monitor} has not improved on {self.best_score.item():.4g} in the last {waited} checks"

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ..common.messages import announce
 from ..common.validation import check_bool, check_int, check_number
 from ..engine import own_name
-from ._checkpointing import open_callback_states
+from ..engine.checkpoint import open_callback_states
 from .callback import Callback
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from torch.optim import Optimizer
 
 from ..common.messages import warn
 from ..common.validation import check_bool, choose
-from .best_effort import Service
+from .best_effort import BestEffortCallback
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
 
-class LearningRateMonitor(Service):
+class LearningRateMonitor(BestEffortCallback):
     """Send each optimizer's learning rate to the loggers: the one a step was, or an epoch is, taken with.
 
     Each scheduler has a name of its own: the one in its configuration, or ``lr-`` and its optimizer's class, such as

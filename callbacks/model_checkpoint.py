@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,28 +16,28 @@ from ..common.validation import check_bool, check_bool_or_word, check_int, check
 from ..engine.checkpoint import Job
 from ..engine.checkpoint import store as checkpoint
 from ._checkpointing import (
+    STATE,
     AgreedInterval,
-    KeptCheckpoints,
-    NamedCheckpoints,
+    CheckpointFilenames,
+    Recorded,
+    TopKCheckpoints,
     bytes_needed,
     check_place,
     check_triggers,
     finish_removing,
     folders,
     is_abandoned,
-    moved,
+    relocate,
     remove,
 )
 from .callback import Callback
-from .monitored_metric import MODES, logged_values, never_logged
+from .monitored_metric import MODES, never_logged_error, read_logged_metrics
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
-_STATE = ("best_model_path", "best_model_score", "best_k_models", "last_model_path", "current_score")
 
-
-class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
+class ModelCheckpoint(Callback):
     """Save checkpoints between optimizer steps and keep the ones worth keeping.
 
     A checkpoint is a directory, put in place in one move once it is complete; an older one is removed only after that.
@@ -96,6 +95,22 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
     after_task = 2
     exchanges = True
 
+    # How names are made; a script may set these on the class, a subclass or an instance, as in Lightning.
+    CHECKPOINT_JOIN_CHAR = "-"
+    CHECKPOINT_EQUALS_CHAR = "="
+    CHECKPOINT_NAME_LAST = "last"
+    FILE_EXTENSION = ".ckpt"
+    STARTING_VERSION = 1
+
+    monitor = Recorded[str | None]("_kept")
+    mode = Recorded[str]("_kept")
+    save_top_k = Recorded[int]("_kept")
+    best_model_path = Recorded[str]("_kept")
+    best_model_score = Recorded[Tensor | None]("_kept")
+    best_k_models = Recorded[dict[str, Tensor]]("_kept")
+    last_model_path = Recorded[str]("_kept")
+    current_score = Recorded[Tensor | None]("_kept")
+
     def __init__(
         self,
         dirpath: str | Path | None = None,
@@ -122,37 +137,31 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
         if check_int("save_top_k", save_top_k, -1, "keeps all") > 1 and monitor is None:
             raise ValueError(f"save_top_k={save_top_k} needs a monitor to tell the best {save_top_k} by.")
         at_end = save_on_train_epoch_end
-        none_given = (every_n_train_steps, interval, every_n_epochs) == (None, None, None)
+        by_default = (every_n_train_steps, interval, every_n_epochs) == (None, None, None)
+        self._kept = TopKCheckpoints(
+            None if monitor is None else check_monitor(monitor), choose("mode", mode, MODES), save_top_k
+        )
         self.dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
         self.filename = filename
-        self.monitor = None if monitor is None else check_monitor(monitor)
         self.verbose = check_bool("verbose", verbose)
         self.save_last = save_last is not None and check_bool_or_word("save_last", save_last, ("link",))
         self._may_keep_last = save_last is None
-        self.save_top_k = save_top_k
         self.save_on_exception = check_bool("save_on_exception", save_on_exception)
         self.save_weights_only = check_bool("save_weights_only", save_weights_only)
-        self.mode = choose("mode", mode, MODES)
         self.auto_insert_metric_name = check_bool("auto_insert_metric_name", auto_insert_metric_name)
         self.every_n_train_steps = every_n_train_steps or 0
         self.train_time_interval = interval
-        self.every_n_epochs = 1 if none_given else every_n_epochs or 0
+        self.every_n_epochs = 1 if by_default else every_n_epochs or 0
         self.save_on_train_epoch_end = None if at_end is None else check_bool("save_on_train_epoch_end", at_end)
         self.enable_version_counter = check_bool("enable_version_counter", enable_version_counter)
         self.async_save = check_bool("async_save", async_save)
-        self.best_model_path = ""
-        self.best_model_score: Tensor | None = None
-        self.best_k_models: dict[str, Tensor] = {}
-        self.last_model_path = ""
-        self.current_score: Tensor | None = None
         self._clock = None if interval is None else AgreedInterval(interval)
-        self._triggered_step = self._saved_step = 0
+        self._triggered_step = 0
         self._wanted = False  # a trigger has fired and nothing is saved for it yet
         self._waiting = False  # the ranked save still waits for its value
-        self._continues = False  # the run goes on in the directory it had
+        self._continues = False  # the run resumes in the directory it had
         self._resumed_step: int | None = None
-        self._replaced_now: list[str] = []
-        self._before: dict[str, Any] = {}  # what was known before the checkpoint that is being saved
+        self._before: dict[str, Any] = {}  # the record before the checkpoint that is being saved
         self._job: Job | None = None  # the save that is under way
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -168,20 +177,25 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
-        own = {"dirpath": self.dirpath, "triggered_step": self._triggered_step, "replaced": self._replaced_now}
-        when = {"wanted": self._wanted, "waiting": self._waiting}
-        return own | when | {name: getattr(self, name) for name in _STATE}
+        return {
+            "dirpath": self.dirpath,
+            "triggered_step": self._triggered_step,
+            "replaced": self._kept.replaced,
+            "wanted": self._wanted,
+            "waiting": self._waiting,
+            **{name: getattr(self._kept, name) for name in STATE},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Callback.load_state_dict`. What another directory holds isn't ours to remove: only its best is known."""
+        """See `Callback.load_state_dict`. Of another directory only the best is remembered: it is not ours to clean."""
         self._triggered_step, self._waiting = state_dict["triggered_step"], state_dict["waiting"]
         self._wanted = state_dict["wanted"]
         if self.dirpath is not None:
-            state_dict = moved(state_dict, self.dirpath)
+            state_dict = relocate(state_dict, self.dirpath)
         self._continues = self.dirpath == state_dict["dirpath"]
-        self._replaced_now = state_dict["replaced"] if self._continues else []
-        for name in _STATE if self._continues else ("best_model_path", "best_model_score"):
-            setattr(self, name, state_dict[name])
+        names = (*STATE, "replaced") if self._continues else ("best_model_path", "best_model_score")
+        self._kept.replaced = []
+        self._kept.restore({name: state_dict[name] for name in names})
 
     @property
     def saves(self) -> bool:
@@ -219,7 +233,7 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
             OSError: if the directory can't be made or written to, or has no room for one checkpoint.
         """
         progress, world = trainer.progress, trainer.accelerator.world
-        self._saved_step = progress.step
+        self._kept.saved_step = progress.step
         self._triggered_step = min(self._triggered_step, progress.step)
         self._resumed_step = progress.step if self._continues else None
         self._continues = False
@@ -229,14 +243,15 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
             if world.is_main and self.saves:
                 store = checkpoint.CheckpointStore(self._directory)
                 store.probe(bytes_needed(trainer, self.save_weights_only))
-                replaced = set(self._replaced_now) - self._held_by_others(trainer)
-                left = finish_removing(sorted(replaced), self._directory, progress.step, trainer.ckpt_path)
+                replaced = sorted(set(self._kept.replaced) - self._reserved_by_others(trainer))
+                removed = finish_removing(replaced, self._directory, progress.step, trainer.ckpt_path)
                 stores = map(checkpoint.CheckpointStore, folders(self._directory, self.name_depth))
-                done = [sentence for one in stores for sentence in one.recover()]
-                for sentence in [*done, *(f"{path}: removed, as it had been replaced" for path in left)]:
+                recovered = [sentence for store in stores for sentence in store.recover()]
+                for sentence in [*recovered, *(f"{path}: removed, as it had been replaced" for path in removed)]:
                     announce(sentence)
-        self._replaced_now = []
-        self._forget_missing(trainer)
+        self._kept.replaced = []
+        missing = [path for path in sorted(self._kept.ranked_paths) if not os.path.exists(path)]
+        self._kept.forget(world.broadcast(missing))  # by rank zero's disk
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Ask for a save if that happens after validation."""
@@ -286,21 +301,22 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
 
     def _save_last(self, trainer: Trainer, exception: BaseException) -> None:
         last = trainer.last_step
-        if not self.save_on_exception or last is None or not trainer.is_global_zero or last.step <= self._saved_step:
+        if not self.save_on_exception or last is None or not trainer.is_global_zero:
+            return
+        if last.step <= self._kept.saved_step:
             return
         if last.lost:
             warn(f"nothing is saved: {last.lost}. Its checkpoints are of earlier steps.")
             return
         values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values, **last.counts}
         if self.save_last:
-            kept = {self.best_model_path, *self.best_k_models}
-            path = self._name(trainer, values, last.step, self.CHECKPOINT_NAME_LAST, self.last_model_path, kept)
+            path = self._choose_path(trainer, values, last.step, self.last_model_path, last=True)
             self.last_model_path = path
             last.amend(self, last_model_path=path)
         else:
-            path = self._name(trainer, values, last.step)
+            path = self._choose_path(trainer, values, last.step)
         last.save(Path(path), self.save_weights_only)
-        self._saved_step = last.step
+        self._kept.saved_step = last.step
         announce(f"{type(exception).__name__}: the run as of optimizer step {last.step} is saved as {path}")
 
     def _at_epoch_end(self, trainer: Trainer) -> bool:
@@ -324,7 +340,7 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
         if not self._wanted and not (self._waiting and measured):
             return
         ranked = bool(self.save_top_k)
-        values = logged_values(trainer, keep=trainer.logbook.watch.just_measured(trainer))
+        values = read_logged_metrics(trainer, keep=trainer.logbook.watch.just_measured(trainer))
         if ranked and self.monitor is not None:
             ranked = self._is_known(trainer, self.monitor, values, epoch_is_over)
             self._waiting = not ranked
@@ -343,7 +359,7 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
             # Otherwise it is a whole epoch's, a part's (a limit ended the run within it) or an older validation's.
             return own or (trainer.progress.closing and name not in trainer.logbook.watch.stale(trainer))
         if epoch_is_over and not (trainer.has_validation and trainer.logbook.watch.step is None):
-            raise never_logged(trainer, name, "ModelCheckpoint's monitor", values)
+            raise never_logged_error(trainer, name, "ModelCheckpoint's monitor", values)
         return False
 
     # -- what ----------------------------------------------------------------------------------------------------
@@ -357,38 +373,31 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
     def _save(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
         """Decide what is kept, save, and remove what is not kept any more."""
         self._settle(trainer, wait=True)
-        before = self._before = {name: getattr(self, name) for name in (*_STATE, "_replaced_now", "_saved_step")}
+        kept, before = self._kept, self._kept.snapshot()
+        self._before = before
         values = {**values, "epoch": trainer.progress.epoch, "step": trainer.progress.step}
         paths: list[str] = []
-        # The record of what is kept is in the checkpoint too, and must be the one that is true once it is in place.
         if ranked:
             score = None if self.monitor is None else torch.tensor(values[self.monitor], dtype=torch.float64)
-            self.current_score = score
-            if self._is_worth_it(score):
-                replaced = self._replaced()
-                paths.append(self._free_path(trainer, values, None, replaced, {self.last_model_path}))
-                self._keep(paths[0], score, replaced)
+            kept.current_score = score
+            if score is None or self.check_monitor_top_k(trainer, score):
+                replaced = kept.next_replaced
+                paths.append(self._agree_on_path(trainer, values, replaced))
+                kept.add(paths[0], score, replaced)
             elif self.verbose:
-                announce(f"{self.monitor} = {float(score or 0):.5g} is not among the best {self.save_top_k}")
+                announce(f"{self.monitor} = {float(score):.5g} is not among the best {self.save_top_k}")
         if self.save_last:
-            kept = {self.best_model_path, *self.best_k_models}
-            path = self._free_path(trainer, values, self.CHECKPOINT_NAME_LAST, self.last_model_path, kept)
-            self.last_model_path = path
-            paths.append(path)
+            kept.last_model_path = self._agree_on_path(trainer, values, self.last_model_path, last=True)
+            paths.append(kept.last_model_path)
         if not paths:
             return
-        old = {before["last_model_path"], *before["best_k_models"]}
-        if self.monitor is None and self.save_top_k == 1:
-            old.add(before["best_model_path"])
-        kept = {"", self.best_model_path, self.last_model_path, *self.best_k_models}
-        # And if we are killed, the next run removes them.
-        self._replaced_now = sorted(old - kept - self._held_by_others(trainer))
+        kept.replace_since(before, self._reserved_by_others(trainer))
         try:
             trainer.save_checkpoint(paths[0], self.save_weights_only, blocking=not self.async_save, also=paths[1:])
         except BaseException:
-            vars(self).update(before)
+            kept.restore(before)
             raise
-        self._saved_step = trainer.progress.step
+        kept.saved_step = trainer.progress.step
         self._job = trainer.accelerator.saving
         if self._job is None:
             self._committed(trainer)
@@ -403,45 +412,102 @@ class ModelCheckpoint(NamedCheckpoints, KeptCheckpoints, Callback):
         finally:
             if job.done:  # else Ctrl-C ended the wait, and what is replaced is still needed
                 self._job = None
-                vars(self).update({} if job.error is None else self._before)
+                if job.error is not None:
+                    self._kept.restore(self._before)
         if job.error is None:
             self._committed(trainer)
 
     def _committed(self, trainer: Trainer) -> None:
         """The newest checkpoint is in place: now what it replaces may go."""
         if self.verbose:
-            announce(f"saved the run as of optimizer step {self._saved_step} in {self._directory}")
+            announce(f"saved the run as of optimizer step {self._kept.saved_step} in {self._directory}")
         if trainer.is_global_zero:
-            for path in self._replaced_now:
+            for path in self._kept.replaced:
                 remove(path, self._directory, trainer.ckpt_path)
-        self._replaced_now = []
+        self._kept.replaced = []
         trainer.logbook.call("after_save_checkpoint", self)
+
+    def _reserved_by_others(self, trainer: Trainer) -> set[str]:
+        """Return what the other callbacks of this run keep, are saving, or will remove once that is in place."""
+        others = (callback for callback in trainer.checkpoint_callbacks if callback is not self)
+        return set().union(*(callback._kept.reserved_paths for callback in others))
+
+    # -- Lightning's public methods ------------------------------------------------------------------------------
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The worst ranked checkpoint, which the next better one replaces; "" while there is room."""
+        return self._kept.kth_best_model_path
+
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
+        """Return whether a checkpoint with this value of ``monitor`` is to be saved among the best.
+
+        A subclass may decide otherwise, the same on every rank.
+        """
+        return current is not None and bool(self.save_top_k) and self._kept.is_among_best(current)
+
+    def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
+        """Return whether a path exists on rank zero's disk. Call it on all ranks."""
+        return bool(trainer.accelerator.world.broadcast(os.path.lexists(filepath)))
 
     # -- names ---------------------------------------------------------------------------------------------------
 
-    def _free_path(
-        self, trainer: Trainer, values: dict[str, Any], filename: str | None, own: str, kept: set[str]
+    @property
+    def _filenames(self) -> CheckpointFilenames:
+        return CheckpointFilenames(
+            template=self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}",
+            template_of_last=self.CHECKPOINT_NAME_LAST,
+            extension=self.FILE_EXTENSION,
+            separator=self.CHECKPOINT_JOIN_CHAR,
+            equals=self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None,
+        )
+
+    @property
+    def name_depth(self) -> int:
+        """How many folders below ``dirpath`` the names of checkpoints may lead into."""
+        return self._filenames.depth
+
+    def format_checkpoint_name(
+        self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
-        """The path to save to: ``own``, which may be replaced, or one that no other checkpoint has, nor ``kept``."""
+        """Return the path for these values.
+
+        Args:
+            metrics: values by name; one that the template names and that is not among them counts as 0.
+            filename: the template; by default ``filename`` of the callback.
+            ver: the number for a suffix like ``-v1``.
+
+        Raises:
+            ValueError: if the template has a format that its value can't be written in.
+        """
+        return os.path.join(self.dirpath or "", self._filenames.fill_in(metrics, filename, ver))
+
+    def _agree_on_path(self, trainer: Trainer, values: dict[str, Any], replaced: str, last: bool = False) -> str:
+        """Return the path that rank zero chooses, see `_choose_path`. Call it on all ranks."""
         step = trainer.progress.step
-        path = self._name(trainer, values, step, filename, own, kept) if trainer.is_global_zero else ""
+        path = self._choose_path(trainer, values, step, replaced, last) if trainer.is_global_zero else ""
         return str(trainer.accelerator.world.broadcast(path))
 
-    def _name(
-        self,
-        trainer: Trainer,
-        values: dict[str, Any],
-        step: int,
-        filename: str | None = None,
-        own: str = "",
-        kept: Iterable[str] = (),
+    def _choose_path(
+        self, trainer: Trainer, values: dict[str, Any], step: int, replaced: str = "", last: bool = False
     ) -> str:
-        # Of this run: it may not be on the disk yet, or look like what was saved before a resume.
-        taken = self._held_by_others(trainer).union(kept)
-        path, version = self.format_checkpoint_name(values, filename), self.STARTING_VERSION
-        while path in taken or (self.enable_version_counter and os.path.lexists(path) and path != own):
+        """Return a path that no other checkpoint has.
+
+        Args:
+            trainer: the run's.
+            values: for the template.
+            step: the optimizer step that is saved.
+            replaced: this callback's checkpoint whose path may be used again.
+            last: name the ``last.ckpt``, not a ranked checkpoint.
+        """
+        template = self.CHECKPOINT_NAME_LAST if last else None
+        # Paths of this run count too: they may not be on disk yet, or look like what was saved before a resume.
+        taken = self._reserved_by_others(trainer)
+        taken |= self._kept.ranked_paths if last else {self.last_model_path}
+        path, version = self.format_checkpoint_name(values, template), self.STARTING_VERSION
+        while path in taken or (self.enable_version_counter and os.path.lexists(path) and path != replaced):
             if path not in taken and is_abandoned(path, step, self._resumed_step):
                 break
-            path = self.format_checkpoint_name(values, filename, version)
+            path = self.format_checkpoint_name(values, template, version)
             version += 1
         return path

@@ -1,21 +1,19 @@
-"""Tables of the model's parts, when training begins."""
+"""Print a table of the model's modules when training begins."""
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from ..common.messages import announce
-from ..common.optional import require
 from ..common.validation import check_int
 from ._summary import Summary, summarize
-from .best_effort import Service
+from .best_effort import BestEffortCallback
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
 
-class ModelSummary(Service):
+class ModelSummary(BestEffortCallback):
     """Print a table of the model's parts when ``fit`` begins: type, parameters, training or evaluation mode, frozen.
 
     Where the task has an ``example_input_array``, it is run on it once, and the table shows what goes into each part,
@@ -44,43 +42,10 @@ class ModelSummary(Service):
             return accelerator.precision.cast(task.transfer_batch_to_device(example, accelerator.device, 0))
 
         forward = accelerator.local_method(task, "forward")
-        found = summarize(task, self.max_depth, forward=forward, prepare=prepare)
+        summary = summarize(task, self.max_depth, forward=forward, prepare=prepare)
         if trainer.is_global_zero:
-            self.show(found)
+            self.show(summary)
 
     def show(self, summary: Summary) -> None:
         """Print it. Called on rank zero."""
         announce(str(summary))
-
-
-class RichModelSummary(ModelSummary):
-    """As `ModelSummary`, drawn by the package ``rich``.
-
-    Args:
-        max_depth: see `ModelSummary`.
-        header_style: rich's style of the table's head.
-
-    Raises:
-        ModuleNotFoundError: without the package.
-    """
-
-    def __init__(self, max_depth: int = 1, header_style: str = "bold magenta") -> None:
-        require("RichModelSummary", "rich", extra="rich")
-        super().__init__(max_depth)
-        self.header_style = header_style
-
-    def show(self, summary: Summary) -> None:
-        """Print it on standard error."""
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(header_style=self.header_style)
-        columns = summary.columns()
-        for head, _ in columns:
-            table.add_column(head, justify="right" if head in summary.NUMBERS else "left", no_wrap=head == "name")
-        for row in zip(*(cells for _, cells in columns), strict=True):
-            table.add_row(*map(Text, row))  # a shape in brackets is no markup
-        console = Console(file=sys.stderr)
-        console.print(table)
-        console.print(Text(summary.totals()))

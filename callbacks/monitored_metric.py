@@ -1,4 +1,4 @@
-"""Reading a logged value that a decision hangs on: the same on every process, and measured on the weights at hand."""
+"""Read monitored metrics: identical on every rank and measured on the current weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 MODES = ("min", "max")
 
 
-class ValidationWatch:
-    """Remembers which names the newest validation logged, and after which optimizer step.
+class LatestValidation:
+    """Names that the latest validation logged, and the optimizer step it came after.
 
-    A value of validation belongs to the weights it was measured on; some steps later it says nothing about the newer
-    ones, and a checkpoint ranked by it would be ranked by another one's value.
+    A value of validation belongs to the weights it was measured on. A checkpoint of later weights must not be ranked by
+    it.
 
     Attributes:
-        step: optimizer steps done at the newest validation; None before the first.
-        names: what it logged.
+        step: optimizer steps done at the latest validation; None before the first.
+        names: the names it logged.
     """
 
     def __init__(self) -> None:
@@ -30,64 +30,64 @@ class ValidationWatch:
         self.names: frozenset[str] = frozenset()
 
     def end(self, trainer: Trainer) -> None:
-        """Call it when a validation is over."""
+        """Note the names and the step when a validation is over."""
         self.names = trainer.logbook.newest
         self.step = trainer.progress.step
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run has to know: what is logged comes back with it, and would count as new."""
+        """Return the state for a checkpoint: a resumed run restores logged values, which must not count as new."""
         return {"step": self.step, "names": sorted(self.names)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.step, self.names = state_dict["step"], frozenset(state_dict["names"])
 
     def just_measured(self, trainer: Trainer) -> frozenset[str]:
-        """The names whose values a validation of the present weights logged."""
+        """Return the names whose values a validation of the current weights logged."""
         return self.names if self.step == trainer.progress.step else frozenset()
 
     def stale(self, trainer: Trainer) -> frozenset[str]:
-        """The names whose values a validation of older weights logged."""
+        """Return the names whose values a validation of older weights logged."""
         return self.names if self.step != trainer.progress.step else frozenset()
 
 
-def logged_values(trainer: Trainer, keep: Container[str] = ()) -> dict[str, float]:
-    """Everything logged, the same on every process. All processes must ask.
+def read_logged_metrics(trainer: Trainer, keep: Container[str] = ()) -> dict[str, float]:
+    """Return every logged value, identical on every rank. Call it on all ranks.
 
     Args:
-        trainer: whose logged values are meant.
+        trainer: the run's.
         keep: names for which a step's value of the same name doesn't count, as validation has logged them since.
     """
     values = dict(trainer.logbook.callback_values)
-    # What the loggers got of a step's values may be log_every_n_steps old.
+    # The step values that loggers got may be log_every_n_steps old.
     world = trainer.accelerator.data_world
     steps = {entry.label("step"): value for entry, value in trainer.metrics.step_values(world)}
     return values | {name: value for name, value in steps.items() if name not in keep}
 
 
-def monitored_value(
+def read_monitored_metric(
     trainer: Trainer, name: str, who: str, strict: bool = True, keep: Container[str] = ()
 ) -> float | None:
-    """The newest value of ``name``, the same on every process. All processes must ask.
+    """Return the latest value of ``name``, identical on every rank. Call it on all ranks.
 
     Args:
-        trainer: whose logged values are meant.
+        trainer: the run's.
         name: the logged name.
-        who: who asks, for the error, such as ``"the scheduler's monitor"``.
-        strict: whether a name that was never logged is an error; else the answer is None.
-        keep: see `logged_values`.
+        who: what needs it, for the error, such as ``"the scheduler's monitor"``.
+        strict: raise for a name that was never logged; else return None.
+        keep: see `read_logged_metrics`.
 
     Raises:
         ValueError: lists what was logged.
     """
-    values = logged_values(trainer, keep)
+    values = read_logged_metrics(trainer, keep)
     if name not in values and strict:
-        raise never_logged(trainer, name, who, values)
+        raise never_logged_error(trainer, name, who, values)
     return values.get(name)
 
 
-def never_logged(trainer: Trainer, name: str, who: str, logged: Iterable[str]) -> ValueError:
-    """The error for a name that was not logged, with those that were."""
+def never_logged_error(trainer: Trainer, name: str, who: str, logged: Iterable[str]) -> ValueError:
+    """Return the error for a name that was not logged, with the names that were."""
     names = sorted(logged)
     validation = "" if trainer.has_validation else " This run has no validation."
     if trainer.limit_val_batches and trainer.sources is not None and trainer.sources.empty("val"):
@@ -98,8 +98,11 @@ def never_logged(trainer: Trainer, name: str, who: str, logged: Iterable[str]) -
     )
 
 
-def better(value: float, than: float, mode: str, margin: float = 0.0) -> bool:
-    """Whether ``value`` improves on ``than`` by more than ``margin``. NaN never does, and anything improves on it."""
+def is_better(value: float, than: float, mode: str, margin: float = 0.0) -> bool:
+    """Return whether ``value`` improves on ``than`` by more than ``margin``.
+
+    NaN never does, and anything improves on it.
+    """
     if math.isnan(value):
         return False
     if math.isnan(than):

@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 from ..common.messages import announce
 from ..common.validation import check_bool, check_int, choose
 from ..engine import own_name
-from ._checkpointing import open_callback_states
+from ..engine.checkpoint import open_callback_states
 from ._pruning import Pruned, unpruned
 from .callback import Callback
 from .weight_averaging import WeightAveraging

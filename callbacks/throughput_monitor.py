@@ -12,13 +12,13 @@ import torch
 from ..common.messages import warn
 from ..common.validation import check_int, check_number
 from ._throughput import Throughput, get_available_flops
-from .best_effort import Service
+from .best_effort import BestEffortCallback
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
 
-class ThroughputMonitor(Service):
+class ThroughputMonitor(BestEffortCallback):
     """Send to the loggers how fast a run is, as ``train/device/samples_per_sec`` and the like; see `Throughput`.
 
     In training rank zero measures every ``log_every_n_steps``: it waits for the device, once, and takes the time; steps

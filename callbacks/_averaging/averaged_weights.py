@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...engine import own_name
-from ...engine.checkpoint import OpenCheckpoint, Stored, model_part
+from ...engine.checkpoint import OpenCheckpoint, Stored, model_part, open_added
 from ...strategies.distributed import cut_like, is_sharded, local
-from .._checkpointing import open_added
 from .._pruning import masks_of
 
 if TYPE_CHECKING:

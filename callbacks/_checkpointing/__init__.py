@@ -8,10 +8,9 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .disk_space import bytes_needed
-    from .filenames import NamedCheckpoints, check_place, folders
+    from .filenames import CheckpointFilenames, check_place, folders
     from .intervals import AgreedInterval, check_triggers
     from .removal import finish_removing, is_abandoned, remove
-    from .saved_states import open_added, open_callback_states
-    from .top_k import KeptCheckpoints, moved
+    from .top_k import STATE, Recorded, TopKCheckpoints, relocate
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
 
 def fill_in(template: str, values: Mapping[str, Any], equals: str | None) -> str:
-    """The template with its fields filled in.
+    """Fill in the fields of a template.
 
     Args:
-        template: fields are names in braces, with a format after a colon if you like.
+        template: fields are names in braces, optionally with a format after a colon.
         values: by name; one that is not among them counts as 0, with a warning.
         equals: put between a field's name and its value; None leaves the name out. A ``/`` in the name becomes ``_``:
             as a folder it would hide the checkpoint.
@@ -45,7 +46,7 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
     if dirpath is not None and not isinstance(dirpath, str | os.PathLike):
         raise TypeError(f"dirpath={dirpath!r} must be a directory's path, not a {type(dirpath).__name__}.")
     if dirpath is not None and "://" in str(dirpath):
-        raise ValueError(f"dirpath={str(dirpath)!r} is no directory of a local or mounted file system.")
+        raise ValueError(f"dirpath={str(dirpath)!r} is not a directory of a local or mounted file system.")
     if filename is None:
         return
     if not isinstance(filename, str):
@@ -60,65 +61,51 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
         )
     if re.search("[{}]", _FIELD.sub("", filename)):
         raise ValueError(
-            f"filename={filename!r} has a brace that is no part of a field: write {{epoch}} or {{val_loss:.2f}}."
+            f"filename={filename!r} has a brace that is not part of a field: write {{epoch}} or {{val_loss:.2f}}."
         )
 
 
-def depth(template: str) -> int:
-    """How many folders a template's names lead into."""
-    return max(0, len(Path(template).parts) - 1)
+@dataclass(frozen=True)
+class CheckpointFilenames:
+    """Names of the checkpoints of one `ModelCheckpoint`.
+
+    Attributes:
+        template: for ranked checkpoints.
+        template_of_last: for the newest one.
+        extension: of every checkpoint.
+        separator: between a name and its version.
+        equals: between a field's name and its value; None leaves the name out.
+    """
+
+    template: str
+    template_of_last: str
+    extension: str
+    separator: str
+    equals: str | None
+
+    @property
+    def depth(self) -> int:
+        """The number of folders that names may lead into."""
+        return max(0, *(len(Path(template).parts) - 1 for template in (self.template, self.template_of_last)))
+
+    def fill_in(self, values: Mapping[str, Any], template: str | None = None, version: int | None = None) -> str:
+        """Return the name for these values, with a suffix such as ``-v1`` where a version is given."""
+        name = fill_in(template or self.template, values, self.equals)
+        suffix = "" if version is None else f"{self.separator}v{version}"
+        return f"{name}{suffix}{self.extension}"
 
 
 def folders(directory: str | Path, levels: int) -> list[Path]:
-    """A directory and, so many levels down, the folders in it that checkpoints may be in."""
-    found = level = [Path(directory)]
+    """Return a directory and, so many levels down, the folders in it that may hold checkpoints."""
+    listed = level = [Path(directory)]
     for _ in range(levels):
         level = [path for parent in level if parent.is_dir() for path in sorted(parent.iterdir()) if _is_folder(path)]
-        found = found + level
-    return found
+        listed = listed + level
+    return listed
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether it may be searched, and is neither a checkpoint nor what a killed run left of one."""
+    """Return whether a path can be searched, and is neither a checkpoint nor the remains of one."""
     if path.name.startswith(".") or not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):
         return False
     return not (path / store.MANIFEST).exists()
-
-
-class NamedCheckpoints:
-    """The part of a `ModelCheckpoint` that names files; its constants may be set on a subclass, as in Lightning."""
-
-    CHECKPOINT_JOIN_CHAR = "-"
-    CHECKPOINT_EQUALS_CHAR = "="
-    CHECKPOINT_NAME_LAST = "last"
-    FILE_EXTENSION = ".ckpt"
-    STARTING_VERSION = 1
-
-    dirpath: str | None
-    filename: str | None
-    auto_insert_metric_name: bool
-
-    @property
-    def name_depth(self) -> int:
-        """How many folders below ``dirpath`` the names of checkpoints may lead into."""
-        return max(depth(self.filename or ""), depth(self.CHECKPOINT_NAME_LAST))
-
-    def format_checkpoint_name(
-        self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None
-    ) -> str:
-        """The path for these values.
-
-        Args:
-            metrics: by name; one that the template names and that is not among them counts as 0.
-            filename: the template; by default ``filename`` of the callback.
-            ver: the number for a suffix like ``-v1``.
-
-        Raises:
-            ValueError: if the template has a format that its value can't be written in.
-        """
-        template = filename or self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
-        equals = self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None
-        name = fill_in(template, metrics, equals)
-        if ver is not None:
-            name = f"{name}{self.CHECKPOINT_JOIN_CHAR}v{ver}"
-        return os.path.join(self.dirpath or "", name + self.FILE_EXTENSION)

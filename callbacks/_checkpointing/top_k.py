@@ -1,90 +1,182 @@
-"""Which checkpoints a callback keeps, and which of them is the best."""
+"""The checkpoints that a callback keeps, and which of them is the best."""
 
 from __future__ import annotations
 
+import math
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, overload
 
 from torch import Tensor
 
-from ..monitored_metric import better
-from .removal import best_of
+from ..monitored_metric import is_better
 
-if TYPE_CHECKING:
-    from ...trainer import Trainer
+Value = TypeVar("Value")
+
+# What the saved state of a ModelCheckpoint says about the kept checkpoints, under Lightning's names.
+STATE = ("best_model_path", "best_model_score", "best_k_models", "last_model_path", "current_score")
 
 
-class KeptCheckpoints:
-    """The part of a `ModelCheckpoint` that knows what is kept."""
+@dataclass
+class TopKCheckpoints:
+    """Record of the checkpoints that one `ModelCheckpoint` keeps.
+
+    It is updated before a checkpoint is written, because the checkpoint holds it: the record on disk must be true once
+    the checkpoint is in place. `snapshot` and `restore` undo the update of a save that fails.
+
+    Attributes:
+        monitor: the value that ranks checkpoints; None keeps the newest.
+        mode: ``"min"`` or ``"max"``, whichever is best.
+        save_top_k: number of ranked checkpoints to keep; -1 keeps all.
+        best_model_path: the best one, or "".
+        best_model_score: its value.
+        best_k_models: value by path; empty without a monitor.
+        last_model_path: the newest ``last.ckpt``, or "".
+        current_score: the value at the newest save.
+        replaced: checkpoints to remove once the one that is being saved is in place.
+        saved_step: optimizer step of the newest save.
+    """
 
     monitor: str | None
     mode: str
     save_top_k: int
-    best_model_path: str
-    best_model_score: Tensor | None
-    best_k_models: dict[str, Tensor]
-    last_model_path: str
-    _replaced_now: list[str]  # what the checkpoint that is being saved takes the place of
+    best_model_path: str = ""
+    best_model_score: Tensor | None = None
+    best_k_models: dict[str, Tensor] = field(default_factory=dict)
+    last_model_path: str = ""
+    current_score: Tensor | None = None
+    replaced: list[str] = field(default_factory=list)
+    saved_step: int = 0
+
+    # -- what is kept --------------------------------------------------------------------------------------------
+
+    @property
+    def ranked_paths(self) -> set[str]:
+        """The kept checkpoints, ``last.ckpt`` apart."""
+        return {self.best_model_path, *self.best_k_models} - {""}
+
+    @property
+    def paths(self) -> set[str]:
+        """The kept checkpoints."""
+        return self.ranked_paths | {self.last_model_path} - {""}
+
+    @property
+    def reserved_paths(self) -> set[str]:
+        """The paths that no other callback may save to or remove: also those that are still to be removed."""
+        return self.paths.union(self.replaced)
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst that is kept, which the next better one takes the place of; "" while there is room."""
+        """The worst ranked checkpoint, which the next better one replaces; "" while there is room."""
         if not self.best_k_models or (self.save_top_k != -1 and len(self.best_k_models) < self.save_top_k):
             return ""
-        return best_of(self.best_k_models, self.mode, worst=True)
+        return best_path(self.best_k_models, self.mode, worst=True)
 
-    def _is_worth_it(self, score: Tensor | None) -> bool:
-        worst = self._replaced() if score is not None else ""
-        return not worst or better(float(score), float(self.best_k_models[worst]), self.mode)  # type: ignore[arg-type]
-
-    def _replaced(self) -> str:
-        """The checkpoint that the next one takes the place of; "" if there is room for it."""
+    @property
+    def next_replaced(self) -> str:
+        """The checkpoint that the next ranked one replaces; "" while there is room."""
         if self.save_top_k == -1:
             return ""
         return self.best_model_path if self.monitor is None else self.kth_best_model_path
 
-    def _keep(self, path: str, score: Tensor | None, replaced: str) -> None:
+    def is_among_best(self, score: Tensor) -> bool:
+        """Return whether a checkpoint with this value would be kept."""
+        worst = self.next_replaced
+        return not worst or is_better(float(score), float(self.best_k_models[worst]), self.mode)
+
+    # -- changes -------------------------------------------------------------------------------------------------
+
+    def add(self, path: str, score: Tensor | None, replaced: str) -> None:
+        """Rank a checkpoint that is about to be saved, in the place of ``replaced``."""
         if score is None:
             self.best_model_path = path
             return
         known = {*self.best_k_models, ""}
         self.best_k_models = {p: s for p, s in self.best_k_models.items() if p != replaced} | {path: score}
-        best = best_of(self.best_k_models, self.mode)
-        earlier = None if self.best_model_path in known else self.best_model_score  # of the directory before a resume
-        if earlier is None or better(float(self.best_k_models[best]), float(earlier), self.mode):
+        best = best_path(self.best_k_models, self.mode)
+        # The best one of another directory, before a resume, stays the best until a better one is saved.
+        earlier = None if self.best_model_path in known else self.best_model_score
+        if earlier is None or is_better(float(self.best_k_models[best]), float(earlier), self.mode):
             self.best_model_path, self.best_model_score = best, self.best_k_models[best]
 
-    def _forget_missing(self, trainer: Trainer) -> None:
-        """Forget those that somebody has removed, by rank zero's disk. All processes must call it."""
-        known = {*self.best_k_models, self.best_model_path} - {""}
-        gone = trainer.accelerator.world.broadcast([path for path in sorted(known) if not os.path.exists(path)])
-        self.best_k_models = {path: value for path, value in self.best_k_models.items() if path not in gone}
-        if self.best_model_path in gone:
-            self.best_model_path = best_of(self.best_k_models, self.mode) if self.best_k_models else ""
+    def forget(self, paths: Iterable[str]) -> None:
+        """Drop checkpoints that somebody has deleted."""
+        missing = set(paths)
+        self.best_k_models = {path: score for path, score in self.best_k_models.items() if path not in missing}
+        if self.best_model_path in missing:
+            self.best_model_path = best_path(self.best_k_models, self.mode) if self.best_k_models else ""
             self.best_model_score = self.best_k_models.get(self.best_model_path)
 
-    def _held_by_others(self, trainer: Trainer) -> set[str]:
-        """What the other callbacks of this run keep, are saving, or will remove when that is in place."""
-        held = {""}
-        for other in trainer.checkpoint_callbacks:
-            if other is not self:
-                held |= {other.best_model_path, other.last_model_path, *other.best_k_models, *other._replaced_now}
-        return held - {""}
+    def replace_since(self, before: Mapping[str, Any], reserved: set[str]) -> None:
+        """Set ``replaced`` to the checkpoints that were kept before and are not any more.
+
+        Args:
+            before: the `snapshot` to compare with.
+            reserved: paths of other callbacks, which are not ours to remove.
+        """
+        earlier = {before["last_model_path"], *before["best_k_models"]}
+        if self.monitor is None and self.save_top_k == 1:
+            earlier.add(before["best_model_path"])
+        self.replaced = sorted(earlier - {""} - self.paths - reserved)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return all that a save changes."""
+        return {name: getattr(self, name) for name in (*STATE, "replaced", "saved_step")}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Go back to a `snapshot`."""
+        for name, value in snapshot.items():
+            setattr(self, name, value)
 
 
-def moved(state: dict[str, Any], home: str) -> dict[str, Any]:
-    """A callback's state with the paths of today, if its folder has been moved to ``home`` since it was saved."""
+class Recorded(Generic[Value]):
+    """Public attribute of a callback that its `TopKCheckpoints` holds.
+
+    Args:
+        owner: name of the callback's attribute with the record.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+
+    def __set_name__(self, callback_class: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, callback: None, callback_class: type) -> Recorded[Value]: ...
+    @overload
+    def __get__(self, callback: object, callback_class: type) -> Value: ...
+    def __get__(self, callback: object | None, callback_class: type) -> Any:
+        return self if callback is None else getattr(getattr(callback, self._owner), self._name)
+
+    def __set__(self, callback: object, value: Value) -> None:
+        setattr(getattr(callback, self._owner), self._name, value)
+
+
+def best_path(scores: Mapping[str, Tensor], mode: str, worst: bool = False) -> str:
+    """Return the path with the best score, or the worst one. NaN is worse than anything."""
+
+    def rank(path: str) -> tuple[bool, float]:
+        value = float(scores[path])
+        return math.isnan(value), 0.0 if math.isnan(value) else value if mode == "min" else -value
+
+    return (max if worst else min)(scores, key=rank)
+
+
+def relocate(state: dict[str, Any], directory: str) -> dict[str, Any]:
+    """Return a callback's saved state with today's paths, if its folder has been moved to ``directory`` since."""
     before = state["dirpath"]
-    if before in (None, home) or os.path.isdir(before):
+    if before in (None, directory) or os.path.isdir(before):
         return state
 
-    def now(path: str) -> str:
-        there = os.path.join(home, os.path.relpath(path, before)) if path else ""
-        return there if os.path.isdir(there) else path
+    def relocated(path: str) -> str:
+        moved = os.path.join(directory, os.path.relpath(path, before)) if path else ""
+        return moved if os.path.isdir(moved) else path
 
-    paths = {name: now(state[name]) for name in ("best_model_path", "last_model_path")}
-    best = {now(path): score for path, score in state["best_k_models"].items()}
+    paths = {name: relocated(state[name]) for name in ("best_model_path", "last_model_path")}
+    best = {relocated(path): score for path, score in state["best_k_models"].items()}
     if best.keys() == state["best_k_models"].keys() and all(state[name] == path for name, path in paths.items()):
-        return state  # nothing of it is there
-    replaced = [now(path) for path in state["replaced"]]
-    return {**state, **paths, "best_k_models": best, "replaced": replaced, "dirpath": home}
+        return state  # none of its checkpoints is in the new directory
+    replaced = [relocated(path) for path in state["replaced"]]
+    return {**state, **paths, "best_k_models": best, "replaced": replaced, "dirpath": directory}

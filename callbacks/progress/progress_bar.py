@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ..best_effort import Service
+from ..best_effort import BestEffortCallback
 
 if TYPE_CHECKING:
     from ...trainer import TaskModule, Trainer
 
 
-class ProgressBar(Service):
+class ProgressBar(BestEffortCallback):
     """The base of a progress bar of your own: override the hooks you need, and `disable` and `enable`.
 
     A subclass finds here how many batches there are, what to call the stages and what to show beside them. It must call

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.validation import check_number
-from ..best_effort import Service
+from ..best_effort import BestEffortCallback
 
 if TYPE_CHECKING:
     from ...trainer import TaskModule, Trainer
     from .html import Failure, Page
 
 
-class RunReport(Service):
+class RunReport(BestEffortCallback):
     """Write ``report.html`` into the run's folder: one file that any browser opens, without a server or a network.
 
     It shows the error that ended it, if one did, the curves of `trainer.history`, learning rates, throughput, where the

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..best_effort import Service
+from ..best_effort import BestEffortCallback
 from .html import Points
 from .report import best_of, charts_of, ending_of
 
@@ -19,7 +19,7 @@ Write = Callable[[Mapping[str, Any], Mapping[str, Mapping[str, Points]] | None],
 _LONGEST = 2000  # characters of an error
 
 
-class RunRecord(Service):
+class RunRecord(BestEffortCallback):
     """Tell ``write`` how the run stands: when a stage begins and ends, however it ends, and now and then in between.
 
     Rank zero does, but for an error, of which each process tells. What it tells of is on the host already, so nothing

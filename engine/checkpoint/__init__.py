@@ -32,6 +32,8 @@ if TYPE_CHECKING:
         check_form,
         extra_part,
         model_part,
+        open_added,
+        open_callback_states,
         open_registered,
     )
 

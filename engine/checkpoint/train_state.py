@@ -20,6 +20,7 @@ them from `check_form`, which finds a file that is whole and yet not ours.
 
 # No postponed annotations here: to look at them would mean to evaluate text while a checkpoint is read.
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, TypeVar, Union, cast, get_origin, is_typeddict
 
@@ -169,3 +170,26 @@ def open_registered(opened: OpenCheckpoint) -> dict[str, Any]:
         ValueError: the part is damaged.
     """
     return open_train_state(opened)["registered"] if opened.has(STATE) else {}
+
+
+def open_callback_states(opened: OpenCheckpoint) -> CallbackStates:
+    """Return the callbacks' states and what hooks added, tensors unread; both empty where there are none.
+
+    Raises:
+        ValueError: the part is damaged.
+    """
+    saved = open_registered(opened).get("callbacks", {})
+    if isinstance(saved, dict):  # a script without a Trainer may register something else under this name
+        saved = {"callbacks": {}, "added": {}} | saved
+    return check_form(CallbackStates, saved, opened.path, STATE)
+
+
+def open_added(opened: OpenCheckpoint) -> Mapping[str, Any]:
+    """Return what ``on_save_checkpoint`` hooks added to a checkpoint, of weights only or not, its tensors unread.
+
+    Raises:
+        ValueError: the part is damaged.
+    """
+    if opened.has(ADDED):
+        return cast(Mapping[str, Any], opened.open_part(ADDED))
+    return open_callback_states(opened)["added"]

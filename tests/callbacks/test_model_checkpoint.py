@@ -486,6 +486,77 @@ def test_a_kept_one_that_somebody_removed_is_forgotten(tmp_path):
     assert names(tmp_path / "c") == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
 
 
+# -- for subclasses and scripts of Lightning -----------------------------------------------------------------------
+
+
+def test_a_subclass_decides_what_is_among_the_best(tmp_path):
+    class NoneBelowHalf(ModelCheckpoint):
+        def check_monitor_top_k(self, trainer, current=None):
+            return float(current) >= 0.5 and super().check_monitor_top_k(trainer, current)
+
+    kept = NoneBelowHalf(tmp_path / "c", "{epoch}", "val_loss", save_top_k=2)
+    fit(tmp_path, kept, values=[0.9, 0.1, 0.7, 0.8], max_epochs=4)
+    assert names(tmp_path / "c") == ["epoch=2.ckpt", "epoch=3.ckpt"]
+    assert kept.best_model_path == str(tmp_path / "c" / "epoch=2.ckpt")
+
+
+def test_a_subclass_names_its_checkpoints(tmp_path):
+    class Numbered(ModelCheckpoint):
+        CHECKPOINT_NAME_LAST = "newest"
+
+        def format_checkpoint_name(self, metrics, filename=None, ver=None):
+            path = super().format_checkpoint_name(metrics, filename, ver)
+            return path.replace("epoch=", "number ")
+
+    kept = Numbered(tmp_path / "c", "{epoch}", save_last=True)
+    kept.FILE_EXTENSION = ".run"
+    fit(tmp_path, kept)
+    assert names(tmp_path / "c") == ["newest.run", "number 1.run"]
+    assert kept.last_model_path == str(tmp_path / "c" / "newest.run")
+
+
+def test_public_attributes_can_be_set(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c", "{epoch}")
+    kept.monitor, kept.mode, kept.save_top_k = "val_loss", "max", 2
+    fit(tmp_path, kept, values=[3.0, 1.0, 2.0], max_epochs=3)
+    assert names(tmp_path / "c") == ["epoch=0.ckpt", "epoch=2.ckpt"]
+    assert (float(kept.best_model_score), float(kept.current_score)) == (3.0, 2.0)
+    assert kept.kth_best_model_path == str(tmp_path / "c" / "epoch=2.ckpt")
+    kept.best_model_path = kept.last_model_path = "elsewhere.ckpt"
+    assert (kept.state_dict()["best_model_path"], kept.state_dict()["last_model_path"]) == ("elsewhere.ckpt",) * 2
+
+
+def test_whether_a_file_exists(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c", "{epoch}")
+    made = fit(tmp_path, kept)
+    assert kept.file_exists(kept.best_model_path, made)
+    assert not kept.file_exists(tmp_path / "c" / "epoch=7.ckpt", made)
+
+
+def test_the_state_of_earlier_versions_loads(tmp_path):
+    (tmp_path / "c").mkdir()
+    best = str(tmp_path / "c" / "epoch=3.ckpt")
+    state = {
+        "dirpath": str(tmp_path / "c"),
+        "triggered_step": 20,
+        "replaced": [str(tmp_path / "c" / "epoch=2.ckpt")],
+        "wanted": False,
+        "waiting": True,
+        "best_model_path": best,
+        "best_model_score": torch.tensor(0.5),
+        "best_k_models": {best: torch.tensor(0.5)},
+        "last_model_path": str(tmp_path / "c" / "last.ckpt"),
+        "current_score": torch.tensor(0.7),
+    }
+    kept = ModelCheckpoint(tmp_path / "c", monitor="val_loss")
+    kept.load_state_dict(state)
+    assert kept.state_dict() == state
+    assert (kept.best_model_path, kept.kth_best_model_path) == (best, best)
+    elsewhere = ModelCheckpoint(tmp_path / "d", monitor="val_loss")
+    elsewhere.load_state_dict(state)
+    assert (elsewhere.best_model_path, elsewhere.best_k_models, elsewhere.last_model_path) == (best, {}, "")
+
+
 # -- what can go wrong ---------------------------------------------------------------------------------------------
 
 
@@ -495,7 +566,6 @@ def test_a_kept_one_that_somebody_removed_is_forgotten(tmp_path):
         ({"every_n_train_steps": 2, "every_n_epochs": 1}, "exclude each other"),
         ({"every_n_train_steps": -1}, "at least 0"),
         ({"every_n_epochs": 1.5}, "whole number"),
-        ({"train_time_interval": 5}, "timedelta"),
         ({"save_top_k": -2}, "at least -1"),
         ({"save_top_k": 3}, "needs a monitor"),
         ({"mode": "mim"}, "Did you mean 'min'"),

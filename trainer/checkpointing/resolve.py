@@ -8,10 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...callbacks import ModelCheckpoint, folders, open_callback_states
+from ...callbacks import ModelCheckpoint, folders
 from ...common.messages import announce, warn
 from ...engine import CheckpointStore
-from ...engine.checkpoint import STATE, Manifest, OpenCheckpoint, first_intact, has_part, open_together
+from ...engine.checkpoint import (
+    STATE,
+    Manifest,
+    OpenCheckpoint,
+    first_intact,
+    has_part,
+    open_callback_states,
+    open_together,
+)
 from ...engine.checkpoint import store as checkpoint
 from ...loggers import DirectoryLogger
 from ..runs import CHECKPOINTS, RECORD

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...callbacks import open_added
 from ...common.messages import warn
 from ...engine.checkpoint import (
     DATAMODULE_HPARAMS,
@@ -20,6 +19,7 @@ from ...engine.checkpoint import (
     OpenCheckpoint,
     Record,
     in_memory,
+    open_added,
     open_registered,
     read_now,
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...callbacks import ValidationWatch
+from ...callbacks import LatestValidation
 from ...common.messages import warn
 from ...engine import Metrics
 from ...loggers import EVALUATED_AT, Logger, NullExperiment, claim_version
@@ -68,7 +68,7 @@ class Logbook:
         self._failed: set[int] = set()
         self._written: set[int] = set()
         self._epoch_row: dict[str, float] = {}
-        self.watch = ValidationWatch()
+        self.watch = LatestValidation()
 
     def write_step(self, metrics: Metrics, step: int, epoch: int) -> None:
         """Reduce the latest step's values and hand them to the loggers. All processes must call it."""
@@ -196,7 +196,7 @@ class Logbook:
 
     def clear(self) -> None:
         """Forget the values so far."""
-        self.watch = ValidationWatch()
+        self.watch = LatestValidation()
         self.callback_values.clear()
         self.bar_values.clear()
         self.logged_values.clear()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...callbacks import ValidationWatch
+from ...callbacks import LatestValidation
 from ...common.messages import warn
 from ...engine import isolated_random_state, unused
 from ..checkpointing import LastStep, trainer_state
@@ -36,7 +36,7 @@ def run_fit(trainer: Trainer, schedule: str | None, task: TaskModule, hooks: Hoo
     if trainer.ckpt_path is None:
         trainer.progress.restart_epoch()
         trainer.progress.seconds = 0.0
-        trainer.logbook.watch = ValidationWatch()
+        trainer.logbook.watch = LatestValidation()
         trainer.progress.loaded = trainer.progress.epoch
         trainer.metrics.reset()
     with trainer_state.ahead(trainer, trainer.opened_checkpoint):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...callbacks import monitored_value
+from ...callbacks import read_monitored_metric
 from ..core import SchedulerConfig, TaskModule
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Schedules:
     def _monitored(self, config: SchedulerConfig) -> float | None:
         trainer = self._trainer
         keep = trainer.logbook.watch.just_measured(trainer)
-        return monitored_value(trainer, config.monitor or "", "the scheduler's monitor", config.strict, keep)
+        return read_monitored_metric(trainer, config.monitor or "", "the scheduler's monitor", config.strict, keep)
 
 
 def _explain(scheduler: Any, error: Exception) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...callbacks import BatchSizeFinder, Callback, LearningRateFinder, open_callback_states
+from ...callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from ...common.messages import announce, warn
-from ...engine.checkpoint import OpenCheckpoint, in_memory
+from ...engine.checkpoint import OpenCheckpoint, in_memory, open_callback_states
 from .batch_size_search import BatchSizeSearch
 from .lr_search import LRSearch
 

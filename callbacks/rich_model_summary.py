@@ -1,0 +1,42 @@
+"""Print the table of `ModelSummary` with the package ``rich``."""
+
+from __future__ import annotations
+
+import sys
+
+from ..common.optional import require
+from ._summary import Summary
+from .model_summary import ModelSummary
+
+
+class RichModelSummary(ModelSummary):
+    """Table of the model's modules, drawn by the package ``rich``.
+
+    Args:
+        max_depth: see `ModelSummary`.
+        header_style: rich's style of the table's head.
+
+    Raises:
+        ModuleNotFoundError: without the package.
+    """
+
+    def __init__(self, max_depth: int = 1, header_style: str = "bold magenta") -> None:
+        require("RichModelSummary", "rich", extra="rich")
+        super().__init__(max_depth)
+        self.header_style = header_style
+
+    def show(self, summary: Summary) -> None:
+        """Print it on standard error."""
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(header_style=self.header_style)
+        columns = summary.columns()
+        for head, _ in columns:
+            table.add_column(head, justify="right" if head in summary.NUMBERS else "left", no_wrap=head == "name")
+        for row in zip(*(cells for _, cells in columns), strict=True):
+            table.add_row(*map(Text, row))  # Text: rich would read a shape in brackets as markup
+        console = Console(file=sys.stderr)
+        console.print(table)
+        console.print(Text(summary.totals()))
