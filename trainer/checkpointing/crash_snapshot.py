@@ -125,7 +125,7 @@ class LastStep:
         own = copy.deepcopy(trainer_state.own_states(trainer.callbacks))
         states: dict[str, Any] = {"callbacks": CallbackStates(callbacks=own, added={}), "metrics": {}}
         if self._alone is not None:
-            over = trainer.progress.closing
+            over = trainer.progress.epoch_is_over
             states["metrics"] = trainer.metrics.state_dict(self._alone, self._counting, over=over)
         for name, value in trainer.accelerator.registered.items():
             if name not in states and name not in ("progress", "history"):
@@ -153,7 +153,7 @@ class LastStep:
         trainer = self._trainer
         if self._changed:
             return "the error came after a callback had changed the model or its optimizer, and before the next step"
-        if self._moving and trainer.progress.unended and trainer.world_size == 1:
+        if self._moving and trainer.progress.step_is_unfinished and trainer.world_size == 1:
             self.note()  # the step is over, but for its end; with others one may have to wait for them here
         if self._moving:
             return "the error came between the optimizer's next step and its end"
