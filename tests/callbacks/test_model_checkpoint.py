@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -68,8 +69,9 @@ def test_when(tmp_path, arguments, flags, steps):
 
 def test_a_time_interval_asks_seldom_and_saves_when_it_is_over(tmp_path):
     kept = ModelCheckpoint(tmp_path / "c", train_time_interval=timedelta(seconds=0.4), save_top_k=-1)
+    began = time.monotonic()
     fit(tmp_path, kept, task=Tiny(pause=0.02), samples=100, max_epochs=1, validate=False)
-    assert 2 <= len(names(tmp_path / "c")) <= 3
+    assert 2 <= len(names(tmp_path / "c")) <= max(2, (time.monotonic() - began) // 0.4)
 
 
 def test_the_weights_are_those_of_the_step(tmp_path):
