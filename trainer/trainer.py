@@ -38,12 +38,12 @@ from .logging import History, Logbook, tensors_by_name
 from .loop import (
     KIND_OF_STAGE,
     Evaluation,
+    EvaluationLoop,
     Hooks,
     Progress,
     Sources,
     Steps,
     check_step,
-    evaluate,
     predictions_in_order,
     run_fit,
     run_stage,
@@ -397,7 +397,7 @@ class Trainer(LightningAliases):
         self.accelerator.prepare_model(task, evaluation_mode=True, by_parts=True)
         if self.opened_checkpoint is not None:
             self.accelerator.load_state(self.opened_checkpoint, state=False)
-        return evaluate(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep)
+        return EvaluationLoop(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep).run()
 
     def save_checkpoint(
         self,

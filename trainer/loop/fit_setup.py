@@ -17,7 +17,7 @@ from ..preflight import check_monitors, check_same_optimizers, check_storable, w
 from ..profiling import measured
 from . import run_summary
 from .dataloaders import Sources
-from .evaluation_loop import evaluate
+from .evaluation_loop import EvaluationLoop
 from .fit_loop import FitLoop
 from .hook_table import Hooks
 
@@ -254,7 +254,7 @@ def validate(trainer: Trainer, steps: int = -1) -> None:
             if steps >= 0:
                 loader.limit = steps if loader.limit is None else min(steps, loader.limit)
         with trainer.history.spending("validation"):
-            evaluate(trainer, trainer.task, trainer.hooks, loaders, "validate", within_fit=True)
+            EvaluationLoop(trainer, trainer.task, trainer.hooks, loaders, "validate", within_fit=True).run()
     finally:
         for loader, limit in zip(loaders, full, strict=True):
             loader.limit = limit
