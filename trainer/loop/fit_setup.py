@@ -11,7 +11,7 @@ import torch
 from ...callbacks import ValidationWatch
 from ...common.messages import warn
 from ...engine import isolated_random_state, unused
-from ..checkpointing import LastStep, trainer_state
+from ..checkpointing import LastStep
 from ..core import SchedulerConfig, TaskModule, check_ownership, endless, parse_optimizers
 from ..preflight import check_monitors, check_same_optimizers, check_storable, warn_of_untrained
 from ..profiling import measured
@@ -39,7 +39,7 @@ def run_fit(trainer: Trainer, schedule: str | None, task: TaskModule, hooks: Hoo
         trainer.logbook.watch = ValidationWatch()
         trainer.progress.loaded = trainer.progress.epoch
         trainer.metrics.reset()
-    with trainer_state.ahead(trainer, trainer.opened_checkpoint):
+    with trainer.checkpointer.ahead(trainer.opened_checkpoint):
         new = _ask_again(trainer, sources)
         model, random_state = _prepare(trainer, schedule, task, hooks, sources, new)
     loader = sources.train
@@ -81,9 +81,9 @@ def _prepare(
     loader = sources.train
     loader.set_epoch(trainer.progress.epoch)
     _check_validation(trainer, task, sources)
-    trainer_state.register(trainer)
+    trainer.checkpointer.register()
     made = [(one, one.state_dict()) for one in (sources.asked if new else [])]
-    random_state = trainer_state.restore_run(trainer, trainer.opened_checkpoint, schedule)
+    random_state = trainer.checkpointer.restore_run(trainer.opened_checkpoint, schedule)
     trainer.opened_checkpoint = None  # all is restored: nothing of it has to stay in memory
     if new:
         trainer.progress.loaded = trainer.progress.epoch
