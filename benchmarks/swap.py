@@ -1,12 +1,12 @@
-"""The scripts of `tests/swap` under Lightning and, with nothing but their imports changed, under Treadle.
+"""The scripts of `tests/integration/swap` under Lightning and, with nothing but their imports changed, under Treadle.
 
     .venv-bench/bin/python benchmarks/swap.py                   the table: do they produce the same numbers?
-    .venv-bench/bin/python benchmarks/swap.py --record          and keep Lightning's, for tests/test_swap.py
+    .venv-bench/bin/python benchmarks/swap.py --record          and keep Lightning's, for tests/integration/test_swap.py
     .venv-bench/bin/python benchmarks/swap.py --processes 2     on so many processes (DDP on the CPU), losses left out
 
 It needs an environment with both libraries. Each script runs in an interpreter of its own, and its seconds are those of
 all of it, imports too. ``same`` counts the numbers that agree to ``--tolerance``; the others are listed below,
-and tests/test_swap.py says of each one why.
+and tests/integration/test_swap.py says of each one why.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 from swapped import RECORDED, RUNS, differences, write
 
@@ -62,7 +62,7 @@ def versions() -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--record", action="store_true", help="rewrite tests/swap/recorded.json")
+    parser.add_argument("--record", action="store_true", help="rewrite tests/integration/swap/recorded.json")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--tolerance", type=float, default=1e-6)
     parser.add_argument("--only", nargs="*", choices=[name for name in RUNS if "," not in name])

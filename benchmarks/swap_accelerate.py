@@ -1,4 +1,4 @@
-"""The loop of `tests/swap/accelerate` under Accelerate: what it finds, kept for tests/test_accelerate_scripts.py.
+"""The loop of `tests/integration/swap/accelerate` under Accelerate: what it finds, kept for tests/integration/test_accelerate_scripts.py.
 
     .venv-bench/bin/python benchmarks/swap_accelerate.py            compare with what was kept
     .venv-bench/bin/python benchmarks/swap_accelerate.py --record   keep it
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent.parent / "tests" / "swap" / "accelerate"
+FOLDER = Path(__file__).resolve().parent.parent / "tests" / "integration" / "swap" / "accelerate"
 RECORDED = FOLDER / "recorded.json"
 ARGUMENTS: dict[str, list[str]] = {"plain": [], "set_epoch": ["--set_epoch"], "data_seed": ["--data_seed", "7"]}
 

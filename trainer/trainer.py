@@ -30,7 +30,7 @@ from ..loggers import Logger
 from ..strategies import Strategy, report_uncaught
 from ..strategies.distributed import Devices
 from . import arguments
-from .checkpointing import LastStep, trainer_state
+from .checkpointing import LastStep, TrainerCheckpointer
 from .core import DataModule, SchedulerConfig, TaskModule, log_to
 from .default_callbacks import choose_callbacks, choose_loggers
 from .lightning_aliases import LightningAliases
@@ -38,12 +38,12 @@ from .logging import History, Logbook, tensors_by_name
 from .loop import (
     KIND_OF_STAGE,
     Evaluation,
+    EvaluationLoop,
     Hooks,
     Progress,
     Sources,
     Steps,
     check_step,
-    evaluate,
     predictions_in_order,
     run_fit,
     run_stage,
@@ -256,6 +256,7 @@ class Trainer(LightningAliases):
         self.history = History(self.accelerator.cursor)
         self.logbook = Logbook(self.accelerator.world, self.accelerator.data_world, self.loggers, self.history)
         self.progress = Progress()
+        self.checkpointer = TrainerCheckpointer(self)
         self.new_metrics = MutedMetrics if barebones else Metrics
         self.metrics = self.new_metrics(training=True)
         self.config: str | None = None  # the run's configuration as YAML, where it has one; it goes into checkpoints
@@ -387,7 +388,7 @@ class Trainer(LightningAliases):
     def _evaluate(self, stage: str, keep: bool, task: TaskModule, hooks: Hooks, sources: Sources) -> Any:
         kind = KIND_OF_STAGE[stage]
         if self.opened_checkpoint is not None:
-            trainer_state.restore_datamodule(self, self.opened_checkpoint)
+            self.checkpointer.restore_datamodule(self.opened_checkpoint)
         if getattr(self, f"limit_{kind}_batches") == 0:
             return Evaluation([], [])
         loaders = sources.evaluation(kind)
@@ -397,7 +398,7 @@ class Trainer(LightningAliases):
         self.accelerator.prepare_model(task, evaluation_mode=True, by_parts=True)
         if self.opened_checkpoint is not None:
             self.accelerator.load_state(self.opened_checkpoint, state=False)
-        return evaluate(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep)
+        return EvaluationLoop(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep).run()
 
     def save_checkpoint(
         self,
@@ -416,7 +417,7 @@ class Trainer(LightningAliases):
         """
         if self.task is None:
             raise ValueError("save_checkpoint needs a task: call fit, or another stage, first.")
-        trainer_state.save(self, self.task, [filepath, *also], weights_only, blocking)
+        self.checkpointer.save(self.task, [filepath, *also], weights_only, blocking)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on rank zero, beside the progress bar."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import sys
 import types
 
@@ -166,11 +167,11 @@ def test_after_fit_nothing_is_said_of_what_is_not_there(tmp_path, capsys, monkey
 
 
 def test_the_logger_named_treadle_is_the_switch(tmp_path, capsys):
-    treadle.strategies.logger.setLevel("WARNING")
+    logging.getLogger("treadle").setLevel("WARNING")
     try:
         treadle.Trainer(**QUIET, max_epochs=1, default_root_dir=tmp_path).fit(Task(), loader(), loader())
     finally:
-        treadle.strategies.logger.setLevel("INFO")
+        logging.getLogger("treadle").setLevel("INFO")
     assert capsys.readouterr().err == ""
 
 

@@ -15,7 +15,7 @@ from ...engine.checkpoint import save as snapshot
 from ...engine.metrics import metric_state
 from ...strategies import World
 from ...strategies.distributed import local
-from . import trainer_state
+from .trainer_state import own_states
 
 if TYPE_CHECKING:
     from ...callbacks import Callback
@@ -122,7 +122,7 @@ class LastStep:
 
     def _registered(self) -> dict[str, Any]:
         trainer = self._trainer
-        own = copy.deepcopy(trainer_state.own_states(trainer.callbacks))
+        own = copy.deepcopy(own_states(trainer.callbacks))
         states: dict[str, Any] = {"callbacks": CallbackStates(callbacks=own, added={}), "metrics": {}}
         if self._alone is not None:
             over = trainer.progress.epoch_is_over
@@ -180,8 +180,8 @@ class LastStep:
         for optimizer, groups in zip(trainer.optimizers, state["groups"], strict=True):
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 group.update(options)
-        trainer_state.refuse_broken_weights(trainer, task, path)
-        parts = trainer_state.parts_of(task, trainer.datamodule, trainer.config)
+        trainer.checkpointer.refuse_broken_weights(task, path)
+        parts = trainer.checkpointer.parts(task)
         files = snapshot.collect(accelerator, path, parts, weights_only=True)
         if not weights_only:
             files |= snapshot.optimizer_files(accelerator)
@@ -189,12 +189,11 @@ class LastStep:
             shared["registered"]["progress"] = state["progress"].state_dict()
             shared["registered"]["history"] = trainer.history.state_dict()  # it only grows, and much: too much to copy
             shared["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
-            shared["registered"]["callbacks"]["added"] = trainer_state.added_states(trainer)
+            shared["registered"]["callbacks"]["added"] = trainer.checkpointer.added_by_hooks()
             files |= store.encode_part(STATE, shared)
             files |= snapshot.rank_files(0, state["random"], [])
         # Of the other processes it holds nothing, and a resume takes it for one process's.
-        info = snapshot.run_metadata(accelerator)
-        info |= trainer_state.facts(state["progress"], task, trainer.datamodule)
+        info = {**snapshot.run_metadata(accelerator), **trainer.checkpointer.info(state["progress"], task)}
         info |= {"world_size": 1, "saved_by": accelerator.num_processes}
         snapshot.publish(self._alone, path, files, info)
 

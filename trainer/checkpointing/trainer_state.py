@@ -1,4 +1,4 @@
-"""How the Trainer's own parts go into a checkpoint and out of it."""
+"""The Trainer's own parts of a checkpoint: how they are saved and restored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Added(dict[str, Any]):
-    """What is handed to the hooks that add to a checkpoint: not the checkpoint itself, as it is in Lightning."""
+    """Dict for the hooks that add to a checkpoint: not the checkpoint itself, as it is in Lightning."""
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(
@@ -44,180 +44,211 @@ class Added(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Bundle:
-    """Something to save and load by two functions; a third one says what shows how its tensors lie."""
+    """Stateful object made of two functions; a third one returns what shows how its tensors lie."""
 
     save: Callable[[], Any]
     load: Callable[[Any], None]
     like: Callable[[], Any] = dict
 
     def state_dict(self) -> Any:
-        """What to save."""
+        """Return what to save."""
         return self.save()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take it back."""
+        """Load what `state_dict` returned."""
         self.load(state_dict)
 
     def state_layout(self) -> Any:
-        """What shows how the tensors of the state lie on the processes; no user's hook is called for it."""
+        """Return what shows how the state's tensors lie on the processes; no user's hook is called for it."""
         return self.like()
 
 
-def fitted(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, Any]:
-    """The task of the last stage and, if a ``ModelCheckpoint`` has one, its best checkpoint: what no model means.
+class TrainerCheckpointer:
+    """Saves and restores the Trainer's own parts of a checkpoint: counters, logged values, callbacks, data module.
 
-    Raises:
-        ValueError: if there was no stage yet.
+    Args:
+        trainer: whose parts these are.
     """
-    if trainer.task is None:
-        raise ValueError(f"{stage} needs a model: pass one, or call fit first.")
-    best = "" if trainer.checkpoint_callback is None else trainer.checkpoint_callback.best_model_path
-    return trainer.task, ckpt_path or (best or None)
 
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
 
-def save(
-    trainer: Trainer, task: TaskModule, paths: Sequence[str | Path], weights_only: bool, blocking: bool = True
-) -> None:
-    """Save the run as it is between two optimizer steps.
+    # -- save ----------------------------------------------------------------------------------------------------
 
-    Raises:
-        ValueError: in the middle of a step, or if a weight is not finite on any process; nothing is written or removed
-            then.
-    """
-    path, *also = map(Path, paths)
-    if trainer.progress.in_step and not weights_only:
-        raise ValueError(
-            f"{path} can't be saved in the middle of optimizer step {trainer.progress.step + 1}: a run could not go on "
-            "from there. Save in on_train_batch_end or on_step_end; weights_only=True saves the weights as they are."
-        )
-    trainer.accelerator.world.meet("trainer.save_checkpoint")
-    with trainer.accelerator.world.together():
-        refuse_broken_weights(trainer, task, path)
-    if trainer.stage is None and not trainer.accelerator.registered and not weights_only:
-        warn(
-            f"{path}: the last stage was no fit, so there are weights to save but no optimizer, position or random "
-            "state: no run can go on from this checkpoint. Save before, or say weights_only=True."
-        )
-        weights_only = True
-    info, parts = facts(trainer.progress, task, trainer.datamodule), parts_of(task, trainer.datamodule, trainer.config)
-    if weights_only and trainer.hooks is not None and (added := added_states(trainer)):
-        parts[ADDED] = added  # else it is among the callbacks' states
-    with trainer.history.spending("checkpoints"):
-        trainer.accelerator.save_state(
-            path, info=info, parts=parts, weights_only=weights_only, blocking=blocking, also=also
-        )
+    def save(self, task: TaskModule, paths: Sequence[str | Path], weights_only: bool, blocking: bool = True) -> None:
+        """Save the run as it is between two optimizer steps.
 
-
-def refuse_broken_weights(trainer: Trainer, task: TaskModule, path: Path) -> None:
-    """Raise a ValueError if this process's part of the weights holds NaN or infinity: no run could go on from it."""
-    if names := not_finite(task):
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise ValueError(
-            f"{', '.join(names[:3])}{more} hold NaN or infinity after optimizer step {trainer.progress.step}, so "
-            f"{path} is not saved; what was saved before stays. Go on from that with a lower learning rate or with "
-            "gradient_clip_val."
-        )
-
-
-def facts(progress: Progress, task: TaskModule, datamodule: DataModule | None) -> dict[str, Any]:
-    """What a checkpoint's manifest says of the run."""
-    return {
-        "step": progress.step,
-        "epoch": progress.epoch,
-        "samples": progress.samples,
-        "task": run_identity.class_name(type(task)),
-        "configuration": run_identity.configuration(task, datamodule),
-    }
-
-
-def parts_of(task: TaskModule, datamodule: DataModule | None, config: str | None = None) -> dict[str, Any]:
-    """What a checkpoint holds beside the states of what was prepared or registered."""
-    parts: dict[str, Any] = {}
-    for name, owner in ((HPARAMS, task), (DATAMODULE_HPARAMS, datamodule)):
-        if owner is not None and owner.hparams:
-            kept = owner.stored_hparams()
-            owner.check_hparams(kept)
-            parts[name] = {
-                "hyper_parameters": kept.values,
-                "hparams_name": owner.hparams_name,
-                "hparams_kind": owner.hparams_kind,
-                "left_out": kept.left_out,
-            }
-    if config is not None:
-        parts[CONFIG] = {"yaml": config}
-    return parts
-
-
-def register(trainer: Trainer) -> None:
-    """Make the Trainer's own parts a part of every checkpoint."""
-    world, metrics = trainer.accelerator.data_world, trainer.metrics
-    own_states(trainer.callbacks)  # two of one name should be known now, not at the first save
-    states = TrainerStates(
-        progress=trainer.progress,
-        logged=trainer.logbook,
-        history=trainer.history,
-        metrics=Bundle(
-            # At an epoch's end a checkpoint begins the next one, which has logged nothing yet.
-            lambda: metrics.state_dict(world, trainer.task, over=trainer.progress.epoch_is_over),
-            lambda state: metrics.load_state_dict(state, world, trainer.task),
-        ),
-        callbacks=Bundle(
-            lambda: callback_states(trainer),
-            lambda state: load_callback_states(trainer, state),
-            lambda: CallbackStates(callbacks=own_states(trainer.callbacks), added=added_layouts(trainer.callbacks)),
-        ),
-    )
-    datamodule = trainer.datamodule
-    if datamodule is not None and type(datamodule).state_dict is not DataModule.state_dict:
-        # It has its state by the time the rest is restored, see `ahead`.
-        states["datamodule"] = Bundle(datamodule.state_dict, lambda state: None)
-    trainer.accelerator.register_for_checkpointing(**states)
-
-
-@contextmanager
-def ahead(trainer: Trainer, opened: OpenCheckpoint | None) -> Iterator[None]:
-    """Inside, the counters and the data module are those of the checkpoint already, as loaders may follow from them."""
-    before = trainer.progress.state_dict()
-    try:
-        if opened is not None:
-            state = restore_datamodule(trainer, opened)
-            trainer.progress.load_state_dict(state.get("progress", {}))
-        yield
-    except BaseException:
-        if opened is not None:
-            trainer.progress.load_state_dict(before)
-        raise
-
-
-def restore_datamodule(trainer: Trainer, opened: OpenCheckpoint) -> dict[str, Any]:
-    """Give the data module its state back, if the checkpoint has one; returns all that was registered.
-
-    All processes must ask.
-    """
-    datamodule = trainer.datamodule
-    with trainer.accelerator.world.together():
-        registered = open_registered(opened)
-        if datamodule is not None and "datamodule" in registered:
-            datamodule.load_state_dict(in_memory(registered["datamodule"], {}, {}))
-    return registered
-
-
-def restore_run(trainer: Trainer, opened: OpenCheckpoint | None, schedule: str | None = None) -> Any:
-    """Restore everything but the weights; returns the random state to go on with just before the first step."""
-    if opened is None:
-        return None
-    with isolated_random_state():
-        info = trainer.accelerator.load_state(opened, models=False, schedule=schedule)
-        if info.get("saved_by", 1) > 1:
-            warn(
-                f"{opened.path} was saved by rank zero alone when an error came: the other processes' random numbers "
-                "and share of the epoch's logged means are not in it, and begin anew."
+        Raises:
+            ValueError: in the middle of a step, or if a weight is not finite on any process; nothing is written or
+                removed then.
+        """
+        trainer, accelerator = self._trainer, self._trainer.accelerator
+        path, *also = map(Path, paths)
+        if trainer.progress.in_step and not weights_only:
+            raise ValueError(
+                f"{path} can't be saved in the middle of optimizer step {trainer.progress.step + 1}: a run could not "
+                "go on from there. Save in on_train_batch_end or on_step_end; weights_only=True saves the weights as "
+                "they are."
             )
-        return random_state()
+        accelerator.world.meet("trainer.save_checkpoint")
+        with accelerator.world.together():
+            self.refuse_broken_weights(task, path)
+        if trainer.stage is None and not accelerator.registered and not weights_only:
+            warn(
+                f"{path}: the last stage was no fit, so there are weights to save but no optimizer, position or random "
+                "state: no run can go on from this checkpoint. Save before, or say weights_only=True."
+            )
+            weights_only = True
+        parts = self.parts(task)
+        if weights_only and trainer.hooks is not None and (added := self.added_by_hooks()):
+            parts[ADDED] = added  # else it is among the callbacks' states
+        with trainer.history.spending("checkpoints"):
+            accelerator.save_state(
+                path,
+                info=self.info(trainer.progress, task),
+                parts=parts,
+                weights_only=weights_only,
+                blocking=blocking,
+                also=also,
+            )
+
+    def refuse_broken_weights(self, task: TaskModule, path: Path) -> None:
+        """Raise a ValueError if this process's shard of the weights holds NaN or infinity: no run could resume."""
+        if names := not_finite(task):
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(
+                f"{', '.join(names[:3])}{more} hold NaN or infinity after optimizer step "
+                f"{self._trainer.progress.step}, so {path} is not saved; what was saved before stays. Go on from that "
+                "with a lower learning rate or with gradient_clip_val."
+            )
+
+    def info(self, progress: Progress, task: TaskModule) -> dict[str, Any]:
+        """Return what a checkpoint's manifest says of the run."""
+        return {
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "samples": progress.samples,
+            "task": run_identity.class_name(type(task)),
+            "configuration": run_identity.configuration(task, self._trainer.datamodule),
+        }
+
+    def parts(self, task: TaskModule) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the states of what was prepared or registered."""
+        parts: dict[str, Any] = {}
+        for name, owner in ((HPARAMS, task), (DATAMODULE_HPARAMS, self._trainer.datamodule)):
+            if owner is not None and owner.hparams:
+                stored = owner.stored_hparams()
+                owner.check_hparams(stored)
+                parts[name] = {
+                    "hyper_parameters": stored.values,
+                    "hparams_name": owner.hparams_name,
+                    "hparams_kind": owner.hparams_kind,
+                    "left_out": stored.left_out,
+                }
+        if self._trainer.config is not None:
+            parts[CONFIG] = {"yaml": self._trainer.config}
+        return parts
+
+    def register(self) -> None:
+        """Make the Trainer's own parts a part of every checkpoint."""
+        trainer, metrics, world = self._trainer, self._trainer.metrics, self._trainer.accelerator.data_world
+        own_states(trainer.callbacks)  # two of one name should be known now, not at the first save
+        states = TrainerStates(
+            progress=trainer.progress,
+            logged=trainer.logbook,
+            history=trainer.history,
+            metrics=Bundle(
+                # At an epoch's end a checkpoint begins the next one, which has logged nothing yet.
+                lambda: metrics.state_dict(world, trainer.task, over=trainer.progress.epoch_is_over),
+                lambda state: metrics.load_state_dict(state, world, trainer.task),
+            ),
+            callbacks=Bundle(self._callback_states, self._load_callback_states, self._callback_layouts),
+        )
+        datamodule = trainer.datamodule
+        if datamodule is not None and type(datamodule).state_dict is not DataModule.state_dict:
+            # It has its state by the time the rest is restored, see `ahead`.
+            states["datamodule"] = Bundle(datamodule.state_dict, lambda state: None)
+        trainer.accelerator.register_for_checkpointing(**states)
+
+    def _callback_states(self) -> CallbackStates:
+        return CallbackStates(callbacks=own_states(self._trainer.callbacks), added=self.added_by_hooks())
+
+    def _callback_layouts(self) -> CallbackStates:
+        """Show how the tensors of callbacks lie; no hook is called for it, as that may change something."""
+        callbacks = self._trainer.callbacks
+        layouts = {name: value for callback in callbacks for name, value in callback.added_layout().items()}
+        return CallbackStates(callbacks=own_states(callbacks), added=layouts)
+
+    def added_by_hooks(self) -> dict[str, Any]:
+        """Return what the ``on_save_checkpoint`` hooks add."""
+        reserved = self._counts()
+        added = Added(reserved)
+        assert self._trainer.hooks is not None
+        for hook in self._trainer.hooks.on_save_checkpoint:
+            hook(added)
+        return {name: value for name, value in added.items() if name not in reserved}
+
+    def _counts(self) -> dict[str, int]:
+        return {"epoch": self._trainer.progress.epoch, "global_step": self._trainer.progress.step}
+
+    # -- restore -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def ahead(self, opened: OpenCheckpoint | None) -> Iterator[None]:
+        """Restore the counters and the data module first, as loaders may follow from them; undo it after an error."""
+        progress = self._trainer.progress
+        counters_before = progress.state_dict()
+        try:
+            if opened is not None:
+                registered = self.restore_datamodule(opened)
+                progress.load_state_dict(registered.get("progress", {}))
+            yield
+        except BaseException:
+            if opened is not None:
+                progress.load_state_dict(counters_before)
+            raise
+
+    def restore_datamodule(self, opened: OpenCheckpoint) -> dict[str, Any]:
+        """Restore the state of the data module, if the checkpoint has one; returns all that was registered.
+
+        All processes must call it.
+        """
+        datamodule = self._trainer.datamodule
+        with self._trainer.accelerator.world.together():
+            registered = open_registered(opened)
+            if datamodule is not None and "datamodule" in registered:
+                datamodule.load_state_dict(in_memory(registered["datamodule"], {}, {}))
+        return registered
+
+    def restore_run(self, opened: OpenCheckpoint | None, schedule: str | None = None) -> Any:
+        """Restore everything but the weights; returns the random state to set just before the first step."""
+        if opened is None:
+            return None
+        with isolated_random_state():
+            info = self._trainer.accelerator.load_state(opened, models=False, schedule=schedule)
+            if info.get("saved_by", 1) > 1:
+                warn(
+                    f"{opened.path} was saved by rank zero alone when an error came: the other processes' random "
+                    "numbers and share of the epoch's logged means are not in it, and begin anew."
+                )
+            return random_state()
+
+    def _load_callback_states(self, state: CallbackStates) -> None:
+        """Load the callbacks' states, and hand the ``on_load_checkpoint`` hooks what was added."""
+        callbacks = {callback.state_key: callback for callback in self._trainer.callbacks}
+        for name, saved in state["callbacks"].items():
+            if name in callbacks:
+                callbacks[name].load_state_dict(saved)
+            else:
+                warn(f"the checkpoint has a state for {name}, but no such callback is there to take it.")
+        assert self._trainer.hooks is not None
+        added = Added({**self._counts(), **state["added"]})
+        for hook in self._trainer.hooks.on_load_checkpoint:
+            hook(added)
 
 
 def own_states(callbacks: list[Callback]) -> dict[str, Any]:
-    """The callbacks' states by name.
+    """Return the callbacks' states by name.
 
     Raises:
         ValueError: if two callbacks would be saved under one name.
@@ -231,37 +262,3 @@ def own_states(callbacks: list[Callback]) -> dict[str, Any]:
                 )
             states[callback.state_key] = state
     return states
-
-
-def callback_states(trainer: Trainer) -> CallbackStates:
-    """The callbacks' states by name, and what the ``on_save_checkpoint`` hooks add."""
-    return CallbackStates(callbacks=own_states(trainer.callbacks), added=added_states(trainer))
-
-
-def added_states(trainer: Trainer) -> dict[str, Any]:
-    """What the ``on_save_checkpoint`` hooks add."""
-    reserved = {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
-    added = Added(reserved)
-    assert trainer.hooks is not None
-    for hook in trainer.hooks.on_save_checkpoint:
-        hook(added)
-    return {name: value for name, value in added.items() if name not in reserved}
-
-
-def added_layouts(callbacks: list[Callback]) -> dict[str, Any]:
-    """How the tensors lie that callbacks add; no hook is called for it, as that may change something."""
-    return {name: value for callback in callbacks for name, value in callback.added_layout().items()}
-
-
-def load_callback_states(trainer: Trainer, state: CallbackStates) -> None:
-    """Give the callbacks their states back, and the ``on_load_checkpoint`` hooks what was added."""
-    known = {callback.state_key: callback for callback in trainer.callbacks}
-    for name, saved in state["callbacks"].items():
-        if name in known:
-            known[name].load_state_dict(saved)
-        else:
-            warn(f"the checkpoint has a state for {name}, but no such callback is there to take it.")
-    assert trainer.hooks is not None
-    added = Added({"epoch": trainer.current_epoch, "global_step": trainer.global_step, **state["added"]})
-    for hook in trainer.hooks.on_load_checkpoint:
-        hook(added)

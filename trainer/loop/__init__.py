@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from . import run_summary
     from .automatic import Steps, count_positional
     from .dataloaders import KIND_OF_STAGE, Sources
-    from .evaluation_loop import Evaluation, check_step, evaluate, predictions_in_order
+    from .evaluation_loop import Evaluation, EvaluationLoop, check_step, predictions_in_order
     from .fit_loop import kind_of_steps
     from .fit_setup import configure, prepare_training, run_fit, validate, wrap
     from .hook_table import Hooks, callback_overrides, name_of, task_overrides

@@ -14,7 +14,7 @@ from ...engine import Loader
 from ...engine.optim import is_out_of_memory
 from .automatic import Steps
 from .closure import ClosureSteps
-from .evaluation_loop import _one_loader, evaluate
+from .evaluation_loop import EvaluationLoop
 from .fit_loop import FitLoop
 from .fit_setup import _sanity_check
 from .manual import ManualSteps
@@ -38,9 +38,16 @@ _SHOWN, _DEPTH = 8, 3
 # Functions that work through batches, whose variable ``index`` is the newest batch's.
 _AT_WORK = {
     step.__code__
-    for step in (FitLoop._epoch, Steps.take, ManualSteps.take, ClosureSteps._forward_and_backward, _one_loader)
+    for step in (
+        FitLoop._epoch,
+        Steps.take,
+        ManualSteps.take,
+        ClosureSteps._forward_and_backward,
+        EvaluationLoop._run_loader,
+    )
 }
-_BEGUN = {FitLoop.run.__code__, evaluate.__code__}  # what fails before is the call, or a hook that the traceback names
+# What fails before these is the call, or a hook that the traceback names.
+_BEGUN = {FitLoop.run.__code__, EvaluationLoop.run.__code__}
 
 
 def annotate(error: BaseException, trainer: Trainer) -> None:
@@ -75,10 +82,10 @@ def _batch(next_batch: int, within_fit: bool, frames: Sequence[FrameType]) -> It
     """Which batch is being worked on or read, and whose; nothing between batches."""
     codes = [frame.f_code for frame in frames]
     kind = ""
-    if within_fit and evaluate.__code__ in codes:
+    if within_fit and EvaluationLoop.run.__code__ in codes:
         kind = "sanity check" if _sanity_check.__code__ in codes else "validation"
     position = max((n for n, code in enumerate(codes) if code in _AT_WORK), default=None)
-    if position is None or (kind and codes[position] is not _one_loader.__code__):
+    if position is None or (kind and codes[position] is not EvaluationLoop._run_loader.__code__):
         if kind:
             yield f"in {kind}"
         return
@@ -89,7 +96,8 @@ def _batch(next_batch: int, within_fit: bool, frames: Sequence[FrameType]) -> It
         yield f"{'reading' if reading else 'in'} {kind}{' ' if kind else ''}batch {number}"
     elif reading:
         yield f"reading batch {next_batch}"
-    if variables.get("loaders", 1) > 1:
+    loop = variables.get("self")
+    if isinstance(loop, EvaluationLoop) and len(loop.loaders) > 1:
         yield f"loader {variables['number']}"
 
 

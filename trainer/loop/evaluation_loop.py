@@ -27,7 +27,7 @@ STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
 
 @dataclass
 class Evaluation:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
         metrics: per loader, the logged values.
@@ -38,79 +38,132 @@ class Evaluation:
     predictions: list[list[Any]]
 
 
-def evaluate(
-    trainer: Trainer,
-    task: TaskModule,
-    hooks: Hooks,
-    loaders: list[Loader],
-    stage: str,
-    *,
-    within_fit: bool,
-    keep_predictions: bool = False,
-) -> Evaluation:
-    """Run through ``loaders`` once, in evaluation mode and without gradients.
+class EvaluationLoop:
+    """One run through evaluation loaders, in evaluation mode and without gradients.
 
     Args:
         trainer: whose flags and processes are used.
         task: the user's task.
-        hooks: who wants to be called.
+        hooks: dispatch table of the overridden hooks.
         loaders: the prepared loaders.
         stage: ``"validate"``, ``"test"`` or ``"predict"``.
         within_fit: a validation inside training: no inference mode, whose tensors could not be trained on later.
         keep_predictions: collect what ``predict_step`` returns.
     """
-    name = STAGES[stage]
-    no_gradient = torch.inference_mode if trainer.inference_mode and not within_fit else torch.no_grad
-    metrics = trainer.metrics.evaluation = trainer.new_metrics(training=False)
-    predictions: list[list[Any]] = []
-    counts: list[int] = []
-    lengths = [loader.length for loader in loaders]
-    trainer.evaluation_batch = -1
-    trainer.evaluation_total = None if None in lengths else sum(filter(None, lengths))
-    with no_gradient(), evaluation_mode(task), trainer.logging_to(metrics):
-        trainer.accelerator.strategy.sync_buffers(task)
-        metrics.between_batches(True)
-        _fire(hooks, f"on_{name}_start")
-        _fire(hooks, f"on_{name}_epoch_start")
-        for number, loader in enumerate(loaders):
-            metrics.between_batches(False)
-            metrics.suffix = f"/dataloader_idx_{number}" if len(loaders) > 1 else ""
-            before = trainer.evaluation_batch
-            kept = _one_loader(
-                trainer, task, hooks, loader, number, name, stage, metrics, keep_predictions, len(loaders), within_fit
-            )
-            predictions.append(kept)
-            counts.append(trainer.evaluation_batch - before)
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        task: TaskModule,
+        hooks: Hooks,
+        loaders: list[Loader],
+        stage: str,
+        *,
+        within_fit: bool,
+        keep_predictions: bool = False,
+    ) -> None:
+        self.trainer = trainer
+        self.task = task
+        self.hooks = hooks
+        self.loaders = loaders
+        self.stage = stage
+        self.name = STAGES[stage]
+        self.within_fit = within_fit
+        self.keep_predictions = keep_predictions
+        self.metrics = trainer.new_metrics(training=False)
+
+    def run(self) -> Evaluation:
+        """Evaluate on all loaders. All processes must call it.
+
+        Raises:
+            ValueError: if a loader yields no batch on any process, unless within ``fit``.
+        """
+        trainer, task, metrics = self.trainer, self.task, self.metrics
+        inference_mode = trainer.inference_mode and not self.within_fit
+        trainer.metrics.evaluation = metrics
+        predictions: list[list[Any]] = []
+        counts: list[int] = []
+        lengths = [loader.length for loader in self.loaders]
+        trainer.evaluation_batch = -1
+        trainer.evaluation_total = None if None in lengths else sum(filter(None, lengths))
+        with (
+            torch.inference_mode() if inference_mode else torch.no_grad(),
+            evaluation_mode(task),
+            trainer.logging_to(metrics),
+        ):
+            trainer.accelerator.strategy.sync_buffers(task)
+            metrics.between_batches(True)
+            self._fire("start")
+            self._fire("epoch_start")
+            for number in range(len(self.loaders)):
+                metrics.between_batches(False)
+                batches_before = trainer.evaluation_batch
+                predictions.append(self._run_loader(number))
+                counts.append(trainer.evaluation_batch - batches_before)
+            values = self._end_epoch(counts)
+            if self.within_fit and not trainer.sanity_checking:  # from here on a checkpoint does not have it before it
+                trainer.progress.validated = trainer.progress.batches
+                trainer.logbook.watch.end(trainer)
+            with trainer.logging_to(None):  # the values are out: another one would be lost, and self.log says so
+                self._fire("end")
+        if self.within_fit:
+            _warn_of_shared_metrics(trainer.metrics, metrics)
+        for entry in metrics.entries:
+            if entry.metric is not None:
+                entry.metric.reset()
+        trainer.metrics.evaluation = None
+        return Evaluation(_by_loader(values, len(self.loaders)), predictions)
+
+    def _run_loader(self, number: int) -> list[Any]:
+        """Work through the batches of the ``number``-th loader; returns the predictions, if they are to be kept."""
+        trainer, task, metrics, loader = self.trainer, self.task, self.metrics, self.loaders[number]
+        metrics.suffix = f"/dataloader_idx_{number}" if len(self.loaders) > 1 else ""
+        step = trainer.accelerator.local_method(task, f"{self.name}_step")
+        takes = step_arguments(getattr(task, f"{self.name}_step"), len(self.loaders))
+        on_start, on_end = self._hooks("batch_start"), self._hooks("batch_end")
+        cursor = trainer.accelerator.cursor
+        predictions: list[Any] = []
+        index = -1
+        for index, batch in enumerate(metrics.counted(loader, cursor, task)):
+            metrics.weight, metrics.place = cursor.micro.samples, (number, index)  # type: ignore[union-attr]
+            trainer.evaluation_batch += 1
+            for hook in on_start:
+                hook(batch, index, number)
+            output = step(batch, *(index, number)[: takes - 1])
+            for hook in on_end:
+                hook(output, batch, index, number)
+            if self.keep_predictions and metrics.weight:
+                predictions.append(move_data_to_device(output, "cpu"))
+        if trainer.accelerator.world.all(index < 0):
+            reason = run_summary.explain_empty(loader, trainer.world_size)
+            message = f"the {self.stage} loader yielded no batch. {reason}"
+            if not self.within_fit:
+                raise ValueError(message)
+            if loader.length != 0:  # else it was said when fit began
+                warn(message)
+        return predictions
+
+    def _end_epoch(self, counts: list[int]) -> dict[str, float]:
+        """Call the hooks of the epoch's end, hand what was logged to the loggers, and return the epoch's values."""
+        trainer, metrics = self.trainer, self.metrics
         metrics.suffix = ""
-        found = _end_epoch(trainer, hooks, name, metrics, counts, within_fit)
-        if within_fit and not trainer.sanity_checking:  # from here on a checkpoint does not have it before it
-            trainer.progress.validated = trainer.progress.batches
-            trainer.logbook.watch.end(trainer)
-        with trainer.logging_to(None):  # the values are out: another one would be lost, and self.log says so
-            _fire(hooks, f"on_{name}_end")
-    if within_fit:
-        _warn_of_shared_metrics(trainer.metrics, metrics)
-    for entry in metrics.entries:
-        if entry.metric is not None:
-            entry.metric.reset()
-    trainer.metrics.evaluation = None
-    return Evaluation(_by_loader(found, len(loaders)), predictions)
+        metrics.between_batches(True)
+        # With several ranks always, as the hook may be on some of them only.
+        if self._hooks("epoch_end") or trainer.world_size > 1:
+            trainer.logbook.update_epoch(metrics)  # what the steps have logged, they may want to read
+            self._fire("epoch_end")
+        values = trainer.logbook.update_epoch(metrics)
+        if not trainer.sanity_checking:
+            trainer.logbook.write_batches(metrics, counts, trainer.progress.step, keep_counting=self.within_fit)
+            trainer.logbook.write_epoch(trainer.progress.step, trainer.progress.epoch)
+        return values
 
+    def _hooks(self, moment: str) -> tuple[Any, ...]:
+        return getattr(self.hooks, f"on_{self.name}_{moment}")
 
-def _end_epoch(
-    trainer: Trainer, hooks: Hooks, name: str, metrics: Metrics, counts: list[int], within_fit: bool
-) -> dict[str, float]:
-    """Call the hooks of the epoch's end, hand what was logged to the loggers, and return the epoch's values."""
-    metrics.between_batches(True)
-    # With several ranks always, as the hook may be on some of them only.
-    if getattr(hooks, f"on_{name}_epoch_end") or trainer.world_size > 1:
-        trainer.logbook.update_epoch(metrics)  # what the steps have logged, they may want to read
-        _fire(hooks, f"on_{name}_epoch_end")
-    found = trainer.logbook.update_epoch(metrics)
-    if not trainer.sanity_checking:
-        trainer.logbook.write_batches(metrics, counts, trainer.progress.step, keep_counting=within_fit)
-        trainer.logbook.write_epoch(trainer.progress.step, trainer.progress.epoch)
-    return found
+    def _fire(self, moment: str) -> None:
+        for hook in self._hooks(moment):
+            hook()
 
 
 def _warn_of_shared_metrics(training: Metrics, validation: Metrics) -> None:
@@ -122,49 +175,6 @@ def _warn_of_shared_metrics(training: Metrics, validation: Metrics) -> None:
                 f"{type(entry.metric).__name__} object: the counts of both are mixed, and the end of validation resets "
                 "them. Give each stage a metric object of its own."
             )
-
-
-def _fire(hooks: Hooks, name: str) -> None:
-    for hook in getattr(hooks, name):
-        hook()
-
-
-def _one_loader(
-    trainer: Trainer,
-    task: TaskModule,
-    hooks: Hooks,
-    loader: Loader,
-    number: int,
-    name: str,
-    stage: str,
-    metrics: Metrics,
-    keep: bool,
-    loaders: int,
-    within_fit: bool,
-) -> list[Any]:
-    step = trainer.accelerator.local_method(task, f"{name}_step")
-    takes = step_arguments(getattr(task, f"{name}_step"), loaders)
-    starts, ends = getattr(hooks, f"on_{name}_batch_start"), getattr(hooks, f"on_{name}_batch_end")
-    cursor = trainer.accelerator.cursor
-    kept: list[Any] = []
-    index = -1
-    for index, batch in enumerate(metrics.counted(loader, cursor, task)):
-        metrics.weight, metrics.place = cursor.micro.samples, (number, index)  # type: ignore[union-attr]
-        trainer.evaluation_batch += 1
-        for hook in starts:
-            hook(batch, index, number)
-        output = step(batch, *(index, number)[: takes - 1])
-        for hook in ends:
-            hook(output, batch, index, number)
-        if keep and metrics.weight:
-            kept.append(move_data_to_device(output, "cpu"))
-    if trainer.accelerator.world.all(index < 0):
-        words = f"the {stage} loader yielded no batch. {run_summary.explain_empty(loader, trainer.world_size)}"
-        if not within_fit:
-            raise ValueError(words)
-        if loader.length != 0:  # else it was said when fit began
-            warn(words)
-    return kept
 
 
 def check_step(task: TaskModule, stage: str) -> None:
@@ -179,7 +189,7 @@ def check_step(task: TaskModule, stage: str) -> None:
 
 
 def step_arguments(step: Callable[..., Any], loaders: int) -> int:
-    """How many of (batch, batch_idx, dataloader_idx) a step takes.
+    """Return how many of (batch, batch_idx, dataloader_idx) a step takes.
 
     Raises:
         ValueError: if there are several loaders and it has no place for ``dataloader_idx``.
@@ -203,11 +213,11 @@ def _by_loader(values: dict[str, float], loaders: int) -> list[dict[str, float]]
     ]
 
 
-def predictions_in_order(found: Evaluation, world: World) -> list[Any]:
-    """Every process's predictions in the dataset's order, a batch each; a list of them for each of several loaders."""
+def predictions_in_order(evaluation: Evaluation, world: World) -> list[Any]:
+    """Return every process's predictions in the dataset's order, a batch each; a list for each of several loaders."""
     loaders = []
-    for own in found.predictions:
-        every = world.gather_objects(own)
+    for predictions in evaluation.predictions:
+        every = world.gather_objects(predictions)
         # Each round of batches was dealt in rank order, so taking them in turns restores it.
         rounds = itertools.zip_longest(*every, fillvalue=_NO_BATCH)
         loaders.append([batch for dealt in rounds for batch in dealt if batch is not _NO_BATCH])

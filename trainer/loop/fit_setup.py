@@ -11,13 +11,13 @@ import torch
 from ...callbacks import LatestValidation
 from ...common.messages import warn
 from ...engine import isolated_random_state, unused
-from ..checkpointing import LastStep, trainer_state
+from ..checkpointing import LastStep
 from ..core import SchedulerConfig, TaskModule, check_ownership, endless, parse_optimizers
 from ..preflight import check_monitors, check_same_optimizers, check_storable, warn_of_untrained
 from ..profiling import measured
 from . import run_summary
 from .dataloaders import Sources
-from .evaluation_loop import evaluate
+from .evaluation_loop import EvaluationLoop
 from .fit_loop import FitLoop
 from .hook_table import Hooks
 
@@ -39,7 +39,7 @@ def run_fit(trainer: Trainer, schedule: str | None, task: TaskModule, hooks: Hoo
         trainer.logbook.watch = LatestValidation()
         trainer.progress.loaded = trainer.progress.epoch
         trainer.metrics.reset()
-    with trainer_state.ahead(trainer, trainer.opened_checkpoint):
+    with trainer.checkpointer.ahead(trainer.opened_checkpoint):
         new = _ask_again(trainer, sources)
         model, random_state = _prepare(trainer, schedule, task, hooks, sources, new)
     loader = sources.train
@@ -81,9 +81,9 @@ def _prepare(
     loader = sources.train
     loader.set_epoch(trainer.progress.epoch)
     _check_validation(trainer, task, sources)
-    trainer_state.register(trainer)
+    trainer.checkpointer.register()
     made = [(one, one.state_dict()) for one in (sources.asked if new else [])]
-    random_state = trainer_state.restore_run(trainer, trainer.opened_checkpoint, schedule)
+    random_state = trainer.checkpointer.restore_run(trainer.opened_checkpoint, schedule)
     trainer.opened_checkpoint = None  # all is restored: nothing of it has to stay in memory
     if new:
         trainer.progress.loaded = trainer.progress.epoch
@@ -254,7 +254,7 @@ def validate(trainer: Trainer, steps: int = -1) -> None:
             if steps >= 0:
                 loader.limit = steps if loader.limit is None else min(steps, loader.limit)
         with trainer.history.spending("validation"):
-            evaluate(trainer, trainer.task, trainer.hooks, loaders, "validate", within_fit=True)
+            EvaluationLoop(trainer, trainer.task, trainer.hooks, loaders, "validate", within_fit=True).run()
     finally:
         for loader, limit in zip(loaders, full, strict=True):
             loader.limit = limit

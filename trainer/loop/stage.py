@@ -11,7 +11,7 @@ import torch
 
 from ...strategies.distributed import hide_frames
 from .. import arguments
-from ..checkpointing import resolve, trainer_state
+from ..checkpointing import resolve
 from ..core import DataModule, TaskModule, log_to, task_modules
 from ..default_callbacks import as_callbacks
 from ..preflight import same_settings
@@ -57,7 +57,7 @@ def run_stage(
     if isinstance(given[first], DataModule):
         given, datamodule = {**given, first: None}, given[first]
     if task is None:
-        task, ckpt_path = trainer_state.fitted(trainer, stage, ckpt_path)
+        task, ckpt_path = _last_task(trainer, stage, ckpt_path)
         datamodule = datamodule or (None if any(v is not None for v in given.values()) else trainer.datamodule)
     check_kinds(stage, task, datamodule)
     if datamodule is not None and any(loader is not None for loader in given.values()):
@@ -87,6 +87,18 @@ def run_stage(
         raise
     finally:
         _teardown(trainer, stage, task, failure)
+
+
+def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, Any]:
+    """Return the task of the last stage and, if a ``ModelCheckpoint`` has one, its best checkpoint.
+
+    Raises:
+        ValueError: if there was no stage yet.
+    """
+    if trainer.task is None:
+        raise ValueError(f"{stage} needs a model: pass one, or call fit first.")
+    best = "" if trainer.checkpoint_callback is None else trainer.checkpoint_callback.best_model_path
+    return trainer.task, ckpt_path or (best or None)
 
 
 def uncompiled(task: Any) -> Any:

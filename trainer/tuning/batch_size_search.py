@@ -9,7 +9,7 @@ from ...callbacks import BatchSizeFinder
 from ...common.messages import announce
 from ...engine.optim import attempt
 from ...strategies.distributed import Attempts
-from ..loop import KIND_OF_STAGE, check_step, evaluate, validate
+from ..loop import KIND_OF_STAGE, EvaluationLoop, check_step, validate
 from .sandbox import rehearsal
 from .trial_steps import take_trial_steps
 from .tuned_attribute import check_attribute, get_attribute, set_attribute
@@ -132,7 +132,7 @@ class BatchSizeSearch:
         inner.accelerator.prepare_model(task, evaluation_mode=True)
         for loader in loaders:
             loader.limit = self.finder.steps_per_trial if loader.limit is None else loader.limit
-        evaluate(inner, task, inner.hooks, loaders, stage, within_fit=False)
+        EvaluationLoop(inner, task, inner.hooks, loaders, stage, within_fit=False).run()
         return loaders[0]
 
     def _check_use(self, loader: Loader, size: int) -> None:

@@ -18,6 +18,7 @@ from ...engine import CombinedLoader, isolated_random_state
 from ...engine.data import left_as_it_is
 from ...engine.profilers import PassThroughProfiler
 from ...strategies.distributed import is_sharded
+from ..checkpointing import TrainerCheckpointer
 from ..logging import History, Logbook, SilentLogger
 from ..loop import Hooks
 from .tuned_attribute import set_attribute
@@ -83,6 +84,7 @@ def _understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
     inner.profiler = PassThroughProfiler()
     inner.progress = replace(trainer.progress)
     inner.progress.restart_epoch()
+    inner.checkpointer = TrainerCheckpointer(inner)
     inner.metrics = trainer.new_metrics(training=True)
     inner.log_every_n_steps, inner.on_nonfinite = 0, "ignore"
     inner.ckpt_path = inner.opened_checkpoint = None
