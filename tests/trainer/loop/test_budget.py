@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
 
-MOST_FRAMES, MOST_CALLS = 6, 40
+MOST_FRAMES, MOST_CALLS, MOST_CALLS_OWN_LOOP = 6, 40, 21
 FOLDERS = tuple(
     str(Path(folder).resolve()) + os.sep
     for room in (treadle, treadle.trainer, treadle.engine, treadle.callbacks, treadle.loggers, treadle.strategies)
@@ -55,8 +55,23 @@ def fit(folder, task, steps):
     assert trainer.global_step == steps
 
 
-def calls(folder, steps):
-    """How many functions of ours a whole run of so many steps calls, by name."""
+def own_loop(steps):
+    accelerator = treadle.Accelerator(cpu=True)
+    net = nn.Linear(4, 1)
+    loader = DataLoader(TensorDataset(torch.ones(steps, 4)))
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
+    for (x,) in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(net(x).mean())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert accelerator.steps == steps
+
+
+def calls(run, *args):
+    """Return how many functions of ours a call of ``run`` calls, by name."""
     counted = {}
 
     def profile(frame, event, argument):
@@ -64,14 +79,24 @@ def calls(folder, steps):
             name = f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_qualname}"
             counted[name] = counted.get(name, 0) + 1
 
-    task = Task()
-    task.frames = ()
     sys.setprofile(profile)
     try:
-        fit(folder, task, steps)
+        run(*args)
     finally:
         sys.setprofile(None)
     return counted
+
+
+def calls_per_step(few, many):
+    """Return what each of 40 more steps has called, the most first."""
+    per_step = {name: (many[name] - few.get(name, 0)) / 40 for name in many}
+    return {name: n for name, n in sorted(per_step.items(), key=lambda pair: -pair[1]) if n}
+
+
+def without_frames():
+    task = Task()
+    task.frames = ()
+    return task
 
 
 def test_frames_between_fit_and_training_step(tmp_path):
@@ -81,13 +106,19 @@ def test_frames_between_fit_and_training_step(tmp_path):
 
 
 def test_calls_per_step(tmp_path):
-    calls(tmp_path / "warm", 2)
+    calls(fit, tmp_path / "warm", without_frames(), 2)
     # Both runs hold the same number of writes to the loggers: none but the one at step 50.
-    few, many = calls(tmp_path / "few", 51), calls(tmp_path / "many", 91)
-    per_step = {name: (many[name] - few.get(name, 0)) / 40 for name in many}
-    per_step = {name: n for name, n in sorted(per_step.items(), key=lambda pair: -pair[1]) if n}
+    few, many = (calls(fit, tmp_path / str(steps), without_frames(), steps) for steps in (51, 91))
+    per_step = calls_per_step(few, many)
     assert sum(n for n in per_step.values() if n > 0) <= MOST_CALLS, per_step
     assert per_step["automatic.py:Steps.take"] == 1.0  # what is counted is the loop
+
+
+def test_calls_per_step_of_an_own_loop():
+    calls(own_loop, 2)
+    per_step = calls_per_step(calls(own_loop, 51), calls(own_loop, 91))
+    assert sum(n for n in per_step.values() if n > 0) <= MOST_CALLS_OWN_LOOP, per_step
+    assert per_step["accumulation.py:Accumulation.backward"] == 1.0
 
 
 IMPORTS = """
