@@ -131,7 +131,7 @@ class EarlyStopping(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check, if that happens when epochs end."""
         # An epoch that max_steps or a signal cut short is none: a resumed run checks at its real end.
-        if trainer.progress.closing and self._at_epoch_end(trainer):
+        if trainer.progress.epoch_is_over and self._at_epoch_end(trainer):
             self._check(trainer)
 
     def _at_epoch_end(self, trainer: Trainer) -> bool:

@@ -270,7 +270,7 @@ class ModelCheckpoint(Callback):
         elif self._clock is not None and self._clock.is_over(trainer):
             self._trigger(step)
         # The epoch's last step is saved when the epoch is closed, so that a resumed run begins with the next one.
-        if (self._wanted or self._waiting) and not progress.closed:
+        if (self._wanted or self._waiting) and not progress.epoch_is_trained:
             self._serve(trainer, epoch_is_over=False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -357,7 +357,7 @@ class ModelCheckpoint(Callback):
         if name in values:
             own = name in trainer.logbook.watch.just_measured(trainer) or name in trainer.metrics.latest()
             # Otherwise it is a whole epoch's, a part's (a limit ended the run within it) or an older validation's.
-            return own or (trainer.progress.closing and name not in trainer.logbook.watch.stale(trainer))
+            return own or (trainer.progress.epoch_is_over and name not in trainer.logbook.watch.stale(trainer))
         if epoch_is_over and not (trainer.has_validation and trainer.logbook.watch.step is None):
             raise never_logged_error(trainer, name, "ModelCheckpoint's monitor", values)
         return False

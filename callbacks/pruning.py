@@ -172,7 +172,7 @@ class ModelPruning(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Prune, if that happens when epochs end."""
         progress = trainer.progress
-        if self._at_epoch_end and progress.closing and progress.epoch > self._latest_epoch:
+        if self._at_epoch_end and progress.epoch_is_over and progress.epoch > self._latest_epoch:
             self._latest_epoch = progress.epoch
             self._run(trainer)
 

@@ -131,7 +131,7 @@ class SpikeWatch(Callback):
         loss = outputs.get("loss") if self.monitor == "loss" and isinstance(outputs, dict) else None
         if isinstance(loss, Tensor):
             self._add(loss.detach())
-        if not trainer.progress.within:  # the step's last one
+        if not trainer.progress.in_step:  # the step's last one
             step, self._step = self._step, trainer.progress.step
             if self._sum is not None and step != self._step:  # else float16 has left it out
                 self._new.append(self._sum if self._parts == 1 else self._sum / self._parts)

@@ -128,7 +128,7 @@ class StochasticWeightAveraging(Averaging):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Average, before anyone saves the epoch."""
         progress = trainer.progress
-        if progress.closing and progress.epoch >= self._start and progress.epoch > self._latest_epoch:
+        if progress.epoch_is_over and progress.epoch >= self._start and progress.epoch > self._latest_epoch:
             assert self._averages is not None
             self._latest_epoch = progress.epoch
             self._averages.update(self._average)

@@ -90,7 +90,7 @@ class WeightAveraging(Averaging):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Average after an epoch, if that is asked for."""
         progress = trainer.progress
-        if progress.closing and progress.epoch > self._latest_epoch:
+        if progress.epoch_is_over and progress.epoch > self._latest_epoch:
             self._latest_epoch = progress.epoch
             if self.should_update(epoch_idx=progress.epoch):
                 self._averages.update(self._average)  # type: ignore[union-attr]

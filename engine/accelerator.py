@@ -155,22 +155,22 @@ class Accelerator(Process):
         handlers = configuration.sort_handlers(kwargs_handlers)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.dataloader_config = configuration.loading_of(dataloader_config, split_batches)
-        self.project_configuration = configuration.project_of(project_config, project_dir)
-        self.gradient_accumulation_plugin = configuration.groups_of(
+        self.dataloader_config = configuration.resolve_dataloader_config(dataloader_config, split_batches)
+        self.project_configuration = configuration.resolve_project(project_config, project_dir)
+        self.gradient_accumulation_plugin = configuration.resolve_accumulation(
             gradient_accumulation_plugin, gradient_accumulation_steps
         )
-        self.dynamo_plugin = configuration.compilation_of(dynamo_plugin, dynamo_backend)
-        self.precision, self.mixed_precision = configuration.precision_of(mixed_precision, handlers["autocast"])
+        self.dynamo_plugin = configuration.resolve_compilation(dynamo_plugin, dynamo_backend)
+        self.precision, self.mixed_precision = configuration.resolve_precision(mixed_precision, handlers["autocast"])
         self.fsdp_plugin, self.parallelism_config = fsdp_plugin, parallelism_config
         self.profile_handler = handlers["profile"]
         sources = tracker_sources(log_with, self.project_configuration)
         group = (handlers["group"] or InitProcessGroupKwargs()).options()
-        world = open_world(configuration.device_kind(accelerator, cpu), devices, num_nodes, spread=spread, **group)
+        world = open_world(configuration.resolve_device(accelerator, cpu), devices, num_nodes, spread=spread, **group)
         self.strategy = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
         self.strategy.attach(world, self.precision)
         super().__init__(world, self.strategy.data_world)
-        scaler = configuration.scaler_of(handlers["scaler"], self.precision, world.device)
+        scaler = configuration.build_scaler(handlers["scaler"], self.precision, world.device)
         self._begin(scaler, Trackers(world, sources))
 
     def _begin(self, scaler: torch.amp.GradScaler | None, trackers: Trackers) -> None:
@@ -261,7 +261,7 @@ class Accelerator(Process):
         """
         module = self.strategy.unwrap(model)
         trained = _trained_parameters(module)
-        index = next((n for n, known in enumerate(self.models) if self.strategy.unwrap(known) is module), None)
+        index = next((n for n, inner in enumerate(self.own_models) if inner is module), None)
         if index is not None and self._trained.get(id(module)) == trained:
             return self.models[index]
         if self.verify_device_map(module):
@@ -324,9 +324,9 @@ class Accelerator(Process):
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
         """Make an optimizer act at the end of each group of micro-batches; its state follows its parameters."""
-        for known in self.optimizers:
-            if optimizer in (known, known.optimizer):
-                return known
+        for prepared in self.optimizers:
+            if optimizer in (prepared, prepared.optimizer):
+                return prepared
         prepared = PreparedOptimizer(self.strategy.wrap_optimizer(optimizer), self.accumulation)
         self.optimizers.append(prepared)
         replica_check.watch(self, prepared.optimizer)
@@ -338,9 +338,9 @@ class Accelerator(Process):
         Size the schedule by the loader as it is before `prepare`: each ``step()`` advances it by the number of
         processes that share the data, as in Accelerate, or by one with ``split_batches``.
         """
-        for known in self.schedulers:
-            if scheduler is known or scheduler is getattr(known, "scheduler", None):
-                return known
+        for prepared in self.schedulers:
+            if scheduler is prepared or scheduler is getattr(prepared, "scheduler", None):
+                return prepared
         if self.step_scheduler_with_optimizer:
             advances = 1 if self.split_batches else self.data_world.size
             scheduler = PreparedScheduler(scheduler, self.accumulation, advances)
@@ -951,7 +951,7 @@ class Accelerator(Process):
             loader.close()
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether ``model`` was spread over several devices by a device map, so that it can not be prepared."""
+        """Return whether a device map spread ``model`` over several devices, so that it can not be prepared."""
         from .big_models import is_dispatched  # 25 ms, for which no import has to wait
 
         return any(is_dispatched(part) for part in (model, *model.children()))

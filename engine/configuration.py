@@ -110,7 +110,7 @@ class KwargsHandler:
     """Base of what ``Accelerator(kwargs_handlers=[...])`` takes."""
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields that are not as by default."""
+        """Return the fields that differ from their defaults."""
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}  # type: ignore[arg-type]
 
 
@@ -167,7 +167,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             self.timeout = parse_duration("timeout", self.timeout)
 
     def options(self) -> dict[str, Any]:
-        """Those that a world of processes takes."""
+        """Return the options that `open_world` takes."""
         return {"timeout": self.timeout, "backend": self.backend}
 
 
@@ -323,7 +323,7 @@ def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
         TypeError: for something else.
     """
     kinds = _HANDLERS
-    found: dict[str, Any] = dict.fromkeys(kinds)
+    sorted_handlers: dict[str, Any] = dict.fromkeys(kinds)
     for handler in handlers or ():
         name = next((name for name, kind in kinds.items() if isinstance(handler, kind)), None)
         if name is None:
@@ -332,10 +332,10 @@ def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
                 f"kwargs_handlers takes {', '.join(valid)}, not {type(handler).__name__}."
                 f"{nearest(type(handler).__name__, valid)}"
             )
-        if found[name] is not None:
+        if sorted_handlers[name] is not None:
             raise ValueError(f"kwargs_handlers has two {type(handler).__name__}; give one.")
-        found[name] = handler
-    return found
+        sorted_handlers[name] = handler
+    return sorted_handlers
 
 
 def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> None:
@@ -365,8 +365,8 @@ def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> 
             raise ValueError(f"{name}= is not part of Treadle: {reasons[name]}")
 
 
-def device_kind(accelerator: str, cpu: bool) -> str:
-    """Which kind of device to compute on.
+def resolve_device(accelerator: str, cpu: bool) -> str:
+    """Return the kind of device to compute on.
 
     Raises:
         ValueError: if both arguments name one.
@@ -377,7 +377,7 @@ def device_kind(accelerator: str, cpu: bool) -> str:
 
 
 def check_random_types(rng_types: Iterable[Any] | None) -> None:
-    """See that nothing is to be synchronised but the order of data, which is the same everywhere by itself.
+    """Check that nothing is to be synchronised but the order of data, which is the same everywhere by itself.
 
     Raises:
         ValueError: for anything else.
@@ -390,14 +390,16 @@ def check_random_types(rng_types: Iterable[Any] | None) -> None:
             )
 
 
-def loading_of(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
-    """How to share out batches, by both arguments."""
+def resolve_dataloader_config(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
+    """Return how loaders share out their batches, by both arguments."""
     config = config or DataLoaderConfiguration()
     return replace(config, split_batches=True) if split_batches else config
 
 
-def project_of(config: ProjectConfiguration | None, directory: str | os.PathLike[str] | None) -> ProjectConfiguration:
-    """Where a run keeps its files, by both arguments.
+def resolve_project(
+    config: ProjectConfiguration | None, directory: str | os.PathLike[str] | None
+) -> ProjectConfiguration:
+    """Return where a run keeps its files, by both arguments.
 
     Raises:
         ValueError: if they contradict each other.
@@ -411,8 +413,8 @@ def project_of(config: ProjectConfiguration | None, directory: str | os.PathLike
     return config
 
 
-def precision_of(mixed_precision: Any, autocast: AutocastKwargs | None) -> tuple[Precision, str]:
-    """In which number formats to compute, and autocast's in Accelerate's words: ``"no"``, ``"bf16"`` or ``"fp16"``.
+def resolve_precision(mixed_precision: Any, autocast: AutocastKwargs | None) -> tuple[Precision, str]:
+    """Return the number formats to compute in, and Accelerate's word for autocast's: ``"no"``, ``"bf16"``, ``"fp16"``.
 
     Raises:
         ValueError: for one that is not there.
@@ -431,7 +433,7 @@ def precision_of(mixed_precision: Any, autocast: AutocastKwargs | None) -> tuple
     return replace(precision, compute=compute, cached=autocast.cache_enabled is not False), word
 
 
-def scaler_of(
+def build_scaler(
     scaling: GradScalerKwargs | None, precision: Precision, device: torch.device
 ) -> torch.amp.GradScaler | None:
     """Return torch's loss scaler, if the precision needs one and the handler does not disable it."""
@@ -439,8 +441,8 @@ def scaler_of(
     return torch.amp.GradScaler(device.type, **scaling.to_kwargs()) if precision.scaled and scaling.enabled else None
 
 
-def groups_of(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
-    """The accumulation that both arguments mean.
+def resolve_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
+    """Return which micro-batches form a step, by both arguments.
 
     Raises:
         ValueError: if they contradict each other.
@@ -456,8 +458,8 @@ def groups_of(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradient
     return plugin
 
 
-def compilation_of(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin:
-    """How to compile, by either argument.
+def resolve_compilation(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin:
+    """Return how to compile, by either argument.
 
     Raises:
         ValueError: for both, or for a backend that torch does not have.

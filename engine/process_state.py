@@ -176,7 +176,7 @@ class Process:
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Whether any process has raised the flag since the last check. All processes must ask."""
+        """Return whether any process has raised the flag since the last check. Call it on all processes."""
         raised, self._trigger = self.world.any(self._trigger), False
         return raised
 
@@ -209,7 +209,7 @@ class Process:
         """Decorator: run on rank ``process_index``; None elsewhere. Alone, this process does every one's part."""
         if function is None:
             return partial(self.on_process, process_index=process_index)
-        return _run_where(function, self._is(process_index, self.world.rank, self.world.size, "process_index"))
+        return _run_where(function, self._is_chosen(process_index, self.world.rank, self.world.size, "process_index"))
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
@@ -218,19 +218,19 @@ class Process:
         if function is None:
             return partial(self.on_local_process, local_process_index=local_process_index)
         world = self.world
-        where = self._is(local_process_index, world.local_rank, world.local_size, "local_process_index")
-        return _run_where(function, where)
+        chosen = self._is_chosen(local_process_index, world.local_rank, world.local_size, "local_process_index")
+        return _run_where(function, chosen)
 
-    def _is(self, wanted: int | None, own: int, size: int, name: str) -> bool:
-        if wanted is None:
+    def _is_chosen(self, index: int | None, rank: int, size: int, name: str) -> bool:
+        if index is None:
             raise TypeError(f"{name} says on which process to run; it is missing.")
-        if self.world.size == 1 and isinstance(wanted, int) and wanted >= 0:
+        if self.world.size == 1 and isinstance(index, int) and index >= 0:
             return True
-        collectives.check_process(wanted, size, name)
-        return own == wanted
+        collectives.check_process(index, size, name)
+        return rank == index
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Rank zero runs the block before the others do. If it raises there, it raises on all of them.
+        """Let rank zero run the block before the others do. If it raises there, it raises on all of them.
 
         Raises:
             RuntimeError: on the others, with rank zero's error in words.
@@ -238,7 +238,7 @@ class Process:
         return self._first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """The first process of each machine runs the block before the others do; see `main_process_first`."""
+        """Let the first process of each machine run the block before the others do; see `main_process_first`."""
         return self._first(self.is_local_main_process)
 
     @contextmanager
@@ -255,10 +255,10 @@ class Process:
             self.world.raise_together(None)
 
 
-def _run_where(function: Callable[..., Any], here: bool) -> Callable[..., Any]:
+def _run_where(function: Callable[..., Any], chosen: bool) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if here else None
+        return function(*args, **kwargs) if chosen else None
 
     return run
 
@@ -280,18 +280,18 @@ class PartialState(Process):
     """
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
-        known = {name: kwargs.pop(name) for name in ("backend", "timeout") if name in kwargs}
+        options = {name: kwargs.pop(name) for name in ("backend", "timeout") if name in kwargs}
         if kwargs:
             name = next(iter(kwargs))
             raise TypeError(
                 f"{type(self).__name__}() has no argument {name!r}.{nearest(name, ('cpu', 'backend', 'timeout'))}"
             )
-        if known.get("timeout") is not None:
-            known["timeout"] = parse_duration("timeout", known["timeout"])
-        if connected() and not cpu and not known:
+        if options.get("timeout") is not None:
+            options["timeout"] = parse_duration("timeout", options["timeout"])
+        if connected() and not cpu and not options:
             super().__init__(current_world())
         else:
-            super().__init__(open_world("cpu" if cpu else "auto", spread=False, **known))
+            super().__init__(open_world("cpu" if cpu else "auto", spread=False, **options))
 
     @property
     def default_device(self) -> torch.device:

@@ -15,8 +15,7 @@ from ..common.messages import nearest
 from ..common.validation import check_bool, check_int, check_path, check_positive
 from ..engine import TorchDynamoPlugin
 from ..strategies import Precision, Strategy, TorchSyncBatchNorm
-
-Limit = int | float | None
+from .settings import Limit
 
 
 def check_limit(name: str, value: Limit) -> int | float:

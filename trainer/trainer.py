@@ -51,7 +51,7 @@ from .loop import (
     wrap,
 )
 from .profiling import Profiled
-from .settings import TrainerSettings
+from .settings import Limit, TrainerSettings
 
 
 class Trainer(LightningAliases):
@@ -136,10 +136,10 @@ class Trainer(LightningAliases):
         max_steps: int = -1,
         min_steps: int | None = None,
         max_time: str | timedelta | dict[str, int] | None = None,
-        limit_train_batches: arguments.Limit = None,
-        limit_val_batches: arguments.Limit = None,
-        limit_test_batches: arguments.Limit = None,
-        limit_predict_batches: arguments.Limit = None,
+        limit_train_batches: Limit = None,
+        limit_val_batches: Limit = None,
+        limit_test_batches: Limit = None,
+        limit_predict_batches: Limit = None,
         overfit_batches: int | float = 0.0,
         val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
         check_val_every_n_epoch: int | None = 1,

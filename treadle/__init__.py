@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         loggers,
         plugins,
         profilers,
+        runs,
         strategies,
         trainer,
         tuner,

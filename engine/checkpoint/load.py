@@ -22,7 +22,7 @@ from . import model_check
 from .manifest import Manifest
 from .open_checkpoint import OpenCheckpoint
 from .safetensors_file import Stored
-from .save import facts, in_order, scheduler_kinds
+from .save import in_order, run_metadata, scheduler_kinds
 from .train_state import (
     OptimizerState,
     RankState,
@@ -68,35 +68,35 @@ def load(
         RuntimeError: on the processes that found nothing wrong, unless it is damaged: all see that alike.
     """
     world, manifest = accelerator.world, opened.manifest
-    found: TrainState | None = None
+    shared: TrainState | None = None
+    of_rank: RankState | None = None
     optimizers: list[LoadedOptimizer] = []
-    wanted = (getattr(own, "strict_loading", True) for own in accelerator.own_models)
-    exactly = all(wanted) if strict is None else strict
+    by_models = all(getattr(model, "strict_loading", True) for model in accelerator.own_models)
+    exactly = by_models if strict is None else strict
     opened.verify(world)
     with _reading(world, opened):
         if state:
-            found = _checked_state(accelerator, opened, exactly)
+            shared = _checked_state(accelerator, opened, exactly)
             if not models:
                 _check_same(accelerator, opened)
     chosen = _chosen_models(accelerator, opened.path) if models else []
-    layouts = {} if found is None else _layouts(accelerator, found["registered"])
-    own: RankState | None = None
+    layouts = {} if shared is None else _layouts(accelerator, shared["registered"])
     with _reading(world, opened):
         weights = _fitting_weights(accelerator, opened, chosen, strict)
-        if found is not None:
+        if shared is not None:
             optimizers = _fitting_optimizers(accelerator, opened, exactly)
-            found = cast(TrainState, in_memory(found, {"registered": layouts}, {}))
-            _choose_schedule(accelerator, opened.path, optimizers, found, schedule)
-            for loader, saved in zip(_training(accelerator), found["loaders"], strict=False):
+            shared = cast(TrainState, in_memory(shared, {"registered": layouts}, {}))
+            _choose_schedule(accelerator, opened.path, optimizers, shared, schedule)
+            for loader, saved in zip(_training_loaders(accelerator), shared["loaders"], strict=False):
                 loader.check(saved)
-            if accelerator.process_index < manifest.world_size:  # a process that was not there then keeps its own
-                own = _own_part(accelerator, opened)
+            if accelerator.process_index < manifest.world_size:  # a rank that did not exist then keeps its own state
+                of_rank = _rank_state(accelerator, opened)
     for model, values, fully in weights:
         accelerator.strategy.load_model_state(model, values, fully)
         accelerator.checkpointer.loaded_from[model] = os.path.abspath(opened.path), manifest, accelerator.steps
-    if found is not None:
-        _load_training(accelerator, manifest, found, own, optimizers)
-        resume_options.hold(accelerator, optimizers, found, script=schedule == "script")
+    if shared is not None:
+        _load_training(accelerator, manifest, shared, of_rank, optimizers)
+        resume_options.hold(accelerator, optimizers, shared, script=schedule == "script")
     accelerator.drop_gradients()
     return manifest.info
 
@@ -104,27 +104,28 @@ def load(
 def _load_training(
     accelerator: Accelerator,
     manifest: Manifest,
-    found: TrainState,
-    own: RankState | None,
+    shared: TrainState,
+    of_rank: RankState | None,
     optimizers: list[LoadedOptimizer],
 ) -> None:
-    """Load all but the weights: optimizers, what all processes share, and what this one alone knew."""
+    """Load all but the weights: optimizers, the state that all ranks share, and that of this rank."""
     for optimizer, saved, *_ in optimizers:
         accelerator.strategy.load_optimizer_state(optimizer, saved)
         optimizer_state.keep_formats(optimizer, saved)
-    _load_shared_state(accelerator, found, manifest)
+    _load_shared_state(accelerator, shared, manifest)
     same_world = accelerator.world.size == manifest.world_size
-    _load_buffers(accelerator, manifest, own["buffers"] if own is not None and same_world else [])
+    _load_buffers(accelerator, manifest, of_rank["buffers"] if of_rank is not None and same_world else [])
     accelerator.draw_apart()  # a rank that the checkpoint knows nothing of draws numbers of its own
-    if own is not None:
-        set_random_state(own["random"])
-        for loader, states in zip(in_order(accelerator.loaders), own["random"].get("loaders", ()), strict=False):
+    if of_rank is not None:
+        random = of_rank["random"]
+        set_random_state(random)
+        for loader, states in zip(in_order(accelerator.loaders), random.get("loaders", ()), strict=False):
             loader.load_reading_state(states)
 
 
 @contextmanager
 def _reading(world: World, opened: OpenCheckpoint) -> Iterator[None]:
-    """A block of reading that all processes enter; all fail if one does, or if the checkpoint was replaced meanwhile.
+    """Enter a block of reading on all processes; all fail if one does, or if the checkpoint was replaced meanwhile.
 
     Another job may save to the same path: then parts of two states would come together.
     """
@@ -142,24 +143,24 @@ def _reading(world: World, opened: OpenCheckpoint) -> Iterator[None]:
             raise error
 
 
-def _is(one: Manifest, other: Manifest) -> bool:
-    """Whether both are of one save. What is noted beside may hold NaN, which equals nothing."""
-    return (one.sequence, one.files) == (other.sequence, other.files)
+def _is_same_save(first: Manifest, second: Manifest) -> bool:
+    """Return whether both are of one save. The user's notes are left out: they may hold NaN, which equals nothing."""
+    return (first.sequence, first.files) == (second.sequence, second.files)
 
 
 def _checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> TrainState:
-    """What all processes share, its tensors unread."""
-    found = open_train_state(opened)
+    """Return the state that all ranks share, its tensors unread."""
+    shared = open_train_state(opened)
     # Checkpoints from before it was saved: each optimizer step advanced a schedule by one.
-    if not isinstance(found.setdefault("scheduler_advances", [1] * len(found["schedulers"])), list):
+    if not isinstance(shared.setdefault("scheduler_advances", [1] * len(shared["schedulers"])), list):
         text = f"{opened.path}: part 'state' is damaged: scheduler_advances is no list"
         raise ValueError(f"{text}. Use another checkpoint.")
-    _check_counts(accelerator, found, opened, strict)
-    _check_kinds(accelerator, found, opened.path, strict)
+    _check_counts(accelerator, shared, opened, strict)
+    _check_kinds(accelerator, shared, opened.path, strict)
     _say_other_batches(accelerator, opened.manifest)
     if strict:
         _say_other_formats(accelerator, opened)
-    return found
+    return shared
 
 
 def _check_same(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
@@ -167,14 +168,14 @@ def _check_same(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
     path, manifest = os.path.abspath(opened.path), opened.manifest
     for model in accelerator.models:
         place, of_models, steps = accelerator.checkpointer.loaded_from.get(model, (None, manifest, None))
-        if (place, steps) == (path, accelerator.steps) and not _is(of_models, manifest):
+        if (place, steps) == (path, accelerator.steps) and not _is_same_save(of_models, manifest):
             raise ValueError(
                 f"{opened.path} was replaced after the models were loaded from it. Load it again, both together."
             )
 
 
 def _chosen_models(accelerator: Accelerator, path: Path) -> list[nn.Module]:
-    """The models that hooks leave to be loaded."""
+    """Return the models that hooks leave to be loaded."""
     chosen = list(accelerator.models)
     with accelerator.world.together():
         for hook in accelerator.checkpointer.load_hooks.values():
@@ -183,7 +184,7 @@ def _chosen_models(accelerator: Accelerator, path: Path) -> list[nn.Module]:
 
 
 def _layouts(accelerator: Accelerator, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of what is registered as it is now, where it may show how tensors lie on the processes."""
+    """Return the current state of registered objects, where it may show how tensors lie on the processes."""
     if not accelerator.strategy.sharded:
         return {}
     return {
@@ -213,7 +214,7 @@ def weight_differences(model: nn.Module, opened: OpenCheckpoint, complete: bool)
 
 
 def in_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any:
-    """A state with its tensors read.
+    """Return a state with its tensors read.
 
     Args:
         saved: the state.
@@ -229,25 +230,25 @@ def in_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any
     if isinstance(saved, np.ndarray):
         return np.array(saved)  # it lies on the file
     if type(saved) is dict:
-        there = like if isinstance(like, Mapping) else {}
-        return {name: in_memory(value, there.get(name), once) for name, value in saved.items()}
+        layouts = like if isinstance(like, Mapping) else {}
+        return {name: in_memory(value, layouts.get(name), once) for name, value in saved.items()}
     if type(saved) in (list, tuple):
         alike = isinstance(like, list | tuple) and len(like) == len(saved)
         pairs = zip(saved, like if alike else [None] * len(saved), strict=True)
-        return type(saved)(in_memory(value, one, once) for value, one in pairs)
+        return type(saved)(in_memory(value, layout, once) for value, layout in pairs)
     return saved
 
 
-def _own_part(accelerator: Accelerator, opened: OpenCheckpoint) -> RankState:
-    """What this process alone knew."""
+def _rank_state(accelerator: Accelerator, opened: OpenCheckpoint) -> RankState:
+    """Return the state that this rank did not share with others."""
     path, name = opened.path, rank_part(accelerator.process_index)
-    own = check_form(RankState, opened.read_part(name), path, name)
-    if not all(isinstance(values, dict) for values in own["buffers"]):
+    state = check_form(RankState, opened.read_part(name), path, name)
+    if not all(isinstance(values, dict) for values in state["buffers"]):
         raise ValueError(f"{path}: part {name!r} is damaged: buffers hold no dicts. Use another checkpoint.")
-    return own
+    return state
 
 
-def _training(accelerator: Accelerator) -> list[Loader]:
+def _training_loaders(accelerator: Accelerator) -> list[Loader]:
     return [loader for loader in accelerator.loaders if not loader.evaluation]
 
 
@@ -255,7 +256,7 @@ def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict
     """Give the models that were loaded from this checkpoint, now or just before, the buffers that this process had."""
     loaded = [accelerator.checkpointer.loaded_from.pop(model, None) for model in accelerator.models]
     for model, values, source in zip(accelerator.own_models, saved, loaded, strict=False):
-        if source is None or not _is(source[1], manifest):
+        if source is None or not _is_same_save(source[1], manifest):
             continue
         for name, buffer in model.named_buffers():
             value = values.get(own_name(name))
@@ -266,28 +267,28 @@ def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict
 def _fitting_weights(
     accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
 ) -> list[tuple[nn.Module, dict[str, Any], bool]]:
-    """For each of the chosen models what it is to load, laid out over the processes as it is."""
+    """Return, for each chosen model, the weights to load, laid out over the processes as the model is."""
     loads = []
     for number, model in enumerate(accelerator.models):
-        if not any(model is kept for kept in chosen):
+        if not any(model is candidate for candidate in chosen):
             continue
-        own = accelerator.strategy.unwrap(model)
-        exactly = getattr(own, "strict_loading", True) if strict is None else strict
+        module = accelerator.strategy.unwrap(model)
+        exactly = getattr(module, "strict_loading", True) if strict is None else strict
         part = opened.part(model_part(number))
-        model_check.compare(own, part.notes, opened.path)
+        model_check.compare(module, part.notes, opened.path)
         saved = part.unread()
         if opened.has(extra_part(number)):
             saved = saved | opened.read_part(extra_part(number))
-        now = own.state_dict()
-        saved = _as_named_in(now, saved)
-        fits = model_check.check_weights(own, saved, opened.path, exactly)
-        values = {n: cut_like(v, now.get(n)) if isinstance(v, Stored) else v for n, v in fits.items()}
+        current = module.state_dict()
+        saved = _as_named_in(current, saved)
+        fitting = model_check.check_weights(module, saved, opened.path, exactly)
+        values = {n: cut_like(v, current.get(n)) if isinstance(v, Stored) else v for n, v in fitting.items()}
         loads.append((model, values, exactly))
     return loads
 
 
 def _fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> list[LoadedOptimizer]:
-    """For each optimizer the state that it is to load."""
+    """Return the state that each optimizer is to load."""
     loads, path = [], opened.path
     for number, prepared in enumerate(accelerator.optimizers):
         optimizer = prepared.optimizer
@@ -304,13 +305,13 @@ def _fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint, strict
                 continue
         options = saved.get("built")
         state = optimizer_state.numbered(saved, optimizer, names)
-        there = len(saved["groups"])
-        loads.append(LoadedOptimizer(optimizer, state, options if isinstance(options, list) else None, there))
+        groups = len(saved["groups"])
+        loads.append(LoadedOptimizer(optimizer, state, options if isinstance(options, list) else None, groups))
     return loads
 
 
 def _merged_optimizer(opened: OpenCheckpoint, number: int) -> OptimizerState:
-    """The state of one optimizer, put together from the parts of ranks that each keep a share of it."""
+    """Return the state of one optimizer, merged from the parts of ranks that each keep a share of it."""
     first = optimizer_part(number)
     of_ranks = re.compile(rf"({first}-rank-\d{{5,}})\.json")
     names = [first, *(match[1] for match in map(of_ranks.fullmatch, sorted(opened.manifest.files)) if match)]
@@ -328,17 +329,17 @@ def _choose_schedule(
         resume_options.follow_script(accelerator, optimizers, state)
         return
     # Where not all has to fit: a schedule keeps values for each group of parameters, so the saved one can't go on.
-    regrouped = [one for one in optimizers if one.groups != len(one.optimizer.param_groups)]
-    if regrouped := [one for one in regrouped if resume_options.is_scheduled(accelerator, one.optimizer)]:
+    regrouped = [loaded for loaded in optimizers if loaded.groups != len(loaded.optimizer.param_groups)]
+    if regrouped := [loaded for loaded in regrouped if resume_options.is_scheduled(accelerator, loaded.optimizer)]:
         warn(f"{path} has another number of groups of parameters: their learning rates and schedules are the script's.")
         resume_options.follow_script(accelerator, regrouped, state)
     if schedule is None:
-        resume_options.compare(accelerator, path, [one for one in optimizers if one not in regrouped], state)
+        resume_options.compare(accelerator, path, [each for each in optimizers if each not in regrouped], state)
 
 
-def _as_named_in(now: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
-    """Weights under the names in a model's own state, of which parts may be compiled."""
-    renamed = {own_name(name): name for name in now if name != own_name(name)}
+def _as_named_in(names: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
+    """Return weights under the names in a model's own state, where parts of the model may be compiled."""
+    renamed = {own_name(name): name for name in names if name != own_name(name)}
     return {renamed.get(name, name): value for name, value in weights.items()} if renamed else weights
 
 
@@ -355,10 +356,10 @@ def _check_counts(accelerator: Accelerator, state: TrainState, opened: OpenCheck
         "schedulers": (len(accelerator.schedulers), len(state["schedulers"])),
         "loaders": (sum(not loader.evaluation for loader in accelerator.loaders), len(state["loaders"])),
     }
-    for kind, (here, there) in pairs.items():
-        if here == there:
+    for kind, (prepared, saved) in pairs.items():
+        if prepared == saved:
             continue
-        text = f"{path} holds {there} {kind}, this run has {here}"
+        text = f"{path} holds {saved} {kind}, this run has {prepared}"
         if strict or kind in ("models", "optimizers"):
             raise ValueError(f"{text}: the same ones have to be there before it is loaded.")
         warn(f"{text}: they begin anew.")
@@ -375,7 +376,7 @@ def _check_kinds(accelerator: Accelerator, state: TrainState, path: Path, strict
     """See that schedulers are of the classes that were saved, and the same objects registered."""
     kinds = scheduler_kinds(accelerator.schedulers)
     pairs = zip(kinds, state["scheduler_kinds"], strict=False)
-    lines = [f"scheduler: {there} in the checkpoint, {here} in this run" for here, there in pairs if here != there]
+    lines = [f"scheduler: {old} in the checkpoint, {new} in this run" for new, old in pairs if new != old]
     registered = state["registered"]
     if missing := sorted(set(accelerator.checkpointer.registered) - set(registered)):
         lines.append(
@@ -391,27 +392,27 @@ def _check_kinds(accelerator: Accelerator, state: TrainState, path: Path, strict
 
 
 def _say_other_batches(accelerator: Accelerator, manifest: Manifest) -> None:
-    now, then = facts(accelerator), manifest.info
-    if then.get("precision", now["precision"]) != now["precision"]:
-        there, here = then["precision"], now["precision"]
-        warn(f"the checkpoint was saved with precision {there}, this run has {here}: it will train otherwise.")
-    if None in (now["global_batch_size"], then.get("global_batch_size")):
+    current, saved = run_metadata(accelerator), manifest.info
+    if saved.get("precision", current["precision"]) != current["precision"]:
+        old, new = saved["precision"], current["precision"]
+        warn(f"the checkpoint was saved with precision {old}, this run has {new}: it will train otherwise.")
+    if None in (current["global_batch_size"], saved.get("global_batch_size")):
         return
-    if now["global_batch_size"] != then["global_batch_size"]:
-        here, there = (
+    if current["global_batch_size"] != saved["global_batch_size"]:
+        new, old = (
             f"{f['global_batch_size']} ({f['batch_size']} over {f['world_size']} processes, x {f['accumulate']})"
-            for f in (now, then)
+            for f in (current, saved)
         )
-        warn(f"the checkpoint was saved with a global batch of {there}, this run has {here}: it will train otherwise.")
+        warn(f"the checkpoint was saved with a global batch of {old}, this run has {new}: it will train otherwise.")
 
 
 def _say_other_formats(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
-    now, then = facts(accelerator), opened.manifest.info
-    if then.get("precision") != now["precision"]:
-        return  # and that is said
+    current, saved = run_metadata(accelerator), opened.manifest.info
+    if saved.get("precision") != current["precision"]:
+        return  # `_say_other_batches` has warned of it
     for number, model in enumerate(accelerator.own_models):
-        known = then.get("models")
-        same = isinstance(known, list) and known[number : number + 1] == [now["models"][number]]
+        fingerprints = saved.get("models")
+        same = isinstance(fingerprints, list) and fingerprints[number : number + 1] == [current["models"][number]]
         if not same and opened.has(model_part(number)):
             stored = opened.open_part(model_part(number))
             model_check.say_other_formats(model, _as_named_in(model.state_dict(), stored), opened.path)
@@ -419,10 +420,10 @@ def _say_other_formats(accelerator: Accelerator, opened: OpenCheckpoint) -> None
 
 def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
     kinds = scheduler_kinds(accelerator.schedulers)
-    samples = facts(accelerator)["global_batch_size"]
+    samples = run_metadata(accelerator)["global_batch_size"]
     same_batch = samples is not None and samples == manifest.info.get("global_batch_size")
-    there = zip(*(state[name] for name in _OF_SCHEDULERS), strict=True)
-    for scheduler, kind, (saved, saved_kind, *place) in zip(accelerator.schedulers, kinds, there, strict=False):
+    states = zip(*(state[name] for name in _OF_SCHEDULERS), strict=True)
+    for scheduler, kind, (saved, saved_kind, *place) in zip(accelerator.schedulers, kinds, states, strict=False):
         if kind != saved_kind:
             continue
         if isinstance(scheduler, PreparedScheduler):
@@ -434,7 +435,7 @@ def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Mani
 def _load_shared_state(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
     _load_schedulers(accelerator, state, manifest)
     evaluation = [loader for loader in accelerator.loaders if loader.evaluation]
-    for loader, saved in zip(_training(accelerator), state["loaders"], strict=False):
+    for loader, saved in zip(_training_loaders(accelerator), state["loaders"], strict=False):
         loader.load_state_dict(saved)
     for loader, saved in zip(evaluation, state["evaluation_loaders"], strict=False):
         loader.load_state_dict(saved)

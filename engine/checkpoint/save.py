@@ -103,7 +103,7 @@ def check(accelerator: Accelerator, targets: list[Path], parts: dict[str, Any]) 
 
 @contextmanager
 def staged(accelerator: Accelerator, target: Path) -> Iterator[None]:
-    """What a hook has written beside ``target`` goes if anything fails in this block."""
+    """Delete what a hook has written beside ``target`` if anything fails in this block."""
     try:
         yield
     except BaseException:
@@ -134,7 +134,7 @@ class Attempts:
 
 
 def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weights_only: bool) -> Files:
-    """What this process is to write of a checkpoint; nothing is copied or written yet. All processes must ask.
+    """Return the files of a checkpoint that this process writes; nothing is copied or written yet. Call it on all.
 
     Raises:
         ValueError: inside a group of micro-batches.
@@ -147,9 +147,9 @@ def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weigh
         )
     rank, files, attempts = accelerator.process_index, dict[str, Any](), Attempts()
     weights = _weights(accelerator, target, attempts)
-    for number, (model, own) in enumerate(zip(accelerator.models, weights, strict=True)):
+    for number, (model, state) in enumerate(zip(accelerator.models, weights, strict=True)):
         with attempts:
-            files |= {} if own is None else _model_files(accelerator, number, model, own)
+            files |= {} if state is None else _model_files(accelerator, number, model, state)
     for name, content in parts.items():
         with attempts:
             files |= encode_part(name, content, rank)
@@ -160,7 +160,7 @@ def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weigh
             files |= encode_part(STATE, _shared_state(accelerator), rank)
         with attempts:
             own_buffers = rank > 0 and accelerator.strategy.own_buffers
-            files |= rank_files(rank, own_random_state(accelerator), _buffers(accelerator) if own_buffers else [])
+            files |= rank_files(rank, rank_random_state(accelerator), _buffers(accelerator) if own_buffers else [])
     attempts.end()
     if not weights_only:
         _say_unsaved(accelerator, files)
@@ -168,7 +168,7 @@ def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weigh
 
 
 def _model_files(accelerator: Accelerator, number: int, model: nn.Module, weights: dict[str, Any]) -> Files:
-    """What this process is to write of one model."""
+    """Return the files of one model that this process writes."""
     rank = accelerator.process_index
     tensors, extra = _apart(weights)
     notes = model_check.notes(accelerator.strategy.unwrap(model))
@@ -177,19 +177,19 @@ def _model_files(accelerator: Accelerator, number: int, model: nn.Module, weight
 
 
 def optimizer_files(accelerator: Accelerator) -> Files:
-    """What this process is to write of the optimizers' states. All processes must ask."""
+    """Return the files of the optimizers' states that this process writes. Call it on all processes."""
     rank, strategy, attempts = accelerator.process_index, accelerator.strategy, Attempts()
     files: Files = {}
     for number, prepared in enumerate(accelerator.optimizers):
         with attempts:
             optimizer = prepared.optimizer
             names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
-            own: OptimizerState = optimizer_state.named(strategy.optimizer_state(optimizer), optimizer, names)
-            own["built"] = prepared.held
+            state: OptimizerState = optimizer_state.named(strategy.optimizer_state(optimizer), optimizer, names)
+            state["built"] = prepared.held
             if strategy.keeps_apart(optimizer):
-                files |= encode_part(optimizer_part(number, rank), own)
+                files |= encode_part(optimizer_part(number, rank), state)
             else:
-                files |= encode_part(optimizer_part(number), own, rank)
+                files |= encode_part(optimizer_part(number), state, rank)
     attempts.end()
     return files
 
@@ -197,7 +197,8 @@ def optimizer_files(accelerator: Accelerator) -> Files:
 def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
     """Warn of parameters that an optimizer steps, and whose values are in no file."""
     models = accelerator.own_models
-    unknown = {id(p): p for one in accelerator.optimizers for p in optimizer_state.of_no_model(one.optimizer, models)}
+    optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
+    unknown = {id(p): p for optimizer in optimizers for p in optimizer_state.of_no_model(optimizer, models)}
     if not unknown or accelerator.checkpointer.save_hooks:  # a hook may write them
         return
     written = [content for content in files.values() if isinstance(content, TensorFile)]
@@ -213,34 +214,34 @@ def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
 
 
 def of_optimizers(files: Files) -> set[str]:
-    """Those of ``files`` that hold an optimizer's state."""
+    """Return the names of the ``files`` that hold an optimizer's state."""
     return {name for name in files if name.startswith(optimizer_part(0))}
 
 
-def own_random_state(accelerator: Accelerator) -> RandomState:
-    """The state of all that this process alone draws from: its generators, and those of the datasets it reads."""
+def rank_random_state(accelerator: Accelerator) -> RandomState:
+    """Return the state of all that this process alone draws from: its generators, and its datasets' generators."""
     readers = [loader.reading_state() for loader in in_order(accelerator.loaders)]
     return cast(RandomState, {**random_state(), "loaders": readers})
 
 
 def in_order(loaders: list[Loader]) -> list[Loader]:
-    """Those of training first, as others may come and go."""
+    """Return the loaders of training first, as others may come and go."""
     return sorted(loaders, key=lambda loader: loader.evaluation)
 
 
 def rank_files(rank: int, random: RandomState, buffers: list[dict[str, Tensor]]) -> Files:
-    """What process ``rank`` alone knows.
+    """Return the files with the state that process ``rank`` does not share.
 
     Args:
         rank: this process's.
         random: its random state.
-        buffers: of each model, where they go on from what they are here.
+        buffers: of each model, those that this process continues from.
     """
     return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
 
 
 def _buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
-    """Each model's buffers that are saved, as this process has them."""
+    """Return each model's buffers that are saved, as this process has them."""
     states = [model.state_dict() for model in accelerator.own_models]
     return [
         {own_name(name): b for name, b in model.named_buffers() if name in state and not is_sharded(b)}
@@ -270,11 +271,11 @@ def publish(world: World, target: Path, files: Files, info: dict[str, Any], othe
         entries = store.write_files(staging, files)
     except Exception as caught:
         error = _explained(caught, target, files)
-    every = world.gather_objects((entries, error is None))
+    of_ranks = world.gather_objects((entries, error is None))
     if world.is_main:
         try:
-            if all(written for _, written in every):
-                merged = {name: entry for part, _ in every for name, entry in part.items()}
+            if all(written for _, written in of_ranks):
+                merged = {name: entry for written, _ in of_ranks for name, entry in written.items()}
                 store.commit(target, merged, info, others=others)
         except Exception as caught:
             error = error or caught
@@ -284,18 +285,18 @@ def publish(world: World, target: Path, files: Files, info: dict[str, Any], othe
 
 
 def _explained(error: Exception, target: Path, files: Files) -> Exception:
-    """The error itself; a full disk's with the free and the needed bytes."""
+    """Return the error, that of a full disk with the free and the needed bytes."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
     needed = f"It needs {sum(size_of(content) for content in files.values()):,} bytes"
     with suppress(OSError):
-        there = next(folder for folder in target.parents if os.path.exists(folder))
-        needed += f", {shutil.disk_usage(there).free:,} are free"
+        folder = next(parent for parent in target.parents if os.path.exists(parent))
+        needed += f", {shutil.disk_usage(folder).free:,} are free"
     return OSError(error.errno, f"can't save {target}: {error.strerror}. {needed}. What was saved stays.")
 
 
 def _weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list[dict[str, Any] | None]:
-    """Each model's state, as it lies on the processes; None for one that a hook takes care of."""
+    """Return each model's state as it lies on the processes; None for one that a hook saves."""
     models = accelerator.models
     if not accelerator.checkpointer.save_hooks:
         states = (accelerator.strategy.model_state(model) for model in models)
@@ -316,7 +317,7 @@ def _weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list
 
 
 def _apart(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of a model's state, and what else modules keep there (``get_extra_state``)."""
+    """Return the tensors of a model's state, and what else modules keep there (``get_extra_state``)."""
     extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
     return {name: value for name, value in weights.items() if name not in extra}, extra
 
@@ -345,36 +346,36 @@ def _shared_state(accelerator: Accelerator) -> TrainState:
 
 
 def scheduler_kinds(schedulers: list[Any]) -> list[str]:
-    """The names of their classes; those of scripts may be in another module the next time."""
-    own = (s.scheduler if isinstance(s, PreparedScheduler) else s for s in schedulers)
-    return [type(scheduler).__qualname__ for scheduler in own]
+    """Return the names of the schedulers' classes, without modules: a script's may have another one next time."""
+    wrapped = (s.scheduler if isinstance(s, PreparedScheduler) else s for s in schedulers)
+    return [type(scheduler).__qualname__ for scheduler in wrapped]
 
 
 def reduction_orders(accelerator: Accelerator) -> list[list[int]]:
-    """Each model's; see `Strategy.reduction_order`."""
+    """Return each model's reduction order; see `Strategy.reduction_order`."""
     return [accelerator.strategy.reduction_order(model) for model in accelerator.models]
 
 
 def described(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
-    """What the manifest notes of the run, with what its user says of it; copied, as it is now.
+    """Return a copy of the manifest's notes: metadata of the run, and what the user adds.
 
     Raises:
         ValueError: if ``info`` names what is known of the run already.
         TypeError: if it holds tensors, or what is not data.
     """
-    known = facts(accelerator)
-    if taken := sorted(known.keys() & info.keys()):
+    metadata = run_metadata(accelerator)
+    if taken := sorted(metadata.keys() & info.keys()):
         raise ValueError(f"save_state(info=...) names {taken[0]!r}, which is noted of every run: take another name.")
     document, tensors = encode(info, "info")
     if tensors:
         raise TypeError(f"save_state(info=...) holds a tensor, {next(iter(tensors))}: pass its .item(), or use parts=.")
     training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
     counts = {"step": accelerator.steps, "epoch": 0 if training is None else training.epoch}
-    return {**known, **counts, **decode(document, {})}
+    return {**metadata, **counts, **decode(document, {})}
 
 
-def facts(accelerator: Accelerator) -> dict[str, Any]:
-    """What the manifest notes of the run, for people and for the resume."""
+def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
+    """Return the run's metadata for the manifest, which people and a resume read."""
     training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
     accumulate = accelerator.gradient_accumulation_steps
     batch = None if training is None else training.total_batch_size

@@ -85,36 +85,36 @@ def compare(accelerator: Accelerator, path: Path, optimizers: list[LoadedOptimiz
 
 def _other_options(accelerator: Accelerator, optimizers: list[LoadedOptimizer]) -> list[str]:
     lines = []
-    for optimizer, _, there, _ in optimizers:
+    for optimizer, _, saved, _ in optimizers:
         groups = _prepared(accelerator, optimizer).built
-        if there is None or len(there) != len(groups):
+        if saved is None or len(saved) != len(groups):
             continue
-        for number, (before, now) in enumerate(zip(there, groups, strict=True)):
-            scheduled = "initial_lr" in before and "initial_lr" in now  # then ``lr`` is the schedule's first value
+        for number, (old, new) in enumerate(zip(saved, groups, strict=True)):
+            scheduled = "initial_lr" in old and "initial_lr" in new  # then ``lr`` is the schedule's first value
             where = f" group {number}" if len(groups) > 1 else ""
             lines += [
-                f"{type(optimizer).__name__}{where}: {'lr' if name == 'initial_lr' else name} {_shown(before[name])} "
-                f"in the checkpoint, {_shown(now[name])} in this script"
-                for name in now
-                if name in before and not (name == "lr" and scheduled) and _differ(before[name], now[name])
+                f"{type(optimizer).__name__}{where}: {'lr' if name == 'initial_lr' else name} {_shown(old[name])} "
+                f"in the checkpoint, {_shown(new[name])} in this script"
+                for name in new
+                if name in old and not (name == "lr" and scheduled) and _differ(old[name], new[name])
             ]
     return lines
 
 
 def _prepared(accelerator: Accelerator, optimizer: Optimizer) -> PreparedOptimizer:
-    return next(one for one in accelerator.optimizers if one.optimizer is optimizer)
+    return next(prepared for prepared in accelerator.optimizers if prepared.optimizer is optimizer)
 
 
 def _other_schedules(accelerator: Accelerator, state: TrainState) -> tuple[list[str], list[str]]:
     """Return in what the schedules differ; and what functions, which are the script's in any case, say otherwise."""
     lines, rates = [], []
-    for scheduler, built, saved, kind, there in _pairs(accelerator, state):
-        now, before = built.arguments, there if isinstance(there, dict) else {}
+    for scheduler, built, saved, kind, arguments in _pairs(accelerator, state):
+        new, old = built.arguments, arguments if isinstance(arguments, dict) else {}
         lines += [
-            f"{kind}: {name.replace('_milestones', 'milestones')} {_shown(before[name])} in the checkpoint, "
-            f"{_shown(now[name])} in this script"
-            for name in now
-            if name in before and _differ(before[name], now[name])
+            f"{kind}: {name.replace('_milestones', 'milestones')} {_shown(old[name])} in the checkpoint, "
+            f"{_shown(new[name])} in this script"
+            for name in new
+            if name in old and _differ(old[name], new[name])
         ]
         if isinstance(scheduler, LambdaLR):
             rates += _other_rates(scheduler, saved)
@@ -136,16 +136,16 @@ def _other_rates(scheduler: LambdaLR, saved: State) -> list[str]:
 
 
 def _pairs(accelerator: Accelerator, state: TrainState) -> Iterator[tuple[Any, BuiltSchedule, State, str, Any]]:
-    """Each scheduler with what it was built as, its saved state, its kind, and its arguments in the saved run."""
-    known = state.get("schedules_built")
-    arguments = known if isinstance(known, list) else []
+    """Yield each scheduler with what it was built as, its saved state, its kind, and its arguments in the saved run."""
+    saved_arguments = state.get("schedules_built")
+    arguments = saved_arguments if isinstance(saved_arguments, list) else []
     for number, (scheduler, built) in enumerate(zip(accelerator.schedulers, accelerator.schedules_built, strict=True)):
         if number >= len(state["schedulers"]):
             return
-        own = getattr(scheduler, "scheduler", scheduler)
-        kind = type(own).__qualname__
+        inner = getattr(scheduler, "scheduler", scheduler)
+        kind = type(inner).__qualname__
         if kind == state["scheduler_kinds"][number] and isinstance(saved := state["schedulers"][number], dict):
-            yield own, built, saved, kind, arguments[number] if number < len(arguments) else None
+            yield inner, built, saved, kind, arguments[number] if number < len(arguments) else None
 
 
 def _ends_early(accelerator: Accelerator, state: TrainState) -> bool:
@@ -155,8 +155,9 @@ def _ends_early(accelerator: Accelerator, state: TrainState) -> bool:
     )
 
 
-def _differ(before: Any, now: Any) -> bool:
-    return bool(before != now and not (before != before and now != now))
+def _differ(old: Any, new: Any) -> bool:
+    both_nan = old != old and new != new
+    return bool(old != new and not both_nan)
 
 
 def _shown(value: Any) -> str:
@@ -206,12 +207,12 @@ def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], s
                 f"{len(options)} groups of parameters, and has {len(groups)} in the checkpoint."
             )
         stand_in = _Groups(options)
-        for scheduler, built, there, kind, _ in driving:
-            copied = _stepped(scheduler, built, there, kind, stand_in)
-            there.clear()
-            there.update(copy.deepcopy(copied.state_dict()))
-        for group, before, now in zip(groups, options, stand_in.param_groups, strict=True):
-            group.update({name: now[name] for name in now if name in _RATES or now[name] != before.get(name)})
+        for scheduler, built, saved_schedule, kind, _ in driving:
+            copied = _stepped(scheduler, built, saved_schedule, kind, stand_in)
+            saved_schedule.clear()
+            saved_schedule.update(copy.deepcopy(copied.state_dict()))
+        for group, old, new in zip(groups, options, stand_in.param_groups, strict=True):
+            group.update({name: new[name] for name in new if name in _RATES or new[name] != old.get(name)})
         rates = _shown([group["lr"] for group in stand_in.param_groups])
         announce(f"schedule='script': {_name(optimizer)} resumes with lr {rates}, from this script's schedule")
 
@@ -229,7 +230,7 @@ class _Groups:
 
 
 def _stepped(scheduler: Any, built: BuiltSchedule, saved: State, kind: str, optimizer: _Groups) -> Any:
-    """A copy of ``scheduler`` over ``optimizer``, from its beginning to where ``saved`` is."""
+    """Return a copy of ``scheduler`` over ``optimizer``, stepped from its beginning to where ``saved`` is."""
     first, last = _position(built.state), _position(saved)
     if not isinstance(scheduler, LRScheduler) or first is None or last is None or last < first:
         raise ValueError(
@@ -254,8 +255,8 @@ def _position(state: State) -> int | None:
     nested = state.get("_schedulers")
     if "last_epoch" not in state and isinstance(nested, list) and nested:
         return _position(nested[0])
-    found = state.get("last_epoch")
-    return found if isinstance(found, int) else None
+    last_epoch = state.get("last_epoch")
+    return last_epoch if isinstance(last_epoch, int) else None
 
 
 def _name(optimizer: Optimizer) -> str:
@@ -274,10 +275,10 @@ def hold(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: Tra
     for optimizer, _, options, _ in optimizers:
         prepared = _prepared(accelerator, optimizer)
         if options is not None and len(options) == len(prepared.built):
-            own = [{name: group[name] for name in group if script and name in _RATES} for group in prepared.built]
-            prepared.held = [{**there, **rates} for there, rates in zip(options, own, strict=True)]
-    for _, built, _, _, there in _pairs(accelerator, state):
-        built.held = there if isinstance(there, dict) and not script else built.arguments
+            rates = [{name: group[name] for name in group if script and name in _RATES} for group in prepared.built]
+            prepared.held = [{**saved, **of_script} for saved, of_script in zip(options, rates, strict=True)]
+    for _, built, _, _, arguments in _pairs(accelerator, state):
+        built.held = arguments if isinstance(arguments, dict) and not script else built.arguments
 
 
 def check_schedule(schedule: str | None) -> str | None:

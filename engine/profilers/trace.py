@@ -34,8 +34,8 @@ def _profiler(handler: ProfileKwargs, rank: int) -> torch.profiler.profile:
 
     activities = None
     if handler.activities is not None:
-        known = {name.lower(): value for name, value in ProfilerActivity.__members__.items()}
-        activities = [known[choose("activities", name, known)] for name in handler.activities]
+        members = {name.lower(): member for name, member in ProfilerActivity.__members__.items()}
+        activities = [members[choose("activities", name, members)] for name in handler.activities]
     written = 0
 
     def ready(profiler: Any) -> None:

@@ -8,5 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .fsdp import FSDP
+    from .fsdp import FSDP as FSDPStrategy
+    from .fsdp import FSDP as ModelParallelStrategy
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -565,3 +565,75 @@ def test_save_and_load(world, tmp_path):
 
 def test_nothing_is_left_of_the_process_group():
     assert not dist.is_initialized()
+
+
+def test_the_public_surface_is_in_one_file():
+    """What users read off an Accelerator is in its own file, or in `Process`, which it shares with PartialState."""
+    assert [base.__name__ for base in treadle.Accelerator.__mro__] == ["Accelerator", "Process", "object"]
+    accelerator = treadle.Accelerator(cpu=True)
+    public = {name for name in dir(accelerator) if not name.startswith("_")}
+    assert len(public) > 100
+    undocumented = [
+        name
+        for kind in treadle.Accelerator.__mro__[:2]
+        for name, value in vars(kind).items()
+        if not name.startswith("_") and (callable(value) or isinstance(value, property)) and not value.__doc__
+    ]
+    assert undocumented == []
+    # Attributes are set by the constructors of the two classes: no other file adds any.
+    net, optimizer = accelerator.prepare(Net(), torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
+    accelerator.backward(net(data()[0][0]).sum())
+    optimizer.step()
+    accelerator.free_memory()
+    assert {name for name in dir(accelerator) if not name.startswith("_")} == public
+
+
+class Recording(treadle.Accelerator):
+    """A user's subclass."""
+
+    def __init__(self):
+        super().__init__(cpu=True)
+        self.calls = []
+
+    def backward(self, loss, **kwargs):
+        self.calls.append("backward")
+        super().backward(loss, **kwargs)
+
+    def unscale_gradients(self, optimizer=None):
+        self.calls.append("unscale_gradients")
+        super().unscale_gradients(optimizer)
+
+    def get_state_dict(self, model, unwrap=True):
+        self.calls.append("get_state_dict")
+        return super().get_state_dict(model, unwrap)
+
+    def finish_saving(self):
+        self.calls.append("finish_saving")
+        super().finish_saving()
+
+    def wait_for_everyone(self):
+        self.calls.append("wait_for_everyone")
+        super().wait_for_everyone()
+
+
+def test_what_a_subclass_overrides_is_called(tmp_path):
+    accelerator = Recording()
+    net = Net()
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    with accelerator.accumulate(net):
+        accelerator.backward(net(data()[0][0]).sum())
+        accelerator.clip_grad_norm_(net.parameters(), 1.0)
+        accelerator.clip_grad_value_(net.parameters(), 1.0)
+        optimizer.step()
+    assert accelerator.calls == ["backward", "unscale_gradients", "unscale_gradients"]
+    accelerator.calls.clear()
+    accelerator.save_model(net, tmp_path / "model")
+    assert accelerator.calls == ["get_state_dict"]
+    accelerator.calls.clear()
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
+    accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state")
+    assert accelerator.calls == ["finish_saving", "get_state_dict", "finish_saving"]
+    accelerator.calls.clear()
+    accelerator.end_training()
+    assert accelerator.calls == ["finish_saving", "wait_for_everyone"]

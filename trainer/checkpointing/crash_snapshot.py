@@ -98,7 +98,7 @@ class LastStep:
         trainer, accelerator = self._trainer, self._trainer.accelerator
         self._state = {
             "progress": copy.copy(trainer.progress),
-            "random": snapshot.own_random_state(accelerator),
+            "random": snapshot.rank_random_state(accelerator),
             "buffers": [
                 None if (b := buffers[name]) is None else b.detach().clone() for buffers, name in self._buffers
             ],
@@ -125,7 +125,7 @@ class LastStep:
         own = copy.deepcopy(trainer_state.own_states(trainer.callbacks))
         states: dict[str, Any] = {"callbacks": CallbackStates(callbacks=own, added={}), "metrics": {}}
         if self._alone is not None:
-            over = trainer.progress.closing
+            over = trainer.progress.epoch_is_over
             states["metrics"] = trainer.metrics.state_dict(self._alone, self._counting, over=over)
         for name, value in trainer.accelerator.registered.items():
             if name not in states and name not in ("progress", "history"):
@@ -153,7 +153,7 @@ class LastStep:
         trainer = self._trainer
         if self._changed:
             return "the error came after a callback had changed the model or its optimizer, and before the next step"
-        if self._moving and trainer.progress.unended and trainer.world_size == 1:
+        if self._moving and trainer.progress.step_is_unfinished and trainer.world_size == 1:
             self.note()  # the step is over, but for its end; with others one may have to wait for them here
         if self._moving:
             return "the error came between the optimizer's next step and its end"
@@ -193,7 +193,8 @@ class LastStep:
             files |= store.encode_part(STATE, shared)
             files |= snapshot.rank_files(0, state["random"], [])
         # Of the other processes it holds nothing, and a resume takes it for one process's.
-        info = {**snapshot.facts(accelerator), **trainer_state.facts(state["progress"], task, trainer.datamodule)}
+        info = snapshot.run_metadata(accelerator)
+        info |= trainer_state.facts(state["progress"], task, trainer.datamodule)
         info |= {"world_size": 1, "saved_by": accelerator.num_processes}
         snapshot.publish(self._alone, path, files, info)
 

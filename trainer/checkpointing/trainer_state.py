@@ -85,7 +85,7 @@ def save(
             then.
     """
     path, *also = map(Path, paths)
-    if trainer.progress.within and not weights_only:
+    if trainer.progress.in_step and not weights_only:
         raise ValueError(
             f"{path} can't be saved in the middle of optimizer step {trainer.progress.step + 1}: a run could not go on "
             "from there. Save in on_train_batch_end or on_step_end; weights_only=True saves the weights as they are."
@@ -158,7 +158,7 @@ def register(trainer: Trainer) -> None:
         history=trainer.history,
         metrics=Bundle(
             # At an epoch's end a checkpoint begins the next one, which has logged nothing yet.
-            lambda: metrics.state_dict(world, trainer.task, over=trainer.progress.closing),
+            lambda: metrics.state_dict(world, trainer.task, over=trainer.progress.epoch_is_over),
             lambda state: metrics.load_state_dict(state, world, trainer.task),
         ),
         callbacks=Bundle(

@@ -18,6 +18,7 @@ from ...engine.metrics import MutedMetrics
 from ..core import TaskModule
 from .hook_table import Hook, Hooks
 from .lr_schedulers import Schedules
+from .progress import Phase
 from .step_output import check_loss, for_hooks, loss_in
 
 if TYPE_CHECKING:
@@ -81,9 +82,10 @@ class Steps:
     def take(self, group: Iterable[Any]) -> None:
         """Work through one group of micro-batches; after its last one the optimizer steps."""
         accumulation, hooks, progress, cursor = self.accumulation, self.hooks, self.progress, self.cursor
+        steps_before = progress.step
         batches = iter(group if self.alone else self.metrics.counted(group, cursor, self.task))
         for batch in batches:
-            progress.within = True
+            progress.phase = Phase.IN_STEP
             index = progress.batch
             micro = cursor.micro
             last = micro.last  # type: ignore[union-attr]
@@ -95,7 +97,7 @@ class Steps:
                 if not self.alone:
                     self._leave_together(itertools.chain((batch,), batches), index)
                 accumulation.drop_gradients()  # of the group's micro-batches before
-                progress.within = False
+                progress.phase = Phase.BETWEEN_STEPS
                 return
             with accumulation.accumulate(self.model):
                 output = self.step(batch, index) if self.takes_index else self.step(batch)
@@ -119,7 +121,7 @@ class Steps:
             if last:
                 self._optimize(index, loss)
                 progress.samples += micro.group_samples  # type: ignore[union-attr]
-                progress.within, progress.unended = False, True
+                progress.phase = Phase.STEP_TAKEN if progress.step > steps_before else Phase.ENDING_STEP
             if hooks.on_train_batch_end:
                 outputs = for_hooks(output)
                 for hook in hooks.on_train_batch_end:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .automatic import Steps
+from .progress import Phase
 from .step_output import check_loss, for_hooks, loss_in
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class ClosureSteps(Steps):
         hooks, progress, cursor = self.hooks, self.progress, self.cursor
         held: list[tuple[Any, Any]] = []
         for batch in group:
-            progress.within = True
+            progress.phase = Phase.IN_STEP
             held.append((batch, cursor.micro))
             self.metrics.weight = cursor.micro.samples  # type: ignore[union-attr]
             for hook in hooks.on_train_batch_start:
@@ -45,7 +46,7 @@ class ClosureSteps(Steps):
         if self.voting:
             self.vote_to_leave(progress.batch + len(held) - 1)
         if self.skip_rest:
-            progress.within = False
+            progress.phase = Phase.BETWEEN_STEPS
             return
         first, optimizer = progress.batch, self.optimizer
         assert optimizer is not None
@@ -64,9 +65,10 @@ class ClosureSteps(Steps):
         optimizer.optimizer.zero_grad()
         progress.batch, progress.batches = index + 1, progress.batches + len(held)
         progress.samples += held[-1][1].group_samples
-        progress.step += optimizer.taken != taken
-        progress.within, progress.unended = False, True
-        if self.schedules.by_step and optimizer.taken != taken:
+        stepped = optimizer.taken != taken
+        progress.step += stepped
+        progress.phase = Phase.STEP_TAKEN if stepped else Phase.ENDING_STEP
+        if self.schedules.by_step and stepped:
             self.schedules.after_step()
         for number, (output, _) in enumerate(results if hooks.on_train_batch_end else ()):
             for hook in hooks.on_train_batch_end:

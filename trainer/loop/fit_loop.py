@@ -53,6 +53,7 @@ from .closure import ClosureSteps, check_closure, needs_closure
 from .hook_table import Hooks
 from .lr_schedulers import Schedules
 from .manual import ManualSteps
+from .progress import Phase
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -160,10 +161,10 @@ class FitLoop:
                 hook()
         metrics.between_batches(False)
         groups = self._groups()
-        if progress.unended:  # the last step is taken, but its end is still to come, its validation first of all
+        if progress.step_is_unfinished:  # where a resume begins; its validation is the first that is to come
             groups = itertools.chain(((),), groups)
         for group in groups:
-            if progress.closed:
+            if progress.phase is Phase.EPOCH_TRAINED:
                 warn(
                     f"{type(self.loader.source).__name__} yields more than the {self.total:,} batches that its length "
                     "says; the rest is left out. Correct the length, or give limit_train_batches."
@@ -175,21 +176,21 @@ class FitLoop:
         else:
             if not progress.batch:
                 raise ValueError(f"the training loader yielded no batch. {self._why_empty()}")
-            if not progress.closed:  # a loader without a length ends only when it ends
+            if not progress.epoch_is_trained:  # a loader without a length ends only when it ends
                 self._close_epoch()
-        if self.steps.skip_rest or progress.closed:
+        if self.steps.skip_rest or progress.epoch_is_trained:
             self.loader.end_epoch()
-            progress.closing = True  # a checkpoint from here goes on with the next epoch
+            progress.phase = Phase.EPOCH_END
         metrics.between_batches(True)
         trainer.update_train_epoch_values()
-        if progress.closing:
+        if progress.epoch_is_over:
             newer = trainer.logbook.watch.just_measured(trainer)
             trainer.logbook.keep_step_values(metrics, newer)  # before anyone saves
         for hook in hooks.on_train_epoch_end:
             hook()
         trainer.logbook.write_epoch(progress.step, progress.epoch)
         metrics.between_batches(False)
-        if progress.closing:  # else a limit ended the run within the epoch, and a checkpoint may go on with it
+        if progress.epoch_is_over:  # else a limit ended the run within the epoch, and a checkpoint may go on with it
             metrics.reset()
             progress.next_epoch()
 
@@ -222,7 +223,7 @@ class FitLoop:
             return True
         if self.deadline is not None:
             progress.seconds = time.monotonic() - self.started  # for checkpoints made from here
-        stepped, progress.ended = progress.step != progress.ended, progress.step
+        stepped, progress.phase = progress.phase is Phase.STEP_TAKEN, Phase.ENDING_STEP
         write = stepped and trainer.log_every_n_steps and progress.step % trainer.log_every_n_steps == 0
         if write:
             trainer.logbook.write_step(self.metrics, progress.step, progress.epoch)
@@ -230,14 +231,15 @@ class FitLoop:
         if progress.batch == self.total:
             self._close_epoch()
             stop = False  # the epoch is over anyway
-        elif self.clock is not None:
-            if self.clock.is_over(trainer):
+        else:
+            if self.clock is not None:
+                due = self.clock.is_over(trainer)
+            else:
+                due = self.validation_every is not None and self._passed(self.validation_every)
+            if due:
                 self._validate()
                 stop = trainer.accelerator.world.any(self._wants_to_stop())
-        elif self.validation_every is not None and self._passed(self.validation_every):
-            self._validate()
-            stop = trainer.accelerator.world.any(self._wants_to_stop())
-        progress.unended = False
+            progress.phase = Phase.BETWEEN_STEPS
         if write:
             trainer.history.measure(progress, learning_rates(trainer))
         for hook in self.hooks.on_step_end:
@@ -304,7 +306,7 @@ class FitLoop:
         if self.trainer.has_validation and self._validation_is_due():
             self._validate()
         self.schedules.after_epoch()
-        self.progress.closed = True
+        self.progress.phase = Phase.EPOCH_TRAINED
 
 
 def kind_of_steps(trainer: Trainer, task: TaskModule) -> type[Steps]:

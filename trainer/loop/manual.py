@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...common.messages import warn
 from .automatic import Steps, overrides
+from .progress import Phase
 from .step_output import for_hooks
 
 _AUTOMATIC = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
@@ -49,7 +50,7 @@ class ManualSteps(Steps):
         """See `Steps.take`; each group is one batch."""
         accumulation, hooks, progress = self.accumulation, self.hooks, self.progress
         for batch in group if self.alone else self.metrics.counted(group, self.cursor, self.task):
-            progress.within = True
+            progress.phase = Phase.IN_STEP
             index = progress.batch
             micro = self.cursor.micro
             self.metrics.weight = micro.samples  # type: ignore[union-attr]
@@ -59,7 +60,7 @@ class ManualSteps(Steps):
             if self.voting:
                 self.vote_to_leave(index)  # training_step steps the optimizers, so it may not run in vain
             if self.skip_rest:
-                progress.within = False
+                progress.phase = Phase.BETWEEN_STEPS
                 return
             accumulation.sync_gradients = True
             taken, skipped = self._counts()
@@ -67,10 +68,11 @@ class ManualSteps(Steps):
             progress.batch, progress.batches = index + 1, progress.batches + 1
             self._agree()
             now_taken, now_skipped = self._counts()
-            progress.step += now_taken != taken
-            progress.skipped += now_skipped != skipped and now_taken == taken
+            stepped = now_taken != taken
+            progress.step += stepped
+            progress.skipped += now_skipped != skipped and not stepped
             progress.samples += micro.group_samples  # type: ignore[union-attr]
-            progress.within, progress.unended = False, True
+            progress.phase = Phase.STEP_TAKEN if stepped else Phase.ENDING_STEP
             if hooks.on_train_batch_end:
                 outputs = for_hooks(output)
                 for hook in hooks.on_train_batch_end:

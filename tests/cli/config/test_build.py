@@ -291,7 +291,7 @@ def test_settings_are_the_trainers_flags():
         if one.kind is one.KEYWORD_ONLY
     }
     fields = dataclasses.fields(settings.TrainerSettings)
-    assert {field.name: (field.type.replace("Limit", "flags.Limit"), field.default) for field in fields} == flags
+    assert {field.name: (field.type, field.default) for field in fields} == flags
     assert [field.name for field in fields] == list(flags)
     assert all(field.kw_only for field in fields)
 
