@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,6 +33,11 @@ class Ballot:
     def clear(self) -> None:
         """No votes."""
         self.value = torch.zeros_like(self.carrier)
+
+
+def ballot_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype of a ballot that shares a bucket with the gradients of ``parameters``."""
+    return torch.float64 if all(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
 
 
 class _Carry(torch.autograd.Function):

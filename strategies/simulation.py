@@ -6,7 +6,6 @@ another one, whose streams and events are objects that a plan reads clocks from.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
@@ -18,9 +17,8 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from .ddp import DDP
-from .distributed import Layout, World
-from .forward_router import BALLOT_SIZE, Router, routed
+from .distributed import World
+from .forward_router import BALLOT_SIZE, Router, ballot_dtype, routed
 from .fsdp import FSDP
 from .precision import Precision
 from .registry import resolve_strategy
@@ -65,11 +63,11 @@ def _on(device: Any, resized: Callable[[Tensor], None]) -> Iterator[None]:
     package = importlib.import_module("torch.distributed.fsdp._fully_shard")
     saved: list[tuple[ModuleType, str, Any]] = []
 
-    def put(module: ModuleType, name: str, value: Any) -> None:
+    def replace(module: ModuleType, name: str, value: Any) -> None:
         saved.append((module, name, getattr(module, name)))
         setattr(module, name, value)
 
-    def told(change: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    def reported(change: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         def run(tensor: Tensor) -> None:
             change(tensor)
             resized(tensor)
@@ -77,17 +75,17 @@ def _on(device: Any, resized: Callable[[Tensor], None]) -> Iterator[None]:
         return run
 
     try:
-        for found in pkgutil.iter_modules(package.__path__):
-            module = importlib.import_module(f"{package.__name__}.{found.name}")
+        for submodule in pkgutil.iter_modules(package.__path__):
+            module = importlib.import_module(f"{package.__name__}.{submodule.name}")
             if hasattr(module, "_get_device_handle"):
-                put(module, "_get_device_handle", lambda _: device)
+                replace(module, "_get_device_handle", lambda _: device)
             for name in ("alloc_storage", "free_storage"):
                 if hasattr(module, name):
-                    put(module, name, told(getattr(module, name)))
+                    replace(module, name, reported(getattr(module, name)))
         propagator = importlib.import_module("torch.distributed.tensor._sharding_prop").ShardingPropagator
         name = "_propagate_tensor_meta_non_cached"
         if hasattr(propagator, name):
-            put(propagator, name, _unseen(getattr(propagator, name)))
+            replace(propagator, name, _unseen(getattr(propagator, name)))
         yield
     finally:
         for module, name, value in reversed(saved):
@@ -136,159 +134,47 @@ def members(group: Any) -> tuple[int, ...]:
 
 
 def lay_out(strategy: Strategy, world: World, precision: Precision, module: nn.Module) -> nn.Module:
-    """Have ``strategy`` wrap a module without memory as it would wrap one with values; return what to call.
-
-    Replicas are not wrapped: torch's reducer takes no tensors without values (2.13). `reductions` says what it sends.
-    """
-    if isinstance(strategy, FSDP) and not hasattr(torch.cpu.Stream, "record_event"):
-        raise ValueError(f"a plan of strategy='fsdp' needs a newer torch than {torch.__version__}.")
+    """Have ``strategy`` wrap a module without values as it would wrap one with values, and return what to call."""
     strategy.attach(world, precision)
-    if isinstance(strategy, FSDP):
-        if strategy.cpu_offload:
-            raise ValueError("a plan does not know host memory, so none of FSDP(cpu_offload=True): leave it out.")
-        strategy._build = lambda module, unbuilt: None  # type: ignore[method-assign]
-        return strategy.wrap(module)
-    return Router(module, precision.context(world.device), precision.compute is not None)
+    return strategy.wrap_without_values(module)
 
 
 def method(called: nn.Module, module: nn.Module, name: str) -> Callable[..., Any]:
-    """A method of the user's module, run as `lay_out`'s result is run."""
+    """Return a method of the user's module, run as what `lay_out` returned is run."""
     assert isinstance(called, Router)
     return routed(called, called, getattr(module, name))
 
 
-def reductions(strategy: Strategy, order: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-    """How replicas reduce gradients that become ready in ``order``: their numbers, by what is sent together.
+VOTES_BYTES = 4 * BALLOT_SIZE  # of an agreement by a collective of its own, which sends float32
+
+
+def ballot_bytes(parameters: Iterable[Tensor]) -> int:
+    """Return the size of the votes that ride along with gradients of ``parameters``."""
+    return BALLOT_SIZE * ballot_dtype(parameters).itemsize
+
+
+def varied(strategy: Strategy, *, shard: bool = False, **settings: Any) -> Strategy:
+    """Return a strategy like this one with other settings, for a plan to compare.
 
     Args:
-        strategy: how the model lies on the world.
-        order: its parameters.
-        ballot: whether what the processes agree on rides along, as the number -1.
+        strategy: the original; it is not changed.
+        shard: shard the model, with `FSDP` where the strategy does not.
+        settings: see `Strategy.variant`.
+    """
+    return (FSDP() if shard and not strategy.sharded else strategy).variant(**settings)
+
+
+def strategy_named(name: str, size: int) -> Strategy:
+    """Return the strategy of that name for ``size`` ranks.
 
     Raises:
-        ValueError: for replicas that send something else.
-    """
-    if isinstance(strategy, FSDP) or strategy.world.size == 1:
-        return None
-    if not isinstance(strategy, DDP):
-        raise ValueError(f"a plan does not know what strategy={strategy.name!r} sends; it knows 'ddp' and 'fsdp'.")
-    asked = {
-        "comm_hook": strategy.comm_hook,
-        "zero": strategy.zero,
-        "local_sgd_steps": strategy.local_steps,
-        "sync_batchnorm": strategy.sync_batchnorm,
-    }
-    for name in (name for name, on in asked.items() if on):
-        raise ValueError(f"a plan does not know what DDP({name}=...) sends; leave it out to plan the rest.")
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    cap = strategy.options["bucket_cap_mb"]
-    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20] if cap is None else [int(cap * 2**20)] * 2
-    with _disable_current_modes():
-        forms = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in order]
-        if ballot:
-            forms.insert(0, ballot_of(order))
-        buckets = dist._compute_bucket_assignment_by_size(forms, limits, [False] * len(forms))[0]
-    return [[at - ballot for at in bucket] for bucket in buckets]
-
-
-def reduces_all(strategy: Strategy) -> bool:
-    """Whether replicas also reduce gradients of parameters that took no part in the step."""
-    return isinstance(strategy, DDP) and strategy.world.size > 1
-
-
-BALLOT_BYTES = 4 * BALLOT_SIZE
-
-
-def ballot_of(parameters: Iterable[Tensor]) -> Tensor:
-    """What the processes agree on, as it rides along with gradients of ``parameters``."""
-    double = all(parameter.dtype == torch.float64 for parameter in parameters)
-    return torch.empty(BALLOT_SIZE, dtype=torch.float64 if double else torch.float32, device="meta")
-
-
-def kept_to_send(strategy: Strategy, module: nn.Module) -> int:
-    """Bytes in which replicas keep copies of gradients to send them from."""
-    if not isinstance(strategy, DDP) or strategy.world.size == 1 or strategy.options["gradient_as_bucket_view"]:
-        return 0
-    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-
-
-def copied_buffers(strategy: Strategy, module: nn.Module) -> list[int]:
-    """The bytes of each broadcast by which replicas get rank zero's buffers, once per step."""
-    if not isinstance(strategy, DDP) or strategy.world.size == 1 or not strategy.options["broadcast_buffers"]:
-        return []
-    sizes: dict[torch.dtype, int] = {}
-    for buffer in module.buffers():
-        sizes[buffer.dtype] = sizes.get(buffer.dtype, 0) + buffer.numel() * buffer.element_size()
-    return list(sizes.values())
-
-
-_OPTIONS = {
-    "replicate": "shards to replicate",
-    "recompute": "activations to compute again",
-    "gather": "parameters to gather",
-}
-
-
-def varied(strategy: Strategy, **changes: Any) -> Strategy:
-    """A strategy like this one with other settings, for a plan to compare.
-
-    Args:
-        strategy: it stays as it is.
-        changes: ``replicate``, ``recompute`` (True: the activations of every block), ``shard`` (True: FSDP), or
-            ``gather`` (the format parameters are gathered in; gradients are reduced in float32).
-    """
-    if changes.pop("shard", False) and not isinstance(strategy, FSDP):
-        strategy = FSDP()
-    for setting in ("replicate", "recompute", "gather"):
-        if setting in changes and not isinstance(strategy, FSDP):
-            raise ValueError(f"strategy={strategy.name!r} has no {_OPTIONS[setting]}: that is for 'fsdp'.")
-    made: Any = copy.copy(strategy)
-    for name in ("_tapes", "_roots", "_moved"):  # what the original knows of its models
-        if hasattr(made, name):
-            setattr(made, name, type(getattr(made, name))())
-    if "replicate" in changes:
-        old = made.layout
-        made.layout = Layout(old.data, changes.pop("replicate"), old.tensor)
-    if "recompute" in changes:
-        made.activation_checkpointing_policy = changes.pop("recompute")
-    if "gather" in changes:
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        made.mixed_precision = MixedPrecisionPolicy(changes.pop("gather"), torch.float32)
-    assert not changes, changes
-    return made
-
-
-def called(name: str, size: int) -> Strategy:
-    """The strategy of that name for ``size`` processes.
-
-    Raises:
-        ValueError: for an unknown one, with the nearest known, or one that is for one process.
+        ValueError: for an unknown name, with the nearest known one, or a strategy for one rank.
     """
     if name == "auto":
         name = "ddp" if size > 1 else "single"
     return resolve_strategy(name, World())
 
 
-def grid(strategy: Strategy, size: int) -> dict[str, int]:
-    """How the strategy lays ``size`` processes out: replicas, shards of each, processes that share a sample."""
-    if not isinstance(strategy, FSDP):
-        return {"replicate": size, "shard": 1, "tensor": 1}
-    sizes = strategy.layout.sizes(size)
-    return {"replicate": strategy.layout.replicate, "shard": sizes["data_parallel"], "tensor": strategy.layout.tensor}
-
-
-def gathers_as_stored(strategy: Strategy) -> bool:
-    """Whether shards are gathered in the format they are kept in."""
-    return isinstance(strategy, FSDP) and strategy.mixed_precision is None
-
-
-def recomputes(strategy: Strategy) -> bool:
-    """Whether blocks keep only their inputs for backward."""
-    return bool(getattr(strategy, "activation_checkpointing_policy", None))
-
-
-def own_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """What this process has of each, sharded or not."""
+def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's share of each tensor, sharded or not."""
     return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]

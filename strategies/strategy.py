@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -251,6 +252,84 @@ class Strategy:
     def explain(self, error: BaseException) -> BaseException:
         """Return what a backward raised in words that help, where there are any; else the error itself."""
         return error
+
+    # -- for plans, where the model has shapes and no values -----------------------------------------------------
+
+    def grid(self, world_size: int) -> dict[str, int]:
+        """Return the number of replicas (``replicate``), shards of each, and ranks that share a sample (``tensor``)."""
+        return {"replicate": world_size, "shard": 1, "tensor": 1}
+
+    def wrap_without_values(self, module: nn.Module) -> nn.Module:
+        """Wrap a module on the meta device as `wrap` would wrap one with values, and return what to call.
+
+        Replicas are not wrapped, because torch's reducer takes no tensors without values (2.13): `reduction_buckets`
+        tells what it would send.
+
+        Raises:
+            ValueError: for settings whose cost a plan can't know.
+        """
+        return Router(module, self.precision.context(self.world.device), self.precision.compute is not None)
+
+    def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
+        """Return which gradients replicas reduce together, as indices into ``ready``; None where nothing is reduced.
+
+        Args:
+            ready: the parameters in the order in which their gradients become ready.
+            ballot: the votes of an agreement ride along, as the index -1.
+
+        Raises:
+            ValueError: for a strategy or settings whose traffic a plan can't know.
+        """
+        if self.world.size == 1:
+            return None
+        raise ValueError(f"a plan does not know what strategy={self.name!r} sends; it knows 'ddp' and 'fsdp'.")
+
+    @property
+    def reduces_unused_gradients(self) -> bool:
+        """Whether gradients of parameters that took no part in the step are reduced too."""
+        return False
+
+    def gradient_copy_bytes(self, module: nn.Module) -> int:
+        """Return the bytes in which copies of gradients are kept to send them from."""
+        return 0
+
+    def buffer_broadcast_bytes(self, module: nn.Module) -> list[int]:
+        """Return the bytes of each broadcast that copies rank zero's buffers to the other ranks, once per step."""
+        return []
+
+    @property
+    def gathers_in_storage_dtype(self) -> bool:
+        """Whether shards are gathered in the dtype they are stored in."""
+        return False
+
+    @property
+    def recomputes_activations(self) -> bool:
+        """Whether blocks keep only their inputs for backward."""
+        return False
+
+    def variant(
+        self, *, replicate: int | None = None, recompute: bool | None = None, gather: torch.dtype | None = None
+    ) -> Strategy:
+        """Return a copy of this strategy with other settings, for a plan to compare.
+
+        Args:
+            replicate: number of replicas; each is sharded over the rest.
+            recompute: recompute the activations of every block in backward.
+            gather: dtype to gather parameters in; gradients are reduced in float32.
+
+        Raises:
+            ValueError: for a setting that this strategy does not have.
+        """
+        settings = {
+            "shards to replicate": replicate,
+            "activations to compute again": recompute,
+            "parameters to gather": gather,
+        }
+        for what in (what for what, value in settings.items() if value is not None):
+            raise ValueError(f"strategy={self.name!r} has no {what}: that is for 'fsdp'.")
+        return copy.copy(self)
+
+    # -- what the processes agree on -----------------------------------------------------------------------------
 
     def start_agreement(self, votes: Tensor) -> None:
         """Begin to sum ``votes`` (4 floats) over the processes. Called before the last backward of a step."""

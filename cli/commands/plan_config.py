@@ -20,7 +20,6 @@ from torch.utils.data import BatchSampler, DataLoader
 from ...engine import CombinedLoader, JointLoader, Loader, RandomStream, random_state
 from ...engine.data import Cursor, sized
 from ...engine.planning import Plan, Schedule
-from ...strategies import simulation
 from ...trainer import Trainer
 from ...trainer.core import SchedulerConfig, TaskModule
 from ...trainer.loop import Sources, configure, count_positional
@@ -176,7 +175,7 @@ class _Run:
 
     def _data_processes(self) -> int:
         world_size = self.settings["world_size"]
-        return int(world_size // simulation.grid(self.strategy(world_size), world_size)["tensor"])
+        return int(world_size // self.strategy(world_size).grid(world_size)["tensor"])
 
     # -- what simulate is given ----------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ def varied_by(options: argparse.Namespace, name: str | Strategy, world_size: int
     Raises:
         ValueError: for an unknown name, or options that the strategy has no use for.
     """
-    made = name if isinstance(name, Strategy) else simulation.called(name, world_size)
+    made = name if isinstance(name, Strategy) else simulation.strategy_named(name, world_size)
     changes: dict[str, Any] = {}
     if options.replicate is not None:
         changes["replicate"] = options.replicate

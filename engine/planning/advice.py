@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ...strategies import simulation
 from .plan import Plan
 
 # Less is within what a plan can tell apart.
@@ -48,7 +47,7 @@ def _made_to_fit(plan: Plan, again: Again) -> str:
         now = attempt("shard the model (strategy=fsdp)", shard=True)
     elif plan.grid["replicate"] > 1:
         now = attempt(f"shard over all {plan.world_size:,} processes (data_parallel_replicate=1)", replicate=1)
-    if not now.fits and now.grid["shard"] * now.grid["tensor"] > 1 and not simulation.recomputes(now.strategy):
+    if not now.fits and now.grid["shard"] * now.grid["tensor"] > 1 and not now.strategy.recomputes_activations:
         with suppress(ValueError):  # the model has no repeated blocks
             now = attempt("compute activations again (activation_checkpointing_policy=True)", recompute=True)
     if not now.fits and now.micro_batch > 1:
@@ -97,7 +96,7 @@ def _hybrid(plan: Plan, again: Again) -> list[str]:
 
 def _half(plan: Plan, again: Again) -> list[str]:
     """Gather in the format of the computation."""
-    if plan.precision.compute is None or not simulation.gathers_as_stored(plan.strategy):
+    if plan.precision.compute is None or not plan.strategy.gathers_in_storage_dtype:
         return []
     other = again(gather=plan.precision.compute)
     short = str(plan.precision.compute).removeprefix("torch.")

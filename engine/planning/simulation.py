@@ -53,7 +53,7 @@ def simulate(
         step.run(make_batch)
     return Plan(
         **{field.name: getattr(on, field.name) for field in fields(on)},
-        grid=simulation.grid(on.strategy, on.world_size),
+        grid=on.strategy.grid(on.world_size),
         parameters=sum(number for number, _ in numbers),
         trainable=sum(number for number, trained in numbers if trained),
         shards=step.shards,
@@ -96,12 +96,12 @@ class _Step:
         with FakeTensorMode(allow_non_fake_inputs=True):
             _give_sizes(self.called)
             parameters = dict(self.model.named_parameters())
-            own = simulation.own_parts(parameters.values())
+            own = simulation.local_tensors(parameters.values())
             self.shards = {name: tuple(part.shape) for name, part in zip(parameters, own, strict=True)}
             for tensor in (*own, *self.model.buffers()):
                 memory.hold(tensor, PARAMETERS)
             order = self._note_gradients()
-            copies = torch.empty(simulation.kept_to_send(self.on.strategy, self.model), dtype=torch.uint8)
+            copies = torch.empty(self.on.strategy.gradient_copy_bytes(self.model), dtype=torch.uint8)
             memory.hold(copies, GATHERED)
             batches = [self.on.precision.cast(make_batch(self.on.micro_batch)) for _ in range(self.on.accumulate)]
             try:
@@ -121,7 +121,7 @@ class _Step:
 
         def note(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self.meter.memory.name(simulation.own_parts([parameter.grad]), GRADIENTS)
+            self.meter.memory.name(simulation.local_tensors([parameter.grad]), GRADIENTS)
             order.append((parameter, self.meter.clocks.current.now))
 
         for parameter in self.model.parameters():
@@ -146,7 +146,7 @@ class _Step:
         optimizer.step()
         optimizer.zero_grad()
         states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-        self.meter.memory.name(simulation.own_parts(states), OPTIMIZER)
+        self.meter.memory.name(simulation.local_tensors(states), OPTIMIZER)
         self.states = {name: self.meter.memory.live[name] for name in (PARAMETERS, OPTIMIZER)}
         kept = {id(tensor): tensor for tensor in self.model.state_dict(keep_vars=True).values()}
         self.checkpoint = sum(t.numel() * t.element_size() for t in (*kept.values(), *states))
@@ -160,7 +160,7 @@ class _Step:
         meter.category = ACTIVATIONS
         begun = clocks.compute.now
         target = self.called if self.on.step is None else simulation.method(self.called, self.model, self.on.step)
-        for size in simulation.copied_buffers(self.on.strategy, self.model):
+        for size in self.on.strategy.buffer_broadcast_bytes(self.model):
             clocks.spend(self._sent("broadcast", size))
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
@@ -182,21 +182,21 @@ class _Step:
 
     def _reduce(self, order: list[tuple[Tensor, float]]) -> None:
         """What replicas exchange while backward still runs."""
-        if simulation.reduces_all(self.on.strategy):
+        if self.on.strategy.reduces_unused_gradients:
             seen = {id(parameter) for parameter, _ in order}
             now = self.meter.clocks.compute.now
             order += [(p, now) for p in self.model.parameters() if p.requires_grad and id(p) not in seen]
-        buckets = simulation.reductions(self.on.strategy, [p for p, _ in order], ballot=self.on.step is not None)
+        buckets = self.on.strategy.reduction_buckets([p for p, _ in order], ballot=self.on.step is not None)
         if buckets is None:
             if self.on.step is not None and self.on.strategy.sharded and self.on.world_size > 1:
-                self._sent("all_reduce", simulation.BALLOT_BYTES)  # while the last backward runs
+                self._sent("all_reduce", simulation.VOTES_BYTES)  # while the last backward runs
             return
         done = 0.0
         for bucket in buckets:
             members = [order[at] for at in bucket if at >= 0]
             size = sum(p.numel() * p.element_size() for p, _ in members)
             if len(bucket) > len(members):
-                size += simulation.ballot_of(p for p, _ in order).nbytes
+                size += simulation.ballot_bytes(p for p, _ in order)
             begun = max((when for _, when in members), default=order[0][1])
             done = max(done, begun) + self._sent("all_reduce", size)
         compute = self.meter.clocks.compute

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -380,6 +381,52 @@ class FSDP(Strategy):
 
         optimizer.register_step_pre_hook(use_the_shards)
         return optimizer
+
+    # -- for plans -----------------------------------------------------------------------------------------------
+
+    def grid(self, world_size: int) -> dict[str, int]:
+        """See `Strategy.grid`."""
+        shard = self.layout.sizes(world_size)["data_parallel"]
+        return {"replicate": self.layout.replicate, "shard": shard, "tensor": self.layout.tensor}
+
+    def wrap_without_values(self, module: nn.Module) -> nn.Module:
+        """See `Strategy.wrap_without_values`."""
+        if not hasattr(torch.cpu.Stream, "record_event"):
+            raise ValueError(f"a plan of strategy='fsdp' needs a newer torch than {torch.__version__}.")
+        if self.cpu_offload:
+            raise ValueError("a plan does not know host memory, so none of FSDP(cpu_offload=True): leave it out.")
+        self._build = lambda module, unbuilt: None  # type: ignore[method-assign]
+        return self.wrap(module)
+
+    def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
+        """See `Strategy.reduction_buckets`: torch's own reductions of shards are seen as they happen."""
+        return None
+
+    @property
+    def gathers_in_storage_dtype(self) -> bool:
+        """See `Strategy.gathers_in_storage_dtype`."""
+        return self.mixed_precision is None
+
+    @property
+    def recomputes_activations(self) -> bool:
+        """See `Strategy.recomputes_activations`."""
+        return bool(self.activation_checkpointing_policy)
+
+    def variant(
+        self, *, replicate: int | None = None, recompute: bool | None = None, gather: torch.dtype | None = None
+    ) -> FSDP:
+        """See `Strategy.variant`. The copy knows none of the models of the original."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        variant = copy.copy(self)
+        variant._tapes, variant._roots, variant._moved = [], WeakSet(), WeakIdKeyDictionary()
+        if replicate is not None:
+            variant.layout = Layout(self.layout.data, replicate, self.layout.tensor)
+        if recompute is not None:
+            variant.activation_checkpointing_policy = recompute
+        if gather is not None:
+            variant.mixed_precision = MixedPrecisionPolicy(gather, torch.float32)
+        return variant
 
 
 def _tables(part: nn.Module) -> tuple[dict[str, Any], ...]:
