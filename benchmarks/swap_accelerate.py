@@ -1,4 +1,4 @@
-"""The loop of `tests/integration/swap/accelerate` under Accelerate: what it finds, kept for tests/integration/test_accelerate_scripts.py.
+"""The loop of `tests/integration/swap/accelerate` under Accelerate: what it finds, kept for the test of it.
 
     .venv-bench/bin/python benchmarks/swap_accelerate.py            compare with what was kept
     .venv-bench/bin/python benchmarks/swap_accelerate.py --record   keep it
