@@ -94,6 +94,16 @@ class Sources:
         self.evaluation(kind)
         return self._empty[kind]
 
+    def warn_of_empty_validation(self) -> None:
+        """Warn of validation loaders without batches. Within ``fit`` that is no error: a small split may leave none."""
+        if self.limits["val"] == 0:
+            return
+        loaders = self.evaluation("val")
+        for loader in self.empty("val"):
+            which = f" {loaders.index(loader)} (of {len(loaders)})" if len(loaders) > 1 else ""
+            reason = explain_empty(loader, self._accelerator.num_processes)
+            warn(f"validation loader{which} is empty: nothing is validated on it. {reason}")
+
     @property
     def asked(self) -> list[Loader]:
         """The training and validation loaders that come from a hook."""
@@ -189,6 +199,28 @@ def check_kinds(stage: str, task: Any, datamodule: Any) -> None:
         raise TypeError(f"{type(task).__name__}.__init__ must call super().__init__() before anything else.")
     if datamodule is not None and not isinstance(datamodule, DataModule):
         raise TypeError(f"datamodule must be a treadle.DataModule, not {type(datamodule).__name__!r}.")
+
+
+def explain_empty(loader: Loader, processes: int) -> str:
+    """Return why a loader may have yielded nothing, and what to change."""
+    source = loader.source
+    dataset = getattr(source, "dataset", None)
+    try:
+        samples: int | None = len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        samples = None
+    kind = type(source).__name__
+    if samples == 0:
+        return f"{kind}'s dataset ({type(dataset).__name__}) is empty: give it samples."
+    size = getattr(source, "batch_size", None)
+    if samples is not None and size and getattr(source, "drop_last", False) and samples < size * processes:
+        return (
+            f"{kind} has {samples} samples and drop_last=True, which drops a global batch of fewer than "
+            f"{size * processes} ({size} x {processes} processes): lower batch_size, or leave drop_last out."
+        )
+    if loader.limit == 0:
+        return "its limit is 0 batches: raise limit_*_batches."
+    return f"{kind} ended at once: give an iterable that can be run through again, with at least one batch."
 
 
 def _overrides(owner: TransferHooks, name: str) -> bool:

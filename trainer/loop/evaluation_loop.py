@@ -14,8 +14,8 @@ from ...common.messages import warn
 from ...engine import Loader, Metrics, evaluation_mode, move_data_to_device
 from ...strategies import World
 from ..core import TaskModule
-from . import run_summary
 from .automatic import count_positional
+from .dataloaders import explain_empty
 from .hook_table import Hooks
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class EvaluationLoop:
             if self.keep_predictions and metrics.weight:
                 predictions.append(move_data_to_device(output, "cpu"))
         if trainer.accelerator.world.all(index < 0):
-            reason = run_summary.explain_empty(loader, trainer.world_size)
+            reason = explain_empty(loader, trainer.world_size)
             message = f"the {self.stage} loader yielded no batch. {reason}"
             if not self.within_fit:
                 raise ValueError(message)

@@ -47,9 +47,9 @@ from ...callbacks import AgreedInterval, learning_rates
 from ...common.messages import warn
 from ...engine import Loader, isolated_random_state, set_random_state
 from ..core import SchedulerConfig, TaskModule
-from . import run_summary
 from .automatic import Steps
 from .closure import ClosureSteps, check_closure, needs_closure
+from .dataloaders import explain_empty
 from .hook_table import Hooks
 from .lr_schedulers import Schedules
 from .manual import ManualSteps
@@ -202,11 +202,11 @@ class FitLoop:
         sources.reload(self.progress.epoch)
         self.loader = sources.train
         self.total = self.loader.length
-        run_summary.warn_of_empty_validation(self.trainer)
+        sources.warn_of_empty_validation()
         self.validation_every = self._validation_interval()
 
     def _why_empty(self) -> str:
-        return run_summary.explain_empty(self.loader, self.trainer.world_size)
+        return explain_empty(self.loader, self.trainer.world_size)
 
     def _wants_to_stop(self) -> bool:
         return self.trainer.should_stop or self._is_late()

@@ -194,7 +194,7 @@ def _check_validation(trainer: Trainer, task: TaskModule, sources: Sources) -> N
     if loaders and not has_step:
         warn(f"there is a validation loader, but {type(task).__name__} has no validation_step: nothing is validated.")
     if has_step:
-        run_summary.warn_of_empty_validation(trainer)
+        sources.warn_of_empty_validation()
     if has_step and not loaders and trainer.limit_val_batches:
         warn(f"{type(task).__name__} has a validation_step, but there is no validation loader: nothing is validated.")
 

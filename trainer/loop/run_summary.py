@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...callbacks import ModelCheckpoint, RunReport, folders
-from ...common.messages import announce, warn
+from ...common.messages import announce
 from ...engine import CheckpointStore, Loader, compiled_names
 from ...engine.checkpoint import STATE, has_part
 
@@ -159,44 +159,10 @@ def _checkpoint_line(callback: ModelCheckpoint) -> str:
     return f"best checkpoint: {callback.best_model_path}{score}"
 
 
-def explain_empty(loader: Loader, processes: int) -> str:
-    """Why a loader may have yielded nothing, and what to change."""
-    source = loader.source
-    dataset = getattr(source, "dataset", None)
-    try:
-        samples: int | None = len(dataset)  # type: ignore[arg-type]
-    except TypeError:
-        samples = None
-    kind = type(source).__name__
-    if samples == 0:
-        return f"{kind}'s dataset ({type(dataset).__name__}) is empty: give it samples."
-    size = getattr(source, "batch_size", None)
-    if samples is not None and size and getattr(source, "drop_last", False) and samples < size * processes:
-        return (
-            f"{kind} has {samples} samples and drop_last=True, which drops a global batch of fewer than "
-            f"{size * processes} ({size} x {processes} processes): lower batch_size, or leave drop_last out."
-        )
-    if loader.limit == 0:
-        return "its limit is 0 batches: raise limit_*_batches."
-    return f"{kind} ended at once: give an iterable that can be run through again, with at least one batch."
-
-
-def warn_of_empty_validation(trainer: Trainer) -> None:
-    """Within ``fit`` a validation loader without batches is no error: a small split may leave none."""
-    assert trainer.sources is not None
-    if trainer.limit_val_batches == 0:
-        return
-    loaders = trainer.sources.evaluation("val")
-    for loader in trainer.sources.empty("val"):
-        which = f" {loaders.index(loader)} (of {len(loaders)})" if len(loaders) > 1 else ""
-        why = explain_empty(loader, trainer.world_size)
-        warn(f"validation loader{which} is empty: nothing is validated on it. {why}")
-
-
-def results(stage: str, found: Iterable[dict[str, float]]) -> str:
-    """The values an evaluation found, as lines."""
+def results(stage: str, metrics: Iterable[dict[str, float]]) -> str:
+    """Return the values that an evaluation logged, as lines."""
     lines = []
-    for values in found:
+    for values in metrics:
         width = max(map(len, values), default=0)
         lines += [f"{stage}: {name:<{width}}  {value:.6g}" for name, value in values.items()]
     return "\n".join(lines) or f"{stage}: nothing was logged"
