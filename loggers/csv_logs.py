@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from ..common.validation import check_int
 from .directory import DirectoryLogger
 from .logger import EVALUATED_AT, Params, process_rank, rank_zero_experiment
 from .values import as_metrics, flatten
@@ -33,7 +34,8 @@ class CSVLogger(DirectoryLogger):
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: ``flush_logs_every_n_steps`` is below 1, ``version`` is negative, or ``save_dir`` is a URL.
+        ValueError: ``flush_logs_every_n_steps`` is not a whole number of at least 1, ``version`` is negative, or
+            ``save_dir`` is a URL.
     """
 
     def __init__(
@@ -45,13 +47,9 @@ class CSVLogger(DirectoryLogger):
         flush_logs_every_n_steps: int = 100,
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
-        if not isinstance(flush_logs_every_n_steps, int):
-            raise TypeError(f"flush_logs_every_n_steps={flush_logs_every_n_steps!r} must be an integer, 1 or more")
-        if flush_logs_every_n_steps < 1:
-            raise ValueError(
-                f"flush_logs_every_n_steps={flush_logs_every_n_steps} is below 1: pass 1 to write every row at once"
-            )
-        self._flush_every = flush_logs_every_n_steps
+        self._flush_every = check_int(
+            "flush_logs_every_n_steps", flush_logs_every_n_steps, 1, "writes every row at once"
+        )
 
     @property
     @rank_zero_experiment

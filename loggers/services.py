@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..common.validation import check_text
+from ..common.validation import check_bool_or_word, check_text
 from .values import plain
 
 
@@ -63,5 +63,4 @@ def check_arguments(log_model: bool | str, texts: Mapping[str, Any]) -> None:
     for argument, value in texts.items():
         if value is not None:
             check_text(argument, value)
-    if log_model not in (True, False, "all"):
-        raise ValueError(f"log_model={log_model!r} is not one of True, False, 'all'")
+    check_bool_or_word("log_model", log_model, ("all",))

@@ -17,7 +17,7 @@ from .._pruning import masks_of
 if TYPE_CHECKING:
     from ...trainer import Trainer
 
-KEYS: tuple[str, ...] = ("weight_averaging", "stochastic_weight_averaging")
+KEYS: tuple[str, str] = ("weight_averaging", "stochastic_weight_averaging")
 """Where the callbacks' states are among what a checkpoint's hooks have added."""
 
 Average = Callable[[list[Tensor], list[Tensor], int], None]

@@ -180,7 +180,7 @@ def test_rank_one_does_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"log_model": "best"}, ValueError, "log_model='best' is not one of"),
+        ({"log_model": "best"}, ValueError, "log_model='best' must be True, False or 'all'"),
         ({"experiment_name": 3}, TypeError, "experiment_name=3 must be a string"),
         ({"run_name": "a", "tags": {"mlflow.runName": "b"}}, ValueError, "run_name='a' contradicts .*'b'"),
     ],
