@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -55,7 +56,8 @@ class Checkpointer:
         self.loaded_from: WeakKeyDictionary[nn.Module, tuple[str, Manifest, int]] = WeakKeyDictionary()
         self.saving: Job | None = None
         self.host_copies = HostCopies()
-        self._accelerator = accelerator
+        # A proxy, so that reference counts free an Accelerator, and the models it holds, where its last user lets go.
+        self._accelerator: Accelerator = weakref.proxy(accelerator)
 
     def register(self, objects: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Add objects to every checkpoint."""

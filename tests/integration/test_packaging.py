@@ -4,6 +4,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from house import TOP_ROOMS
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -17,7 +18,7 @@ def test_the_license_is_the_one_that_is_declared():
     assert "END OF TERMS AND CONDITIONS" in text
 
 
-@pytest.mark.parametrize("room", ["callbacks", "common", "engine", "loggers", "strategies", "trainer", "treadle"])
+@pytest.mark.parametrize("room", [*TOP_ROOMS, "treadle"])
 def test_every_folder_with_code_is_packaged(room):
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / room).rglob("*.py")}
     names = {".".join(folder.parts) for folder in folders}
