@@ -87,7 +87,9 @@ class Call:
                     inner = frame
             frame = frame.f_back
         name = "" if outer is None else outer.f_code.co_name
-        inside = "" if inner is None or inner is outer else f"{_shown(inner, Path(inner.f_code.co_filename).name)}"
+        inside = ""
+        if inner is not None and inner.f_code.co_name != name:  # else a public method that hands the call on
+            inside = _shown(inner, Path(inner.f_code.co_filename).name)
         if frame is None:
             return cls(operation, form, name, inside)
         path = frame.f_code.co_filename
