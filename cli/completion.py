@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import importlib.util
 import shlex
 import sys
@@ -103,8 +104,8 @@ def _values(key: str) -> Iterable[str]:
         "trainer.accelerator": ("auto", "cpu", "cuda", "gpu", "mps"),
         "trainer.precision": ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"),
         "trainer.strategy": ("auto", *_written("treadle.strategies", "registry.py", "_FACTORIES")),
-        "trainer.callbacks": _written("treadle.callbacks", "__init__.py", "_HOMES"),
-        "trainer.logger": (*_SWITCH, *_written("treadle.loggers", "__init__.py", "_HOMES")),
+        "trainer.callbacks": _classes("treadle.callbacks"),
+        "trainer.logger": (*_SWITCH, *_classes("treadle.loggers")),
         "trainer.profiler": ("simple", "advanced", "pytorch"),
     }
     if key in known:
@@ -138,6 +139,12 @@ def _flags() -> dict[str, str]:
     from ..trainer import TrainerSettings
 
     return {field.name: str(field.type) for field in dataclasses.fields(TrainerSettings)}
+
+
+def _classes(room: str) -> list[str]:
+    """The classes that a face exports, of which none is imported."""
+    names = importlib.import_module(room).__all__
+    return [name for name in names if name[:1].isupper() and not name.isupper()]
 
 
 def _written(room: str, file: str, name: str) -> list[str]:

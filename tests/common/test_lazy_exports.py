@@ -42,7 +42,7 @@ print([name for name in ("torch", "numpy") if name in sys.modules])
 
 
 def test_the_lowest_room_does_not_import_torch():
-    assert script(SOURCE).stdout.strip() == "[]"
+    assert script(SOURCE, fresh=True).stdout.strip() == "[]"
 
 
 def test_a_name_that_is_also_its_file_is_the_name():

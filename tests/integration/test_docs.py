@@ -202,7 +202,7 @@ def test_each_difference_names_a_test_that_exists():
         named = re.findall(r"`(?:([\w/]+\.py)::)?(test_\w+)`", row)
         assert named, f"no test in {row}"
         for file, name in named:
-            assert f"def {name}(" in (ROOT / (file or "tests/test_docs.py")).read_text(), name
+            assert f"def {name}(" in (ROOT / (file or "tests/integration/test_docs.py")).read_text(), name
 
 
 def test_partial_group_is_averaged_over_what_it_holds():

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 _ABSENT = object()
-_ACCELERATOR = {"backward": "backward", "agree": "agree", "save_state": "checkpoint"}
+_ACCELERATOR = {"save_state": "checkpoint"}
+_ACCUMULATION = {"backward": "backward", "agree": "agree"}
 _STRATEGY = {"clip_grad_norm_": "clip", "clip_grad_value_": "clip"}
 _LOGBOOK = {
     "write_step": "logging by step",
@@ -49,6 +50,7 @@ class Profiled:
         profiler.setup(stage, trainer.global_rank, folder)
         for owner, names in (
             (accelerator, _ACCELERATOR),
+            (accelerator.accumulation, _ACCUMULATION),
             (accelerator.strategy, _STRATEGY),
             (trainer.logbook, _LOGBOOK),
         ):

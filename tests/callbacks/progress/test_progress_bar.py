@@ -24,7 +24,7 @@ import logging, os, sys, torch
 sys.path.insert(0, {str(Path(__file__).parents[2] / "support")!r})
 from callback_runs import Tiny, fit, loader, trainer
 from treadle.callbacks import LambdaCallback, ModelCheckpoint, TQDMProgressBar
-from treadle.strategies import announce
+from treadle.common.messages import announce
 """
 
 

@@ -25,9 +25,9 @@ rank = int(os.environ.get("RANK", -1))
 def say(text):
     os.write(1, f"{text}\\n".encode())  # whole lines, also from two processes at once
 if rank < 0:
-    from treadle.strategies import launch
+    from treadle.strategies.launch import supervisor
     print("supervisor", os.getpid(), flush=True)
-    launch.relaunch(2, **{options})
+    supervisor.relaunch(2, **{options})
 """
 SAY_PID = 'say(f"rank {rank} {os.getpid()}")\n'
 

@@ -68,7 +68,7 @@ class Block:
 
 OTHER_RUNS = {
     "learning rate": (lambda: Line(lr=0.1), lambda: Line(lr=0.01), r"lr 0.1 there, 0.01 here"),
-    "class": (Line, Other, r"task .*test_candidates.Line there, .*test_candidates.Other here"),
+    "class": (Line, Other, r"task .*test_run_identity.Line there, .*test_run_identity.Other here"),
     "shape": (
         lambda: Line(width=1),
         lambda: Line(width=2),

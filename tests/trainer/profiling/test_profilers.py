@@ -113,6 +113,7 @@ def test_nothing_is_left_behind_and_nothing_there_without_one(tmp_path):
             accelerator = trainer.accelerator
             owners = (
                 accelerator,
+                accelerator.accumulation,
                 accelerator.strategy,
                 accelerator.optimizers[0],
                 trainer.logbook,
@@ -125,7 +126,8 @@ def test_nothing_is_left_behind_and_nothing_there_without_one(tmp_path):
         task = Net()
         trainer.fit(task, loader(), loader())
         assert trainer.profiled is None
-        assert not {"backward", "method", "save_state", "prepare_optimizer"} & set(vars(trainer.accelerator))
+        assert not {"method", "save_state", "prepare_optimizer"} & set(vars(trainer.accelerator))
+        assert "backward" not in vars(trainer.accelerator.accumulation)
         assert not {"write_step", "write_row"} & set(vars(trainer.logbook))
         trainer.fit(task, loader(), loader())
     assert seen[True] - seen[False] >= {"backward", "method", "step", "write_row", "_begin"}
