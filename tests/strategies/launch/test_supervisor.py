@@ -206,9 +206,9 @@ def test_signal_goes_to_every_rank_and_sigkill_after_the_grace_or_a_second_signa
 
 def test_no_rank_survives_a_killed_supervisor(start: Start, tmp_path: Path) -> None:
     body = f"""
-    from treadle.strategies import launch
+    from treadle.strategies.distributed import die_with_parent
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    launch.die_with_parent(int(os.environ["TREADLE_SUPERVISOR"]))
+    die_with_parent(int(os.environ["TREADLE_SUPERVISOR"]))
     {SAY_PID.strip()}
     time.sleep(60)
     """
@@ -224,13 +224,13 @@ def test_no_rank_survives_a_killed_supervisor(start: Start, tmp_path: Path) -> N
 def test_rank_that_comes_after_its_supervisor_died_dies_at_once() -> None:
     source = """
     import os, subprocess, sys, time
-    from treadle.strategies import launch
-    launch.die_with_parent(os.getppid())
-    launch.die_with_parent(1)  # alive, and not the parent: a program started by a rank is left alone
+    from treadle.strategies.distributed import die_with_parent
+    die_with_parent(os.getppid())
+    die_with_parent(1)  # alive, and not the parent: a program started by a rank is left alone
     print("alive", flush=True)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    launch.die_with_parent(dead.pid)
+    die_with_parent(dead.pid)
     time.sleep(60)
     """
     done = script(textwrap.dedent(source), timeout=30)
@@ -254,7 +254,7 @@ def test_module_is_run_again_as_a_module(tmp_path: Path) -> None:
 def test_command_survives_changed_directory_and_used_up_arguments(tmp_path: Path) -> None:
     source = """
     import os, sys
-    from treadle.strategies import launch
+    from treadle.strategies.launch import supervisor as launch
     assert "torch.distributed.elastic.agent.server" not in sys.modules  # a second, for which only a supervisor waits
     os.chdir("/")
     sys.argv = sys.argv[:1]

@@ -11,8 +11,13 @@ from checkpoint_reads import Reads, once
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import GradientAccumulationScheduler, ModelCheckpoint, ModelPruning, WeightAveraging
-from treadle.callbacks._averaging import averaged_weights
+from treadle.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    ModelPruning,
+    WeightAveraging,
+    averaged_weights,
+)
 
 import treadle
 

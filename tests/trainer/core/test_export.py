@@ -107,7 +107,7 @@ def test_onnx_computes_the_same(net, tmp_path):
 
 
 def test_onnx_without_its_packages_says_what_to_install(net, monkeypatch):
-    monkeypatch.setattr("treadle.trainer.core.export.find_spec", lambda name: None)  # as if they were not there
+    monkeypatch.setattr("treadle.common.optional.find_spec", lambda name: None)  # as if they were not there
     with pytest.raises(ModuleNotFoundError, match="pip install onnx onnxscript"):
         net.to_onnx()
 
