@@ -39,15 +39,16 @@ from .loop import (
     KIND_OF_STAGE,
     Evaluation,
     EvaluationLoop,
+    Fit,
     Hooks,
     Progress,
+    RunSummary,
     Sources,
+    Stage,
     Steps,
     check_step,
+    describe_results,
     predictions_in_order,
-    run_fit,
-    run_stage,
-    run_summary,
     wrap,
 )
 from .profiling import Profiled
@@ -310,9 +311,9 @@ class Trainer(LightningAliases):
         arguments.refuse_code(weights_only)
         if check_schedule(schedule) is not None and ckpt_path is None:
             raise ValueError(f"schedule={schedule!r} is for a resume: give ckpt_path too, or leave it out.")
-        given = {"train": train_dataloaders, "val": val_dataloaders}
-        run_stage(self, "fit", model, given, datamodule, ckpt_path, partial(run_fit, self, schedule))
-        run_summary.announce_end(self)
+        loaders = {"train": train_dataloaders, "val": val_dataloaders}
+        Stage(self, "fit", model, loaders, datamodule, ckpt_path).run(Fit(self, schedule).run)
+        RunSummary(self).announce_end()
 
     def validate(
         self,
@@ -370,20 +371,19 @@ class Trainer(LightningAliases):
         """
         arguments.refuse_code(weights_only)
         keep = return_predictions is not False
-        work = partial(self._evaluate, "predict", keep)
-        found = run_stage(self, "predict", model, {"predict": dataloaders}, datamodule, ckpt_path, work)
-        return predictions_in_order(found, self.accelerator.data_world) if keep else None
+        stage = Stage(self, "predict", model, {"predict": dataloaders}, datamodule, ckpt_path)
+        evaluation = stage.run(partial(self._evaluate, "predict", keep))
+        return predictions_in_order(evaluation, self.accelerator.data_world) if keep else None
 
     def _measure(
         self, stage: str, model: TaskModule | None, loaders: Any, datamodule: Any, ckpt_path: Any, verbose: bool
     ) -> list[dict[str, float]]:
-        given = {KIND_OF_STAGE[stage]: loaders}
-        found = run_stage(
-            self, stage, model, given, datamodule, ckpt_path, partial(self._evaluate, stage, False)
-        ).metrics
+        by_kind = {KIND_OF_STAGE[stage]: loaders}
+        evaluation = Stage(self, stage, model, by_kind, datamodule, ckpt_path)
+        metrics = evaluation.run(partial(self._evaluate, stage, False)).metrics
         if verbose:
-            self.print(run_summary.results(stage, found))
-        return found
+            self.print(describe_results(stage, metrics))
+        return metrics
 
     def _evaluate(self, stage: str, keep: bool, task: TaskModule, hooks: Hooks, sources: Sources) -> Any:
         kind = KIND_OF_STAGE[stage]

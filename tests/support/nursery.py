@@ -2,12 +2,13 @@
 
 To import torch and the compiler, which its optimizers import, costs 4 s of CPU, nearly all that a process of a small
 test needs. A forked process finds what a fresh one finds: its own session, environment, streams, working directory and
-random state; one thread; no process group; nothing of Treadle or of the test imported. Strings hash differently in the
-two nurseries, as in any two processes: what ranks 0 and 1 do may not hang on the order of a set. A process in whose
-environment something is unusual that torch may read while it is imported is started the long way.
+random state; one thread; no process group; nothing of the test imported. Strings hash differently in the two nurseries,
+as in any two processes: what ranks 0 and 1 do may not hang on the order of a set. A process in whose environment
+something is unusual that torch may read while it is imported is started the long way.
 
-Two kinds of processes are forked: ranks (`fork`, for `processes.run`), and whole programs: `executables` is a folder
-with a `python` that tests, command lines and launchers run in place of the interpreter (`warm.py`).
+Two kinds of processes are forked. Ranks (`fork`, for `processes.run`) find Treadle imported, which costs 0.3 s. Whole
+programs import it themselves: `executables` is a folder with a `python` that tests, command lines and launchers run in
+place of the interpreter (`warm.py`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ COUNT = 2
 REFUSED = -1  # said in place of a process id
 MOST_DESCRIPTORS = 200  # of one process; Linux sends 253 at once
 BYTES = 8  # of each number that is said
+IMPORTED = ("Trainer", "Accelerator")  # what nearly every rank uses of Treadle
 
 
 class Forked:
@@ -233,9 +235,15 @@ def main(listener: socket.socket, lifeline: socket.socket) -> None:
     usual = processes.early(os.environ)  # before a package adds to it
     import multiprocessing.spawn  # noqa: F401  # keeps the path of the interpreter
 
+    import pytest  # noqa: F401
     import scipy.stats  # noqa: F401  # most of what scikit-learn imports, which itself starts a thread
     import torch
     import torch._dynamo  # noqa: F401  # optimizers import it when they are made
+
+    import treadle
+
+    for name in IMPORTED:
+        getattr(treadle, name)
 
     if len(threads := os.listdir("/proc/self/task")) != 1:
         raise RuntimeError(f"a nursery must not have {len(threads)} threads: forked processes would lack all but one")
@@ -271,6 +279,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
 
 def _run(request: dict[str, Any]) -> int:
     """Runs a program as the interpreter does when it is started with these arguments; returns its exit status."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("treadle", "pytest", "_pytest")]:
+        del sys.modules[name]  # a program imports them itself
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     for text in request["warnings"]:

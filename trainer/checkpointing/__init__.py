@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from . import resolve
     from .crash_snapshot import LastStep
+    from .resolve import CheckpointResolver
     from .trainer_state import TrainerCheckpointer, own_states
     from .words import WORDS_FOR_CHECKPOINTS
 

@@ -1,9 +1,9 @@
-"""Which checkpoint is meant by ``ckpt_path``: a path, or a word for one that has to be found."""
+"""Which checkpoint ``ckpt_path`` means: a path, or a word for one that has to be searched for."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,92 +37,257 @@ _ELSEWHERE = {
 
 
 @dataclass
-class Search:
-    """What a search for a checkpoint came across, for what is said of it; only rank zero looks.
+class SearchReport:
+    """What a search for a checkpoint came across. Rank zero fills it in; then all ranks have it.
 
     Attributes:
-        reached: the optimizer steps that the run had taken when it ended, where its folder says so.
-        skipped: one sentence for each that could not be taken.
-        others: checkpoints of other runs, the newest first, by what tells them from this one.
-        places: where the search went.
+        steps_reached: optimizer steps that the run had taken when it ended, if its folder records them.
+        skipped: one sentence for each checkpoint that can't be used.
+        other_runs: checkpoints of other runs, latest first, by what tells them from this run's.
+        searched: directories that were searched.
     """
 
-    reached: int = 0
+    steps_reached: int = 0
     skipped: list[str] = field(default_factory=list)
-    others: dict[str, list[Path]] = field(default_factory=dict)
-    places: list[str] = field(default_factory=list)
+    other_runs: dict[str, list[Path]] = field(default_factory=dict)
+    searched: list[str] = field(default_factory=list)
 
-    @property
-    def about_others(self) -> str:
-        """What to say of the other runs' checkpoints."""
+    def describe_other_runs(self) -> str:
+        """Return the checkpoints of other runs, and why they are not this run's, as words."""
         texts = []
-        for difference, paths in self.others.items():
+        for difference, paths in self.other_runs.items():
             more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
             texts.append(f"{paths[0]}{more} ({difference})")
         return "; ".join(texts)
 
+    def describe_searched(self) -> str:
+        """Return the directories that were searched, as words."""
+        return ", ".join(self.searched) or "the loggers' directory"
 
-def find_checkpoint(trainer: Trainer, stage: str, ckpt_path: Any) -> OpenCheckpoint | None:
-    """Find, open and verify the checkpoint to resume from, the same on every process. All processes must ask.
 
-    Rank zero looks, all verify what it comes across, and it is said once what was found and what had to be skipped.
+class CheckpointResolver:
+    """Search for the checkpoint of a stage; `resolve` opens and verifies it.
 
     Args:
-        trainer: whose ModelCheckpoints say where to look.
+        trainer: its ModelCheckpoints say where to look.
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        ckpt_path: None; a path, which never stands for another one; ``"last"``, the newest that is intact and belongs
-            to this run; ``"best"``; or ``"auto"``, in ``fit`` alone: as ``"last"``, or a fresh start where there is
-            nothing.
-
-    Raises:
-        ValueError: if there is none such, or one given by its path is damaged.
-        TypeError: if it is no path.
+        ckpt_path: None; a path, which no other checkpoint replaces; ``"last"``, the latest intact checkpoint of this
+            run; ``"best"``; or ``"auto"``, in ``fit`` only: as ``"last"``, or a fresh start if there is none.
     """
-    assert trainer.task is not None
-    configuration(trainer.task, trainer.datamodule)  # noted before any hook may change it
-    if ckpt_path is None:
-        return None
-    _check(stage, ckpt_path)
-    world = trainer.accelerator.world
-    word = ckpt_path if isinstance(ckpt_path, str) and ckpt_path in WORDS_FOR_CHECKPOINTS else None
-    if word is None:
-        with world.together():
-            if world.is_main:
-                _check_given(Path(ckpt_path))
-        opened = open_together(world, world.broadcast(Path(ckpt_path)))
-        opened.verify(world)
+
+    def __init__(self, trainer: Trainer, stage: str, ckpt_path: Any) -> None:
+        self.trainer, self.stage, self.ckpt_path = trainer, stage, ckpt_path
+        self.world = trainer.accelerator.world
+        self.report = SearchReport()
+
+    def resolve(self) -> OpenCheckpoint | None:
+        """Return the checkpoint, opened and verified, the same on every rank; None for a fresh start.
+
+        All ranks must call it. Rank zero searches, all ranks verify, and one message tells what was chosen and what
+        was skipped.
+
+        Raises:
+            ValueError: if there is no such checkpoint, or the one at a path is damaged.
+            TypeError: if ``ckpt_path`` is not a path.
+        """
+        trainer, ckpt_path = self.trainer, self.ckpt_path
+        assert trainer.task is not None
+        configuration(trainer.task, trainer.datamodule)  # noted before any hook may change it
+        if ckpt_path is None:
+            return None
+        self._check_arguments()
+        if not (isinstance(ckpt_path, str) and ckpt_path in WORDS_FOR_CHECKPOINTS):
+            with self.world.together():
+                if self.world.is_main:
+                    _check_is_checkpoint(Path(ckpt_path))
+            return self._open(Path(ckpt_path))
+        opened = self._best() if ckpt_path == "best" else self._last()
+        self.report = report = self.world.broadcast(self.report)
+        for sentence in report.skipped:
+            warn(f"ckpt_path={ckpt_path!r} skips a checkpoint: {sentence}")
+        if report.other_runs:
+            warn(
+                f"ckpt_path={ckpt_path!r} skips checkpoints of other runs: {report.describe_other_runs()}. To continue "
+                "from one of them, give its path."
+            )
+        if opened is None:
+            announce(f"ckpt_path='auto': a fresh start, no checkpoint to resume from in {report.describe_searched()}")
+            return None
+        action, step = "resumes from" if self.stage == "fit" else "loads the weights of", opened.manifest.step
+        behind = f"; the run had reached step {report.steps_reached:,}" if report.steps_reached > step else ""
+        announce(f"ckpt_path={ckpt_path!r}: {self.stage} {action} {opened.path} (optimizer step {step:,}{behind})")
         return opened
-    search = Search()
-    found = _best(trainer, stage, search) if word == "best" else _last(trainer, stage, word, search)
-    search = world.broadcast(search)
-    for sentence in search.skipped:
-        warn(f"ckpt_path={ckpt_path!r} skips a checkpoint: {sentence}")
-    if search.others:
-        warn(
-            f"ckpt_path={ckpt_path!r} skips checkpoints of other runs: {search.about_others}. To continue from one of "
-            "them, give its path."
-        )
-    if found is None:
-        announce(f"ckpt_path='auto': a fresh start, as there is nothing to go on from in {_join(search.places)}")
-        return None
-    what, step = "goes on from" if stage == "fit" else "takes the weights of", found.manifest.step
-    behind = f"; the run had reached step {search.reached:,}" if search.reached > step else ""
-    announce(f"ckpt_path={ckpt_path!r}: {stage} {what} {found.path} (optimizer step {step:,}{behind})")
-    return found
+
+    def _open(self, path: Path) -> OpenCheckpoint:
+        """Open and verify the checkpoint that rank zero names."""
+        opened = open_together(self.world, self.world.broadcast(path))
+        opened.verify(self.world)
+        return opened
+
+    def _check_arguments(self) -> None:
+        stage, ckpt_path = self.stage, self.ckpt_path
+        if not isinstance(ckpt_path, str | os.PathLike):
+            raise TypeError(f"ckpt_path={ckpt_path!r} must be a checkpoint's directory, 'last', 'best' or 'auto'.")
+        if ckpt_path == "auto" and stage != "fit":
+            raise ValueError(
+                f"ckpt_path='auto' may mean a fresh start, so it is for fit only; {stage} takes a path, 'last' or "
+                "'best'."
+            )
+        if isinstance(ckpt_path, str) and (why := _ELSEWHERE.get(ckpt_path.partition(":")[0])):
+            raise ValueError(f"ckpt_path={ckpt_path!r}: {why}.")
+
+    def _check_callbacks(self) -> None:
+        if not self.trainer.checkpoint_callbacks:
+            raise ValueError(
+                f"ckpt_path={self.ckpt_path!r}, but there is no ModelCheckpoint to say where to look. Give a path."
+            )
+
+    # -- the last ------------------------------------------------------------------------------------------------
+
+    def _last(self) -> OpenCheckpoint | None:
+        """Return the latest intact checkpoint; None if ``"auto"`` finds nothing to resume from."""
+        trainer, report = self.trainer, self.report
+        if not trainer.checkpoint_callbacks and self.ckpt_path == "auto" and trainer.fast_dev_run:
+            report.searched = ["a fast_dev_run, which has no checkpoints"]
+            return None
+        self._check_callbacks()
+        latest = self._latest(resumable=self.stage == "fit")
+        with self.world.together():
+            if self.world.is_main and latest is None:
+                # A fresh start in the folder of a recorded run would mix two runs.
+                would_mix = report.other_runs and any(_run_record(Path(folder)) for folder in report.searched)
+                if self.ckpt_path == "last" or would_mix:
+                    raise self._none_intact()
+            if self.world.is_main and latest is not None and self.stage == "fit":
+                report.steps_reached = _steps_reached(latest.path.parent)
+        return latest
+
+    def _none_intact(self) -> ValueError:
+        report, ckpt_path = self.report, self.ckpt_path
+        whose = " of this run" if report.other_runs else ""
+        folders_searched = report.describe_searched()
+        reasons = [f"ckpt_path={ckpt_path!r}, but there is no intact checkpoint{whose} in {folders_searched}"]
+        reasons += report.skipped
+        if report.other_runs:
+            reasons.append(f"those of other runs are {report.describe_other_runs()}")
+        can_start = self.stage == "fit" and ckpt_path != "auto"
+        fresh = ", or say 'auto' to start afresh where there is none" if can_start else ""
+        return ValueError("; ".join(reasons) + f". Give a path{fresh}.")
+
+    def _latest(self, resumable: bool) -> OpenCheckpoint | None:
+        """Return the latest intact checkpoint in the directories of this run's ModelCheckpoints.
+
+        Args:
+            resumable: skip checkpoints that hold weights only.
+        """
+        return first_intact(self.world, self._candidates(resumable), self.report.skipped)
+
+    def _candidates(self, resumable: bool) -> Iterator[OpenCheckpoint]:
+        """Yield this run's checkpoints, latest first; directories of earlier versions one by one, latest first."""
+        report = self.report
+        run_folders, earlier_folders = self._folders()
+        if self.stage == "fit":  # this run saves in them: finish what a killed process left half done
+            for store in self._stores(run_folders):
+                for sentence in store.recover():
+                    announce(sentence)
+        for batch in ([*run_folders], *([folder] for folder in earlier_folders)):
+            report.searched += map(str, batch)
+            for manifest, path in _latest_first(self._stores(batch), report):
+                if resumable and not has_part(manifest.files, STATE):
+                    report.skipped.append(f"{path}: it holds weights only, so no run can resume from it")
+                    continue
+                opened = OpenCheckpoint(path, manifest)
+                try:
+                    lines = differences(self.trainer, opened)
+                except ValueError as error:
+                    report.skipped.append(str(error))
+                    continue
+                if lines:
+                    report.other_runs.setdefault(_shortened(lines), []).append(path)
+                else:
+                    yield opened
+
+    def _folders(self) -> tuple[list[Path], list[Path]]:
+        """Return the directories this run's ModelCheckpoints save in, and those of earlier runs, latest first."""
+        trainer = self.trainer
+        run_folders: dict[Path, None] = {}
+        earlier_folders: dict[Path, None] = {}
+        for callback in trainer.checkpoint_callbacks:
+            if callback.dirpath is not None:
+                run_folders[Path(callback.dirpath)] = None
+                continue
+            logger = next((logger for logger in trainer.loggers if logger.root_dir), None)
+            root = trainer.default_root_dir
+            if not trainer.loggers:
+                run_folders[Path(os.path.abspath(root)) / CHECKPOINTS] = None
+                continue
+            # To ask for a version that nobody has set would claim the next free one.
+            has_version = logger is not None and getattr(logger, "_version", None) is not None
+            folder = trainer.logbook.known_folder(root) if logger is None else logger.log_dir if has_version else None
+            if folder:
+                run_folders[Path(os.path.abspath(folder)) / CHECKPOINTS] = None
+                continue
+            parent = trainer.logbook.folder_of_runs(root) if logger is None else str(logger.root_dir)
+            names = "version_*" if isinstance(logger, DirectoryLogger) else "*"
+            earlier_folders |= dict.fromkeys(_folders_of_earlier_runs(Path(os.path.abspath(parent)), names))
+        return list(run_folders), list(earlier_folders)
+
+    def _stores(self, directories: Iterable[Path]) -> list[CheckpointStore]:
+        """Return the stores in directories: themselves, and the folders that names like ``{epoch}/{step}`` make."""
+        depth = max(callback.name_depth for callback in self.trainer.checkpoint_callbacks)
+        return [CheckpointStore(path) for directory in directories for path in folders(directory, depth)]
+
+    # -- the best ------------------------------------------------------------------------------------------------
+
+    def _best(self) -> OpenCheckpoint:
+        """Return the best checkpoint of this process's ModelCheckpoint, or the one that the latest checkpoint names."""
+        self._check_callbacks()
+        callback, stage, is_main = self.trainer.checkpoint_callback, self.stage, self.world.is_main
+        assert callback is not None
+        with self.world.together():
+            run_folders = self._folders()[0] if is_main and not callback.best_model_path else []
+            has_run = any(map(_run_record, run_folders))
+            if is_main and not callback.best_model_path and stage != "fit" and not has_run:
+                raise ValueError(
+                    f"ckpt_path='best': {stage} was called without a fit in this process, so its ModelCheckpoint has "
+                    "saved no best checkpoint. Give a path, call fit before, or use the folder of a run (RunFolder, "
+                    "--from-run), whose checkpoints are that run's own."
+                )
+        latest = None
+        if not self.world.broadcast(callback.best_model_path):
+            latest = self._latest(resumable=True)
+        with self.world.together():
+            best = self._path_of_best(callback, latest) if is_main else Path()
+            if is_main and stage == "fit":
+                self.report.steps_reached = _steps_reached(best.parent)
+        best = self.world.broadcast(best)
+        if latest is not None and os.path.abspath(latest.path) == os.path.abspath(best):
+            return latest
+        return self._open(best)
+
+    def _path_of_best(self, callback: ModelCheckpoint, latest: OpenCheckpoint | None) -> Path:
+        """Return the best checkpoint's path, from a ModelCheckpoint or from its state in the latest checkpoint."""
+        best, source = callback.best_model_path, "its ModelCheckpoint"
+        if not best:
+            if latest is None:
+                other_runs = self.report.describe_other_runs()
+                others = f" Those of other runs: {other_runs}." if other_runs else ""
+                raise ValueError(
+                    f"ckpt_path='best', but its ModelCheckpoint has saved no best one, nor is there an intact "
+                    f"checkpoint of this run in {self.report.describe_searched()} that says which it is.{others} Give "
+                    "a path."
+                )
+            best, source = _recorded_best(callback, latest), str(latest.path)
+        if not best:
+            raise ValueError(f"ckpt_path='best', but {source} knows of no best checkpoint. Give a path.")
+        if not os.path.isdir(best):
+            raise ValueError(
+                f"ckpt_path='best', but {best}, the best that {source} knows of, does not exist. Give a path."
+            )
+        return Path(best)
 
 
-def _check(stage: str, ckpt_path: Any) -> None:
-    if not isinstance(ckpt_path, str | os.PathLike):
-        raise TypeError(f"ckpt_path={ckpt_path!r} must be a checkpoint's directory, 'last', 'best' or 'auto'.")
-    if ckpt_path == "auto" and stage != "fit":
-        raise ValueError(
-            f"ckpt_path='auto' may mean a fresh start, so it is for fit only; {stage} takes a path, 'last' or 'best'."
-        )
-    if isinstance(ckpt_path, str) and (why := _ELSEWHERE.get(ckpt_path.partition(":")[0])):
-        raise ValueError(f"ckpt_path={ckpt_path!r}: {why}.")
-
-
-def _check_given(path: Path) -> None:
+def _check_is_checkpoint(path: Path) -> None:
     checkpoint.find_again(path)
     if path.is_file():
         raise ValueError(
@@ -136,146 +301,47 @@ def _check_given(path: Path) -> None:
     if not (path / checkpoint.MANIFEST).is_file():
         inside = CheckpointStore(path).find() or CheckpointStore(path / CHECKPOINTS).find()
         if inside:
-            names = ", ".join(str(one.relative_to(path)) for one in inside[:5])
+            names = ", ".join(str(checkpoint_path.relative_to(path)) for checkpoint_path in inside[:5])
             raise ValueError(
-                f"ckpt_path={str(path)!r} is no checkpoint, but a folder with checkpoints in it: give one of {names}."
+                f"ckpt_path={str(path)!r} is not a checkpoint, but a folder with checkpoints in it: give one of "
+                f"{names}."
             )
-
-
-def _last(trainer: Trainer, stage: str, word: str, search: Search) -> OpenCheckpoint | None:
-    """The newest that is intact; None where ``"auto"`` finds nothing to go on from. All processes must ask."""
-    if not trainer.checkpoint_callbacks and word == "auto" and trainer.fast_dev_run:
-        search.places = ["a fast_dev_run, which has no checkpoints"]
-        return None
-    _check_callbacks(trainer, word)
-    world = trainer.accelerator.world
-    newest = _newest(trainer, search, recover=stage == "fit", resumable=stage == "fit")
-    with world.together():
-        # A folder that is this run's own: starting afresh in it would mix two runs.
-        own = search.others and any(_run_record(Path(place)) for place in search.places)
-        if world.is_main and newest is None and (word == "last" or own):
-            raise _none_fits(word, stage, search)
-        if world.is_main and newest is not None and stage == "fit":
-            search.reached = _steps_reached(newest.path.parent)
-    return newest
-
-
-def _check_callbacks(trainer: Trainer, word: str) -> None:
-    if not trainer.checkpoint_callbacks:
-        raise ValueError(f"ckpt_path={word!r}, but there is no ModelCheckpoint to say where to look. Give a path.")
-
-
-def _none_fits(word: str, stage: str, search: Search) -> ValueError:
-    whose = " of this run" if search.others else ""
-    places = _join(search.places)
-    reasons = [f"ckpt_path={word!r}, but there is no intact checkpoint{whose} in {places}", *search.skipped]
-    if search.others:
-        reasons.append(f"those of other runs are {search.about_others}")
-    fresh = ", or say 'auto' to start afresh where there is none" if stage == "fit" and word != "auto" else ""
-    return ValueError("; ".join(reasons) + f". Give a path{fresh}.")
 
 
 def _run_record(folder: Path) -> Path | None:
     """Return the record of the run whose folder ``folder`` lies in, or is."""
-    return next((path for one in (folder, *folder.parents[:2]) if (path := one / RECORD).is_file()), None)
+    return next((path for parent in (folder, *folder.parents[:2]) if (path := parent / RECORD).is_file()), None)
 
 
 def _steps_reached(folder: Path) -> int:
-    """Return the optimizer steps of the run whose folder this is in, as it noted them last; 0 if it notes none."""
+    """Return the optimizer steps that the run of a folder has recorded; 0 if it has recorded none."""
     record = _run_record(folder)
     return 0 if record is None else int(read_run(record.parent).facts.get("steps", 0))
 
 
-# -- the newest ----------------------------------------------------------------------------------------------------
-
-
-def _newest(trainer: Trainer, search: Search, recover: bool, resumable: bool) -> OpenCheckpoint | None:
-    """The newest that is intact, in the directories of this run's ModelCheckpoints. All processes must ask.
-
-    Args:
-        trainer: whose ModelCheckpoints are meant.
-        search: notes what is skipped, and where it looked.
-        recover: finish what a killed process left half done, where this run saves.
-        resumable: leave out those that hold weights only.
-    """
-    candidates = _candidates(trainer, search, recover, resumable)
-    return first_intact(trainer.accelerator.world, candidates, search.skipped)
-
-
-def _candidates(trainer: Trainer, search: Search, recover: bool, resumable: bool) -> Iterator[OpenCheckpoint]:
-    """This run's checkpoints, the newest first; see `_newest`.
-
-    Directories of earlier versions are gone through one by one, the highest version first.
-    """
-    own, earlier = _places(trainer)
-    if recover:
-        for folder in own:
-            for store in _stores(folder, trainer):
-                for sentence in store.recover():
-                    announce(sentence)
-    for places in ([*own], *([folder] for folder in earlier)):
-        search.places += map(str, places)
-        stores = [store for folder in places for store in _stores(folder, trainer)]
-        for manifest, path in _newest_first(stores, search):
-            if resumable and not has_part(manifest.files, STATE):
-                search.skipped.append(f"{path}: it holds weights only, so no run can go on from it")
-                continue
-            opened = OpenCheckpoint(path, manifest)
-            try:
-                lines = differences(trainer, opened)
-            except ValueError as error:
-                search.skipped.append(str(error))
-                continue
-            if lines:
-                search.others.setdefault(_shortened(lines), []).append(path)
-            else:
-                yield opened
-
-
-def _newest_first(stores: list[CheckpointStore], search: Search) -> Iterator[tuple[Manifest, Path]]:
-    listed: list[list[tuple[Manifest, Path]]] = []
+def _latest_first(stores: list[CheckpointStore], report: SearchReport) -> Iterator[tuple[Manifest, Path]]:
+    """Yield the committed checkpoints of several stores, latest first; damaged manifests go to the report."""
+    by_store: list[list[tuple[Manifest, Path]]] = []
     for store in stores:
-        inside, problems = store.scan()
+        committed, problems = store.scan()
         # In one folder by the order in which they were committed: a run that went back, or another run in the same
         # folder, has left later steps behind.
-        listed.append(sorted(inside, key=lambda pair: (pair[0].sequence, pair[0].step)))
+        by_store.append(sorted(committed, key=lambda pair: (pair[0].sequence, pair[0].step)))
         # Those whose manifest can't be read are in no list, so nobody knows how new they are.
-        search.skipped += problems
-    while any(listed):  # between folders the step decides
-        yield max(filter(None, listed), key=lambda one: (one[-1][0].step, str(one[-1][1]))).pop()
+        report.skipped += problems
+    while any(by_store):  # between folders the step decides
+        yield max(filter(None, by_store), key=lambda pairs: (pairs[-1][0].step, str(pairs[-1][1]))).pop()
 
 
 def _shortened(lines: list[str], most: int = 5) -> str:
     return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")
 
 
-def _places(trainer: Trainer) -> tuple[list[Path], list[Path]]:
-    """The directories this run's ModelCheckpoints save in, and those of earlier runs, the newest first."""
-    own: dict[Path, None] = {}
-    earlier: dict[Path, None] = {}
-    for callback in trainer.checkpoint_callbacks:
-        if callback.dirpath is not None:
-            own[Path(callback.dirpath)] = None
-            continue
-        logger = next((logger for logger in trainer.loggers if logger.root_dir), None)
-        root = trainer.default_root_dir
-        if not trainer.loggers:
-            own[Path(os.path.abspath(root)) / CHECKPOINTS] = None
-            continue
-        # To ask for a version that nobody has given would claim the next free one.
-        known = logger is not None and getattr(logger, "_version", None) is not None
-        folder = trainer.logbook.known_folder(root) if logger is None else logger.log_dir if known else None
-        if folder:
-            own[Path(os.path.abspath(folder)) / CHECKPOINTS] = None
-            continue
-        above = trainer.logbook.folder_of_runs(root) if logger is None else str(logger.root_dir)
-        names = "version_*" if isinstance(logger, DirectoryLogger) else "*"
-        earlier |= dict.fromkeys(_earlier(Path(os.path.abspath(above)), names))
-    return list(own), list(earlier)
+def _folders_of_earlier_runs(root: Path, names: str) -> list[Path]:
+    """Return the checkpoint directories of the runs in a folder, latest first.
 
-
-def _earlier(root: Path, names: str) -> list[Path]:
-    """The checkpoints of runs in a folder, the newest first: by number, or by time where names are a service's ids."""
+    Versions are ordered by number, other names (a service's ids) by time.
+    """
 
     def age(folder: Path) -> tuple[int, float]:
         number = folder.parent.name.removeprefix("version_")
@@ -284,74 +350,12 @@ def _earlier(root: Path, names: str) -> list[Path]:
     return sorted(root.glob(f"{names}/{CHECKPOINTS}"), key=age, reverse=True)
 
 
-def _stores(folder: Path, trainer: Trainer) -> list[CheckpointStore]:
-    """The stores in a directory: itself, and where names such as ``{epoch}/{step}`` lead into folders, those too."""
-    depth = max(callback.name_depth for callback in trainer.checkpoint_callbacks)
-    return [CheckpointStore(path) for path in folders(folder, depth)]
-
-
-# -- the best ------------------------------------------------------------------------------------------------------
-
-
-def _best(trainer: Trainer, stage: str, search: Search) -> OpenCheckpoint:
-    """The best of this process's ModelCheckpoint; in a process that has none, the one that the newest knows of.
-
-    All processes must ask.
-    """
-    _check_callbacks(trainer, "best")
-    first, world = trainer.checkpoint_callback, trainer.accelerator.world
-    assert first is not None
-    with world.together():
-        places = _places(trainer)[0] if world.is_main and not first.best_model_path else []
-        if world.is_main and not first.best_model_path and stage != "fit" and not any(map(_run_record, places)):
-            raise ValueError(
-                f"ckpt_path='best': {stage} was called without a fit in this process, so its ModelCheckpoint has saved "
-                "no best checkpoint. Give a path, call fit before, or use the folder of a run (RunFolder, --from-run), "
-                "whose checkpoints are that run's own."
-            )
-    newest = None
-    if not world.broadcast(first.best_model_path):
-        newest = _newest(trainer, search, recover=stage == "fit", resumable=True)
-    with world.together():
-        best = _path_of_best(first, newest, search) if world.is_main else Path()
-        if world.is_main and stage == "fit":
-            search.reached = _steps_reached(best.parent)
-    best = world.broadcast(best)
-    if newest is not None and os.path.abspath(newest.path) == os.path.abspath(best):
-        return newest
-    opened = open_together(world, best)
-    opened.verify(world)
-    return opened
-
-
-def _path_of_best(callback: ModelCheckpoint, newest: OpenCheckpoint | None, search: Search) -> Path:
-    """Where the best checkpoint is, by a ModelCheckpoint or by the newest checkpoint, which has its state."""
-    best, source = callback.best_model_path, "its ModelCheckpoint"
-    if not best:
-        if newest is None:
-            others = f" Those of other runs: {search.about_others}." if search.others else ""
-            raise ValueError(
-                f"ckpt_path='best', but its ModelCheckpoint has saved no best one, nor is there an intact checkpoint "
-                f"of this run in {_join(search.places)} that says which it is.{others} Give a path."
-            )
-        best, source = _recorded_best(callback, newest), str(newest.path)
-    if not best:
-        raise ValueError(f"ckpt_path='best', but {source} knows of no best checkpoint. Give a path.")
-    if not os.path.isdir(best):
-        raise ValueError(f"ckpt_path='best', but {best}, the best that {source} knows of, does not exist. Give a path.")
-    return Path(best)
-
-
-def _recorded_best(callback: ModelCheckpoint, newest: OpenCheckpoint) -> str:
-    """The best according to the ModelCheckpoint's state in a checkpoint; "" if that has none."""
-    own = open_callback_states(newest)["callbacks"].get(callback.state_key, {})
-    best, home = own.get("best_model_path", ""), own.get("dirpath")
-    if best and home and not os.path.isdir(best) and Path(home) in Path(best).parents:
-        for folder in newest.path.parents:  # the run's directory was moved
-            if os.path.isdir(moved := folder / Path(best).relative_to(home)):
+def _recorded_best(callback: ModelCheckpoint, latest: OpenCheckpoint) -> str:
+    """Return the best checkpoint by the ModelCheckpoint's state in the latest one; "" if it records none."""
+    state = open_callback_states(latest)["callbacks"].get(callback.state_key, {})
+    best, dirpath = state.get("best_model_path", ""), state.get("dirpath")
+    if best and dirpath and not os.path.isdir(best) and Path(dirpath) in Path(best).parents:
+        for folder in latest.path.parents:  # the run's directory was moved
+            if os.path.isdir(moved := folder / Path(best).relative_to(dirpath)):
                 return str(moved)
     return str(best)
-
-
-def _join(places: list[str]) -> str:
-    return ", ".join(places) or "the loggers' directory"

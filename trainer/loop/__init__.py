@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from . import run_summary
     from .automatic import Steps, count_positional
     from .dataloaders import KIND_OF_STAGE, Sources
     from .evaluation_loop import Evaluation, EvaluationLoop, check_step, predictions_in_order
     from .fit_loop import kind_of_steps
-    from .fit_setup import configure, prepare_training, run_fit, validate, wrap
+    from .fit_setup import Fit, configure, prepare_training, validate, wrap
     from .hook_table import Hooks, callback_overrides, name_of, task_overrides
     from .lr_schedulers import Schedules
     from .progress import Progress
-    from .stage import run_stage
+    from .run_summary import RunSummary, describe_results
+    from .stage import Stage
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

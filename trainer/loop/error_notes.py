@@ -16,7 +16,7 @@ from .automatic import Steps
 from .closure import ClosureSteps
 from .evaluation_loop import EvaluationLoop
 from .fit_loop import FitLoop
-from .fit_setup import _sanity_check
+from .fit_setup import Fit
 from .manual import ManualSteps
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _batch(next_batch: int, within_fit: bool, frames: Sequence[FrameType]) -> It
     codes = [frame.f_code for frame in frames]
     kind = ""
     if within_fit and EvaluationLoop.run.__code__ in codes:
-        kind = "sanity check" if _sanity_check.__code__ in codes else "validation"
+        kind = "sanity check" if Fit.sanity_check.__code__ in codes else "validation"
     position = max((n for n, code in enumerate(codes) if code in _AT_WORK), default=None)
     if position is None or (kind and codes[position] is not EvaluationLoop._run_loader.__code__):
         if kind:

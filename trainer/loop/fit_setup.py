@@ -1,4 +1,4 @@
-"""What happens in ``fit`` before the first step: optimizers, placement, restoring, the sanity check."""
+"""``fit`` before its first step: optimizers, placement, the resumed state, the sanity check."""
 
 from __future__ import annotations
 
@@ -15,117 +15,163 @@ from ..checkpointing import LastStep
 from ..core import SchedulerConfig, TaskModule, check_ownership, endless, parse_optimizers
 from ..preflight import check_monitors, check_same_optimizers, check_storable, warn_of_untrained
 from ..profiling import measured
-from . import run_summary
 from .dataloaders import Sources
 from .evaluation_loop import EvaluationLoop
 from .fit_loop import FitLoop
 from .hook_table import Hooks
+from .run_summary import RunSummary
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
 
-def run_fit(trainer: Trainer, schedule: str | None, task: TaskModule, hooks: Hooks, sources: Sources) -> None:
-    """Prepare everything, restore a checkpoint if there is one to resume from, and train.
+class Fit:
+    """The training of a task: everything before the first step, then the loop.
 
     Args:
-        trainer: who trains.
+        trainer: the Trainer that trains.
         schedule: see `Accelerator.load_state`.
-        task, hooks, sources: of this stage.
     """
-    if trainer.ckpt_path is None:
-        trainer.progress.restart_epoch()
-        trainer.progress.seconds = 0.0
-        trainer.logbook.watch = LatestValidation()
-        trainer.progress.loaded = trainer.progress.epoch
-        trainer.metrics.reset()
-    with trainer.checkpointer.ahead(trainer.opened_checkpoint):
-        new = _ask_again(trainer, sources)
-        model, random_state = _prepare(trainer, schedule, task, hooks, sources, new)
-    loader = sources.train
-    trainer.accelerator.draw_apart()  # the data is there; the sanity check leaves no trace in what is drawn
-    run_summary.announce_fit(trainer, loader)
-    sanity_check = trainer.ckpt_path is None and trainer.num_sanity_val_steps and trainer.has_validation
-    if sanity_check:
-        _sanity_check(trainer, hooks)
-    check_monitors(trainer, trainer.logbook.newest if sanity_check else None)
-    _warn_of_evaluation_mode(task)
-    warn_of_untrained(trainer, task)
-    with trainer.logging_to(trainer.metrics):
-        run_validation = measured(trainer.profiler, "validation", partial(validate, trainer))
-        loop = FitLoop(trainer, task, model, hooks, loader, trainer.lr_scheduler_configs, run_validation)
-        measured(trainer.profiler, "training", loop.run)(random_state)
-    if idle := unused(task):
-        warn(f"compiled in vain, as the steps never call it (but its methods, maybe): {', '.join(idle)}.")
-    for hook in hooks.on_fit_end:
-        hook()
 
+    task: TaskModule
+    hooks: Hooks
+    sources: Sources
 
-def _prepare(
-    trainer: Trainer, schedule: str | None, task: TaskModule, hooks: Hooks, sources: Sources, new: bool
-) -> tuple[Any, Any]:
-    """All that comes before the sanity check; returns the wrapped model, and the random state to go on with.
+    def __init__(self, trainer: Trainer, schedule: str | None) -> None:
+        self.trainer, self.schedule = trainer, schedule
 
-    Args:
-        trainer, schedule, task, hooks, sources: see `run_fit`.
-        new: the epoch begins with new loaders, which go on from nowhere.
-    """
-    accelerator = trainer.accelerator
-    prepare_training(trainer, task)
-    if trainer.opened_checkpoint is not None:
-        accelerator.load_state(trainer.opened_checkpoint, state=False)
-    for hook in hooks.on_fit_start:
-        hook()
-    trainer.logbook.describe(task, trainer.datamodule, trainer.enable_autolog_hparams)
-    model = wrap(trainer, task)  # a callback may have chosen what is trained
-    loader = sources.train
-    loader.set_epoch(trainer.progress.epoch)
-    _check_validation(trainer, task, sources)
-    trainer.checkpointer.register()
-    made = [(one, one.state_dict()) for one in (sources.asked if new else [])]
-    random_state = trainer.checkpointer.restore_run(trainer.opened_checkpoint, schedule)
-    trainer.opened_checkpoint = None  # all is restored: nothing of it has to stay in memory
-    if new:
-        trainer.progress.loaded = trainer.progress.epoch
-    for one, state in made:
-        one.load_state_dict(state)
-    if trainer.ckpt_path is not None:
-        trainer.progress.recount(loader.batches)
-        trainer.logbook.call("go_on", trainer.progress.step)
-    check_storable(trainer, task)
-    if any(callback.save_on_exception for callback in trainer.checkpoint_callbacks):
-        trainer.last_step = LastStep(trainer, task)
-        trainer.last_step.attach(hooks)
-    return model, random_state
+    def run(self, task: TaskModule, hooks: Hooks, sources: Sources) -> None:
+        """Prepare everything, restore the checkpoint to resume from, if any, and train.
 
+        Args:
+            task, hooks, sources: those of the stage.
+        """
+        self.task, self.hooks, self.sources = task, hooks, sources
+        trainer = self.trainer
+        if trainer.ckpt_path is None:
+            trainer.progress.restart_epoch()
+            trainer.progress.seconds = 0.0
+            trainer.logbook.watch = LatestValidation()
+            trainer.progress.loaded = trainer.progress.epoch
+            trainer.metrics.reset()
+        with trainer.checkpointer.ahead(trainer.opened_checkpoint):
+            model, random_state = self._prepare(reloads=self._reload_dataloaders())
+        loader = sources.train
+        trainer.accelerator.draw_apart()  # the data is there; the sanity check leaves no trace in what is drawn
+        RunSummary(trainer).announce_start(loader)
+        sanity_check = trainer.ckpt_path is None and trainer.num_sanity_val_steps and trainer.has_validation
+        if sanity_check:
+            self.sanity_check()
+        check_monitors(trainer, trainer.logbook.newest if sanity_check else None)
+        _warn_of_evaluation_mode(task)
+        warn_of_untrained(trainer, task)
+        with trainer.logging_to(trainer.metrics):
+            run_validation = measured(trainer.profiler, "validation", partial(validate, trainer))
+            loop = FitLoop(trainer, task, model, hooks, loader, trainer.lr_scheduler_configs, run_validation)
+            measured(trainer.profiler, "training", loop.run)(random_state)
+        if idle := unused(task):
+            warn(f"compiled in vain, as the steps never call it (but its methods, maybe): {', '.join(idle)}.")
+        for hook in hooks.on_fit_end:
+            hook()
 
-def _ask_again(trainer: Trainer, sources: Sources) -> bool:
-    """Ask for the loaders that a run which goes on had in its epoch, as of the epoch in which it asked for them.
+    def _prepare(self, reloads: bool) -> tuple[Any, Any]:
+        """Do all that comes before the sanity check.
 
-    Returns:
-        Whether that is the epoch which begins now.
-    """
-    every, progress = trainer.reload_dataloaders_every_n_epochs, trainer.progress
-    if not every:
-        return False
-    if sources.given.get("train") is not None and sources.given.get("val") is not None:
-        warn(
-            f"reload_dataloaders_every_n_epochs={every} has no effect: the loaders were passed to fit. Give the task "
-            "or a data module a train_dataloader to be asked anew."
-        )
-    if trainer.ckpt_path is None:
-        return False
-    epoch = progress.epoch
-    new = not progress.batch and epoch - progress.loaded >= every
-    progress.epoch = epoch if new else progress.loaded
-    for loader in sources.asked:
-        loader.set_epoch(epoch)
-    progress.epoch = epoch
-    return new
+        Args:
+            reloads: the epoch begins with new loaders, which start from their beginning.
+
+        Returns:
+            The wrapped model, and the random state to continue with.
+        """
+        trainer, task, sources = self.trainer, self.task, self.sources
+        prepare_training(trainer, task)
+        if trainer.opened_checkpoint is not None:
+            trainer.accelerator.load_state(trainer.opened_checkpoint, state=False)
+        for hook in self.hooks.on_fit_start:
+            hook()
+        trainer.logbook.describe(task, trainer.datamodule, trainer.enable_autolog_hparams)
+        model = wrap(trainer, task)  # a callback may have chosen what is trained
+        loader = sources.train
+        loader.set_epoch(trainer.progress.epoch)
+        self._check_validation()
+        trainer.checkpointer.register()
+        initial_states = [(source, source.state_dict()) for source in (sources.asked if reloads else [])]
+        random_state = trainer.checkpointer.restore_run(trainer.opened_checkpoint, self.schedule)
+        trainer.opened_checkpoint = None  # all is restored: nothing of it has to stay in memory
+        if reloads:
+            trainer.progress.loaded = trainer.progress.epoch
+        for source, state in initial_states:
+            source.load_state_dict(state)
+        if trainer.ckpt_path is not None:
+            trainer.progress.recount(loader.batches)
+            trainer.logbook.call("go_on", trainer.progress.step)
+        check_storable(trainer, task)
+        if any(callback.save_on_exception for callback in trainer.checkpoint_callbacks):
+            trainer.last_step = LastStep(trainer, task)
+            trainer.last_step.attach(self.hooks)
+        return model, random_state
+
+    def _reload_dataloaders(self) -> bool:
+        """Ask for the loaders of the epoch that a resumed run stopped in, as of the epoch in which it asked for them.
+
+        Returns:
+            True if that is the epoch that begins.
+        """
+        trainer, sources = self.trainer, self.sources
+        every, progress = trainer.reload_dataloaders_every_n_epochs, trainer.progress
+        if not every:
+            return False
+        if sources.given.get("train") is not None and sources.given.get("val") is not None:
+            warn(
+                f"reload_dataloaders_every_n_epochs={every} has no effect: the loaders were passed to fit. Give the "
+                "task or a data module a train_dataloader to be asked anew."
+            )
+        if trainer.ckpt_path is None:
+            return False
+        epoch = progress.epoch
+        reloads = not progress.batch and epoch - progress.loaded >= every
+        progress.epoch = epoch if reloads else progress.loaded
+        for loader in sources.asked:
+            loader.set_epoch(epoch)
+        progress.epoch = epoch
+        return reloads
+
+    def _check_validation(self) -> None:
+        """Warn if there is a loader without a step to validate, or a step without a loader."""
+        task, loaders = self.task, self.sources.evaluation("val")
+        name = type(task).__name__
+        has_step = type(task).validation_step is not TaskModule.validation_step
+        if loaders and not has_step:
+            warn(f"there is a validation loader, but {name} has no validation_step: nothing is validated.")
+        if has_step:
+            self.sources.warn_of_empty_validation()
+        if has_step and not loaders and self.trainer.limit_val_batches:
+            warn(f"{name} has a validation_step, but there is no validation loader: nothing is validated.")
+
+    def sanity_check(self) -> None:
+        """Validate a few batches, so that a broken validation fails early; leave no trace in what training draws."""
+        trainer = self.trainer
+        stream = trainer.accelerator.stream
+        assert stream is not None
+        stream_state = dict(stream.state)
+        trainer.sanity_checking = True
+        try:
+            with isolated_random_state():
+                for hook in self.hooks.on_sanity_check_start:
+                    hook()
+                validate(trainer, trainer.num_sanity_val_steps)
+                for hook in self.hooks.on_sanity_check_end:
+                    hook()
+        finally:
+            trainer.sanity_checking = False
+        stream.state = stream_state
+        for loader in self.sources.evaluation("val"):
+            loader.set_epoch(0)
+        trainer.logbook.clear()
 
 
 def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
-    """Put the model where it is trained, and make its optimizers and schedulers; returns the model as it is wrapped."""
+    """Place the model, and build its optimizers and schedulers; return the wrapped model."""
     accelerator = trainer.accelerator
     _check_steps(task)
     model = wrap(trainer, task)
@@ -157,7 +203,7 @@ def _why_endless(trainer: Trainer) -> str:
 
 
 def wrap(trainer: Trainer, task: TaskModule) -> Any:
-    """The task as the strategy wraps it, anew if other parameters are trained than before. All processes must ask."""
+    """Return the task as the strategy wraps it, anew if other parameters are trained. All ranks must call it."""
     by_hand = not task.automatic_optimization
     return trainer.accelerator.prepare_model(task, step="training_step", by_hand=by_hand, by_parts=True)
 
@@ -166,8 +212,8 @@ def _check_steps(task: TaskModule) -> None:
     name = type(task).__name__
     if type(task).training_step is TaskModule.training_step:
         raise ValueError(f"{name} needs a training_step that returns the loss.")
-    own = "configure_optimizers" in vars(task)  # a configuration's, which takes the place of the class's
-    if not own and type(task).configure_optimizers is TaskModule.configure_optimizers:
+    is_configured = "configure_optimizers" in vars(task)  # a configuration's, which replaces the class's
+    if not is_configured and type(task).configure_optimizers is TaskModule.configure_optimizers:
         raise ValueError(
             f"{name} needs a configure_optimizers that returns an optimizer, or None to train without one."
         )
@@ -187,18 +233,6 @@ def configure(task: TaskModule) -> tuple[list[torch.optim.Optimizer], list[Sched
     return optimizers, schedulers
 
 
-def _check_validation(trainer: Trainer, task: TaskModule, sources: Sources) -> None:
-    """Say so if half of what validation needs is there."""
-    loaders = sources.evaluation("val")
-    has_step = type(task).validation_step is not TaskModule.validation_step
-    if loaders and not has_step:
-        warn(f"there is a validation loader, but {type(task).__name__} has no validation_step: nothing is validated.")
-    if has_step:
-        sources.warn_of_empty_validation()
-    if has_step and not loaders and trainer.limit_val_batches:
-        warn(f"{type(task).__name__} has a validation_step, but there is no validation loader: nothing is validated.")
-
-
 def _warn_of_evaluation_mode(task: TaskModule) -> None:
     """Modes are left as the user set them, so that a frozen part stays in evaluation mode; but say so."""
     parts = [(name, part) for name, part in task.named_modules() if not (part.training or _is_frozen(part))]
@@ -212,29 +246,8 @@ def _warn_of_evaluation_mode(task: TaskModule) -> None:
 
 
 def _is_frozen(part: torch.nn.Module) -> bool:
-    own = list(part.parameters())
-    return bool(own) and not any(parameter.requires_grad for parameter in own)
-
-
-def _sanity_check(trainer: Trainer, hooks: Hooks) -> None:
-    """Validate a few batches, so that an error in validation shows now; nothing that training draws is changed."""
-    stream = trainer.accelerator.stream
-    assert stream is not None
-    order = dict(stream.state)
-    trainer.sanity_checking = True
-    try:
-        with isolated_random_state():
-            for hook in hooks.on_sanity_check_start:
-                hook()
-            validate(trainer, trainer.num_sanity_val_steps)
-            for hook in hooks.on_sanity_check_end:
-                hook()
-    finally:
-        trainer.sanity_checking = False
-    stream.state = order
-    for loader in trainer.sources.evaluation("val"):  # type: ignore[union-attr]
-        loader.set_epoch(0)
-    trainer.logbook.clear()
+    parameters = list(part.parameters())
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
 def validate(trainer: Trainer, steps: int = -1) -> None:
@@ -248,7 +261,7 @@ def validate(trainer: Trainer, steps: int = -1) -> None:
     assert trainer.hooks is not None
     assert trainer.sources is not None
     loaders = trainer.sources.evaluation("val")
-    full = [loader.limit for loader in loaders]
+    limits = [loader.limit for loader in loaders]
     try:
         for loader in loaders:
             if steps >= 0:
@@ -256,5 +269,5 @@ def validate(trainer: Trainer, steps: int = -1) -> None:
         with trainer.history.spending("validation"):
             EvaluationLoop(trainer, trainer.task, trainer.hooks, loaders, "validate", within_fit=True).run()
     finally:
-        for loader, limit in zip(loaders, full, strict=True):
+        for loader, limit in zip(loaders, limits, strict=True):
             loader.limit = limit

@@ -8,7 +8,7 @@ from ...callbacks import BatchSizeFinder, Callback, LearningRateFinder, _LRFinde
 from ...common.validation import choose
 from ...engine import isolated_random_state
 from ..core import DataModule, TaskModule
-from ..loop import KIND_OF_STAGE, run_stage
+from ..loop import KIND_OF_STAGE, Stage
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -127,7 +127,7 @@ class Tuner:
         trainer.callbacks = [finder, *(callback for callback in before if not isinstance(callback, finders))]
         try:
             with isolated_random_state():
-                run_stage(trainer, method, model, given, data, None, None)
+                Stage(trainer, method, model, given, data).run(None)
         finally:
             trainer.callbacks = before
 

@@ -86,8 +86,8 @@ def test_an_error_is_shown_whole_with_the_users_frames_before_all_others(tmp_pat
     frames = re.search(r"<pre>(.*?)</pre>", shown, re.DOTALL)[1]
     assert re.findall(r"in (\w+)\n", frames) == ["helper"]  # of the first cause
     assert "KeyError" in folded
-    assert "run_stage" in folded
-    assert "run_stage" not in shown
+    assert "stage.py" in folded
+    assert "stage.py" not in shown
     assert page.index("What ended fit") < page.index("Where the time went")
     assert "pre-wrap" in page  # nothing is cut off at the right
 

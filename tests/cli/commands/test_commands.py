@@ -222,7 +222,7 @@ def test_evaluation_of_an_earlier_run(here, capsys):
     for words in (["ckpt_path=last"], ["ckpt_path=best"], []):
         capsys.readouterr()
         assert main(["validate", "--from-run", "runs/default/1", *words]) == 0
-        assert f"takes the weights of {saved}" in capsys.readouterr().err
+        assert f"loads the weights of {saved}" in capsys.readouterr().err
     assert main(["validate", "--from-run", str(saved)]) == 0
     with pytest.warns(UserWarning, match="the weights are those that the task is built with"):
         assert main(["validate", "--config", "run.yaml"]) == 0

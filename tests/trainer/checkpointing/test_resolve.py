@@ -124,7 +124,7 @@ def test_the_newest_that_is_intact_is_taken_and_what_was_skipped_is_said(tmp_pat
         _, began = fit(tmp_path, each(tmp_path), ckpt_path=word)
     assert began == 8
     said = [text for text in words if "ckpt_path" in text]
-    assert said == [f"ckpt_path='{word}': fit goes on from {tmp_path / 'c' / 'step=8.ckpt'} (optimizer step 8)"]
+    assert said == [f"ckpt_path='{word}': fit resumes from {tmp_path / 'c' / 'step=8.ckpt'} (optimizer step 8)"]
 
 
 @pytest.mark.guarantee
@@ -178,7 +178,7 @@ def test_nothing_is_there_yet(tmp_path, words):
         fit(tmp_path, each(tmp_path), ckpt_path="best")
     assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 0
     said = [text for text in words if "ckpt_path" in text]
-    assert said == [f"ckpt_path='auto': a fresh start, as there is nothing to go on from in {tmp_path / 'c'}"]
+    assert said == [f"ckpt_path='auto': a fresh start, no checkpoint to resume from in {tmp_path / 'c'}"]
     assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 10
 
 
