@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from .nested import honor_type
     from .optim.batch_size import find_executable_batch_size
     from .optim.local_sgd import LocalSGD
-    from .parameter_names import own_name
+    from .parameter_names import strip_compile_prefix
     from .process_state import AcceleratorState, GradientState, PartialState
-    from .rank_consistency import check_same
+    from .rank_consistency import check_values_match
     from .rng import RandomStream, isolated_random_state, random_state, seed_everything, set_random_state
     from .run_environment import environment
     from .trackers import GeneralTracker

@@ -47,12 +47,12 @@ from .optim import (
 )
 from .process_state import AcceleratorState, GradientState, Process
 from .profilers import profile
-from .rank_consistency import check_same, check_same_loaders, check_same_model
+from .rank_consistency import check_loaders_match, check_model_matches, check_values_match
 from .rng import RandomStream
 from .run_rng import RunRng
 from .trackers import GeneralTracker, Trackers, tracker_sources
 
-_NOT_HERE = {
+_UNSUPPORTED = {
     "lomo_backward": "LOMO steps inside backward; use any optimizer whose step comes after it.",
     "maybe_context_parallel": "a sequence is not split over processes here.",
     "deepspeed_ulysses_dl_adapter": "a sequence is not split over processes here.",
@@ -217,12 +217,12 @@ class Accelerator(Process):
             if isinstance(value, nn.Module)
         }
         prepared = tuple(
-            models[id(value)] if id(value) in models else self._prepare_one(value, place)
+            models[id(value)] if id(value) in models else self._prepare_object(value, place)
             for value, place in zip(objects, placement, strict=True)
         )
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def _prepare_one(self, value: Any, place: bool | None) -> Any:
+    def _prepare_object(self, value: Any, place: bool | None) -> Any:
         if value is None:
             return None
         if isinstance(value, Optimizer):
@@ -261,7 +261,7 @@ class Accelerator(Process):
         """
         module = self.strategy.unwrap(model)
         trained = _trained_parameters(module)
-        index = next((n for n, inner in enumerate(self.own_models) if inner is module), None)
+        index = next((n for n, inner in enumerate(self.unwrapped_models) if inner is module), None)
         if index is not None and self._trained.get(id(module)) == trained:
             return self.models[index]
         if self.verify_device_map(module):
@@ -279,7 +279,7 @@ class Accelerator(Process):
         else:
             if trained or step:
                 self.compare_settings()
-                check_same_model(module, self.world)
+                check_model_matches(module, self.world)
             wrapped = self.strategy.replicate(model) if by_hand else self.strategy.wrap(model, step)
         self._trained[id(module)] = _trained_parameters(module)
         if index is None:
@@ -299,7 +299,7 @@ class Accelerator(Process):
         """
         if not self._compared:
             values = self._settings() if settings is None else settings
-            check_same("the ranks are configured differently", values, self.world)
+            check_values_match("the ranks are configured differently", values, self.world)
             self._compared = True
 
     def _settings(self) -> dict[str, Any]:
@@ -395,7 +395,7 @@ class Accelerator(Process):
         )
         if shard:
             sources = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
-            check_same_loaders(sources, self.data_world)
+            check_loaders_match(sources, self.data_world)
         prepared.agree(self.data_world)
         self.loaders.append(prepared)
         return prepared
@@ -649,7 +649,7 @@ class Accelerator(Process):
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     @property
-    def own_models(self) -> list[nn.Module]:
+    def unwrapped_models(self) -> list[nn.Module]:
         """The user's own modules inside the prepared models."""
         return [self.strategy.unwrap(model) for model in self.models]
 
@@ -1050,7 +1050,7 @@ class Accelerator(Process):
         return self.strategy.sharded
 
     def __getattr__(self, name: str) -> Any:
-        reason = _NOT_HERE.get(name)
+        reason = _UNSUPPORTED.get(name)
         raise AttributeError(f"Accelerator has no {name!r}{'' if reason is None else ': ' + reason}")
 
     def __repr__(self) -> str:

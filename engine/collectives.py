@@ -110,23 +110,23 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
     """
     if world.size == 1:
         return value
-    own: list[str] = []
-    apply_to_collection(value, Tensor, lambda t: own.append(_form(t, sync_grads)))
-    forms = world.gather_objects(own)
-    if any(form != own for form in forms):
-        each = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
+    local_forms: list[str] = []
+    apply_to_collection(value, Tensor, lambda t: local_forms.append(_form(t, sync_grads)))
+    forms = world.gather_objects(local_forms)
+    if any(form != local_forms for form in forms):
+        by_rank = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
         raise ValueError(
-            f"all_gather stacks tensors, which needs the same shapes and formats on every process, but got {each}. "
+            f"all_gather stacks tensors, which needs the same shapes and formats on every process, but got {by_rank}. "
             "Accelerator.gather concatenates batches of different sizes; DataLoader(drop_last=True) leaves the last, "
             "short one out."
         )
 
-    def one(tensor: Tensor) -> Tensor:
+    def gather_tensor(tensor: Tensor) -> Tensor:
         if sync_grads and tensor.requires_grad:
             return _AllGather.apply(tensor, world)
         return torch.stack(world.all_gather(tensor.detach()))
 
-    return apply_to_collection(value, Tensor, one)
+    return apply_to_collection(value, Tensor, gather_tensor)
 
 
 def _form(tensor: Tensor, sync_grads: bool) -> str:
@@ -164,9 +164,9 @@ def _rebuilt(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
 
 def holds_tensor(value: Any) -> bool:
     """Whether there is a tensor anywhere in ``value``."""
-    seen: list[Tensor] = []
-    apply_to_collection(value, Tensor, seen.append)
-    return bool(seen)
+    tensors: list[Tensor] = []
+    apply_to_collection(value, Tensor, tensors.append)
+    return bool(tensors)
 
 
 def _items(value: Any, empty: bool = False) -> list[Any]:
@@ -190,7 +190,7 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
     if world.size > 1 and world.debug is None and reduction != "none":
         _check_forms("reduce", value, world)  # gloo returns what was in memory, NCCL hangs
 
-    def one(tensor: Tensor) -> Tensor:
+    def reduce_tensor(tensor: Tensor) -> Tensor:
         result = tensor.detach().clone()
         if reduction == "none":
             return result
@@ -198,16 +198,16 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
             result = result.double()
         return world.all_reduce(result, reduction) * scale if scale != 1.0 else world.all_reduce(result, reduction)
 
-    return apply_to_collection(value, Tensor, one)
+    return apply_to_collection(value, Tensor, reduce_tensor)
 
 
 def _check_forms(name: str, value: Any, world: World) -> None:
-    own: list[str] = []
-    apply_to_collection(value, Tensor, lambda t: own.append(_form(t, False)))
-    forms = world.gather_objects(own)
-    if any(form != own for form in forms):
-        each = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
-        raise ValueError(f"{name} needs tensors of the same shapes and formats on every process, but got {each}.")
+    local_forms: list[str] = []
+    apply_to_collection(value, Tensor, lambda t: local_forms.append(_form(t, False)))
+    forms = world.gather_objects(local_forms)
+    if any(form != local_forms for form in forms):
+        by_rank = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
+        raise ValueError(f"{name} needs tensors of the same shapes and formats on every process, but got {by_rank}.")
 
 
 def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, pad_first: bool) -> Any:
@@ -221,21 +221,21 @@ def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, p
     tensors: list[Tensor] = []
     apply_to_collection(value, Tensor, tensors.append)
     lengths = world.gather_objects([t.shape[dim] if _has(t, dim) else 0 for t in tensors])
-    if any(len(every) != len(tensors) for every in lengths):
+    if any(len(rank_lengths) != len(tensors) for rank_lengths in lengths):
         counts = ", ".join(f"rank {rank}: {len(every)}" for rank, every in enumerate(lengths))
         raise ValueError(f"pad_across_processes needs the same number of tensors on every process, not {counts}.")
     longest = iter([max(every) for every in zip(*lengths, strict=True)])
 
-    def one(tensor: Tensor) -> Tensor:
-        wanted = next(longest)
-        if not _has(tensor, dim) or tensor.shape[dim] == wanted:
+    def pad_tensor(tensor: Tensor) -> Tensor:
+        length = next(longest)
+        if not _has(tensor, dim) or tensor.shape[dim] == length:
             return tensor
         shape = list(tensor.shape)
-        shape[dim] = wanted - tensor.shape[dim]
+        shape[dim] = length - tensor.shape[dim]
         filler = tensor.new_full(shape, pad_index)
         return torch.cat((filler, tensor) if pad_first else (tensor, filler), dim=dim)
 
-    return apply_to_collection(value, Tensor, one)
+    return apply_to_collection(value, Tensor, pad_tensor)
 
 
 def _has(tensor: Tensor, dim: int) -> bool:
@@ -285,9 +285,9 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
     """
     count, inputs = _counted(inputs)
     if not apply_padding or not count:
-        return _taken(inputs, share(count, rank, size))
-    each = -(-count // size)
-    return _taken(inputs, [min(i, count - 1) for i in range(rank * each, (rank + 1) * each)])
+        return _select(inputs, share(count, rank, size))
+    share_size = -(-count // size)
+    return _select(inputs, [min(i, count - 1) for i in range(rank * share_size, (rank + 1) * share_size)])
 
 
 def _counted(inputs: Any) -> tuple[int, Any]:
@@ -352,19 +352,19 @@ def _counted_fields(inputs: Any) -> tuple[int, Any]:
     return next(iter(counts.values()), 0), with_items(inputs, {key: value for key, (_, value) in counted.items()})
 
 
-def _taken(inputs: Any, which: slice | list[int]) -> Any:
+def _select(inputs: Any, selection: slice | list[int]) -> Any:
     if isinstance(inputs, Mapping):
-        return with_items(inputs, {key: _taken(value, which) for key, value in inputs.items()})
+        return with_items(inputs, {key: _select(value, selection) for key, value in inputs.items()})
     if hasattr(inputs, "_fields"):
-        return type(inputs)(*(_taken(value, which) for value in inputs))
+        return type(inputs)(*(_select(value, selection) for value in inputs))
     if isinstance(inputs, Tensor | np.ndarray):
-        return inputs[which]
+        return inputs[selection]
     if hasattr(inputs, "iloc"):
-        return inputs.iloc[which]
+        return inputs.iloc[selection]
     if isinstance(inputs, list | tuple | range):
-        if isinstance(which, slice):
-            return inputs[which]
-        items = [inputs[i] for i in which]
+        if isinstance(selection, slice):
+            return inputs[selection]
+        items = [inputs[i] for i in selection]
         return type(inputs)(items) if isinstance(inputs, list | tuple) else items
-    indices = range(len(inputs))[which] if isinstance(which, slice) else which
+    indices = range(len(inputs))[selection] if isinstance(selection, slice) else selection
     return inputs.select(indices) if _selects(inputs) else Subset(inputs, indices)

@@ -88,7 +88,7 @@ class RandomStream:
             self.state = host_state()
             set_host_state(before)
 
-    def now(self) -> State:
+    def get_state(self) -> State:
         """Where it is, inside `drawing` or out."""
         return host_state() if self._lent else dict(self.state)
 

@@ -81,10 +81,10 @@ def _fill_and_run(
 
 def _in_order(model: nn.Module, names: Iterable[str]) -> Iterable[str]:
     """The names of modules and tensors as the model lists them: a module's own tensors first."""
-    wanted = set(names)
+    name_set = set(names)
     for path, module in model.named_modules(remove_duplicate=False):
         for name in [path, *(f"{path}.{name}" if path else name for name, _ in _direct(module))]:
-            if name in wanted:
+            if name in name_set:
                 yield name
 
 
@@ -96,18 +96,18 @@ def _fill(
     parts: list[Part], room: Mapping[Device, int | None], main: Device | None, offload_buffers: bool, fallback: bool
 ) -> DeviceMap:
     """Greedy; with ``main``, keeping room there for running what comes after."""
-    kept = [0]  # for what comes after each part
+    reserves = [0]  # for what comes after each part
     largest = buffers = 0
     for part in reversed(parts[1:]):
         largest, buffers = max(largest, part.largest), buffers + part.buffers
-        kept.append(largest + (0 if offload_buffers else buffers))
-    waiting = [(part, keep) for part, keep in zip(parts, reversed(kept), strict=False)]
+        reserves.append(largest + (0 if offload_buffers else buffers))
+    waiting = [(part, reserve) for part, reserve in zip(parts, reversed(reserves), strict=False)]
     placed: DeviceMap = {}
     for device, most in room.items():
         used, empty = 0, True
 
-        def fits(part: Part, keep: int, device: Device = device, most: int | None = most) -> bool:
-            return most is None or used + part.size + (keep if device == main else 0) <= most  # noqa: B023 - at once
+        def fits(part: Part, reserve: int, device: Device = device, most: int | None = most) -> bool:
+            return most is None or used + part.size + (reserve if device == main else 0) <= most  # noqa: B023 - at once
 
         while waiting:
             number = 0
@@ -213,10 +213,10 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
             tensors; or it cuts what must lie together.
     """
     tensors = named_tensors(model)
-    known = {path for path, _ in model.named_modules(remove_duplicate=False)} | tensors.keys()
+    valid_names = {path for path, _ in model.named_modules(remove_duplicate=False)} | tensors.keys()
     for name, device in device_map.items():
-        if name not in known:
-            raise ValueError(f"device_map: the model has no module or tensor {name!r}.{nearest(name, known)}")
+        if name not in valid_names:
+            raise ValueError(f"device_map: the model has no module or tensor {name!r}.{nearest(name, valid_names)}")
         if device != "disk":
             resolve(device)
     missed = [name for name in tensors if device_of(device_map, name) is None]

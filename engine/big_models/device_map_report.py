@@ -34,13 +34,13 @@ def device_map_plan(
     """
     tensors, bytes_of = named_tensors(model), tensor_bytes(model, dtype, special_dtypes)
     sizes: dict[str, int] = dict.fromkeys(device_map, 0)
-    seen = set()
+    counted_keys = set()
     for name, tensor in tensors.items():
         entry = name
         while entry and entry not in sizes:
             entry = entry.rpartition(".")[0]
-        if entry in sizes and (key := view_key(tensor)) not in seen:
-            seen.add(key)
+        if entry in sizes and (key := view_key(tensor)) not in counted_keys:
+            counted_keys.add(key)
             sizes[entry] += bytes_of[key]
     rows = [("module", "device", "size")]
     rows += [

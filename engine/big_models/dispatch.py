@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import Held, Piece, Weights, some
+from ..checkpoint import MemoryPiece, Piece, Weights, some
 from ..weights import open_weights
 from .device_map import check_device_map, device_of
 from .hooks import Home, Loan, StandIn, Station, UserCpuOffloadHook
@@ -18,9 +18,9 @@ from .module_tensors import (
     READ_FROM_OUTSIDE,
     class_names,
     is_buffer,
+    iter_direct_tensors,
     like,
     named_tensors,
-    own_tensors,
     put,
     put_by_name,
     tied_names,
@@ -68,7 +68,7 @@ def dispatch_model(
     """
     refuse_twice(model)
     check_device_map(model, device_map)
-    weights: Weights = {name: Held(tensor) for name, tensor in (state_dict or {}).items()}
+    weights: Weights = {name: MemoryPiece(tensor) for name, tensor in (state_dict or {}).items()}
     main = main_of(device_map, main_device)
     on_disk = {
         name: tensor
@@ -97,7 +97,7 @@ def cpu_offload(
         preload_module_classes: As in `dispatch_model`.
     """
     main = _execution_device(model, execution_device)
-    weights: Weights = {name: Held(tensor) for name, tensor in (state_dict or {}).items()}
+    weights: Weights = {name: MemoryPiece(tensor) for name, tensor in (state_dict or {}).items()}
     return dispatch(
         model,
         {"": "cpu"},
@@ -259,11 +259,11 @@ def _check_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -
 
 def _lent(tensors: Mapping[str, Tensor], away: Iterable[str], weights: Mapping[str, Piece]) -> dict[str, Piece]:
     """Where the values of each offloaded tensor are; the same for all names of a tied one."""
-    wanted, lent = set(away), dict[str, Piece]()
+    away_names, lent = set(away), dict[str, Piece]()
     for names in tied_names(tensors):
-        if names[0] in wanted:
-            found = next((weights[name] for name in names if name in weights), None)
-            lent |= dict.fromkeys(names, found or Held(tensors[names[0]].detach().to("cpu")))
+        if names[0] in away_names:
+            piece = next((weights[name] for name in names if name in weights), None)
+            lent |= dict.fromkeys(names, piece or MemoryPiece(tensors[names[0]].detach().to("cpu")))
     return lent
 
 
@@ -282,8 +282,8 @@ def _disk_weights(tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] 
 def _execution_device(model: nn.Module, device: Device | None) -> torch.device:
     if device is not None:
         return resolve(device)
-    found = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return torch.device("cpu") if found.type == "meta" else found
+    first_device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if first_device.type == "meta" else first_device
 
 
 def _install(
@@ -307,15 +307,15 @@ def _install(
     moves = any(runs_on(name).type != "cpu" for name in [*entries, *tensors])
     loans: dict[str, list[Loan]] = {}
     stations: dict[str, nn.Module] = {}
-    seen: set[nn.Module] = set()
+    visited: set[nn.Module] = set()
 
     def visit(path: str, module: nn.Module, around: str | None) -> None:
-        if module in seen:
+        if module in visited:
             return
-        seen.add(module)
+        visited.add(module)
         if around is None and (isinstance(module, READ_FROM_OUTSIDE) or class_names(module) & whole):
             around = path
-        owned = list(own_tensors(module))
+        owned = list(iter_direct_tensors(module))
         if around in (None, path) and (around == path or (moves and (owned or path in entries))):
             stations[path] = module
         for name, tensor in owned:

@@ -64,8 +64,8 @@ class _Redirect:
 
     def moved(self, tensor: Tensor) -> Tensor | None:
         """The tensor on the device; None where it is there already, or has no shape yet."""
-        here = tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index)
-        if here or nn.parameter.is_lazy(tensor):
+        on_target = tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index)
+        if on_target or nn.parameter.is_lazy(tensor):
             return None
         original, moved = self._moved.get(id(tensor), (None, None))
         if original is None or original() is not tensor:

@@ -13,7 +13,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from ..checkpoint import Held, Piece
+from ..checkpoint import MemoryPiece, Piece
 from .module_tensors import is_buffer, like, put
 
 
@@ -75,14 +75,14 @@ class Loan:
 
     def take_back(self) -> None:
         """Let the values go. A buffer that the forward changed, such as a cache or running statistics, is kept."""
-        found = self.module._buffers.get(self.name) if is_buffer(self.shape) else None
-        if found is not None and found is not self.stand_in and self._changed(found):
-            self.piece = Held(found.detach().clone().to("cpu"))
+        buffer = self.module._buffers.get(self.name) if is_buffer(self.shape) else None
+        if buffer is not None and buffer is not self.stand_in and self._changed(buffer):
+            self.piece = MemoryPiece(buffer.detach().clone().to("cpu"))
         put(self.module, self.name, self.stand_in)
 
-    def _changed(self, found: Tensor) -> bool:
+    def _changed(self, buffer: Tensor) -> bool:
         # Batch normalization doesn't count its writes as versions, but it writes in training only.
-        return self.module.training or found.is_inference() or (id(found), found._version) != self._mark
+        return self.module.training or buffer.is_inference() or (id(buffer), buffer._version) != self._mark
 
 
 def _refuse_gradient(gradient: Tensor) -> None:

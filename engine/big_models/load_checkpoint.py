@@ -95,16 +95,16 @@ def load_checkpoint_and_dispatch(
 
 def _planned(
     model: nn.Module,
-    how: str,
+    method: str,
     max_memory: Mapping[Device, int | str] | None,
     no_split: list[str] | None,
     dtype: torch.dtype | str | None,
     offload_buffers: bool,
 ) -> dict[str, Device]:
-    choose("device_map", how, ("auto", "balanced", "balanced_low_0", "sequential"))
+    choose("device_map", method, ("auto", "balanced", "balanced_low_0", "sequential"))
     limits = max_memory
-    if how != "sequential":
-        limits = get_balanced_memory(model, max_memory, no_split, dtype, low_zero=how == "balanced_low_0")
+    if method != "sequential":
+        limits = get_balanced_memory(model, max_memory, no_split, dtype, low_zero=method == "balanced_low_0")
     device_map = infer_auto_device_map(model, limits, no_split, dtype, offload_buffers=offload_buffers)
     announce(device_map_plan(model, device_map, max_memory, dtype))
     return device_map
@@ -147,8 +147,8 @@ def load_checkpoint_in_model(
     """
     _refuse_sharded(full_state_dict, broadcast_from_rank0)
     weights = open_weights(checkpoint)
-    kept = set(keep_in_fp32_modules or ())
-    load_weights(model, weights, device_map, as_dtype(dtype), offload_buffers, strict, kept)
+    fp32_parts = set(keep_in_fp32_modules or ())
+    load_weights(model, weights, device_map, as_dtype(dtype), offload_buffers, strict, fp32_parts)
 
 
 def load_weights(
@@ -175,10 +175,10 @@ def load_weights(
         if place == "disk" and (offload_buffers or not is_buffer(old)):
             device = torch.device("meta")
         kind = torch.float32 if in_fp32 & set(names[0].split(".")) and dtype else dtype
-        _load_one(model, names, old, weights, device, stored_dtype(old, kind))
+        _load_tensor(model, names, old, weights, device, stored_dtype(old, kind))
 
 
-def _load_one(
+def _load_tensor(
     model: nn.Module, names: list[str], old: Tensor, weights: Weights, device: torch.device, dtype: torch.dtype
 ) -> None:
     piece = next((weights[name] for name in names if name in weights), None)
@@ -203,15 +203,18 @@ def _check_names(model: nn.Module, tensors: Mapping[str, Tensor], weights: Weigh
     groups = [names for names in tied_names(tensors) if not any(name in weights for name in names)]
     missing = [names[0] for names in groups if not unsaved.issuperset(names)]
     empty = [names[0] for names in groups if tensors[names[0]].is_meta]
-    said = [f"it has tensors that the model hasn't: {some(unknown)}"] if unknown else []
-    said += [f"it lacks tensors of the model: {some(missing)}"] if missing else []
-    if strict and said:
-        raise ValueError(f"checkpoint: {'; '.join(said)}.")
+    differences = [f"it has tensors that the model hasn't: {some(unknown)}"] if unknown else []
+    differences += [f"it lacks tensors of the model: {some(missing)}"] if missing else []
+    if strict and differences:
+        raise ValueError(f"checkpoint: {'; '.join(differences)}.")
     if empty:
         more = f" It has some that the model hasn't: {some(unknown)}." if unknown else ""
         raise ValueError(f"checkpoint: lacks {some(empty)}, for which the model has no values either.{more}")
-    if said:
-        warn(f"checkpoint: {'; '.join(said)}. Those of the model stay as they are; strict=True makes this an error.")
+    if differences:
+        warn(
+            f"checkpoint: {'; '.join(differences)}. "
+            "Those of the model stay as they are; strict=True makes this an error."
+        )
 
 
 def _refuse_sharded(full_state_dict: Any, broadcast_from_rank0: Any) -> None:

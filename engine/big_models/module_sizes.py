@@ -16,8 +16,8 @@ from .module_tensors import (
     as_dtype,
     class_names,
     is_buffer,
+    iter_direct_tensors,
     named_tensors,
-    own_tensors,
     stored_dtype,
 )
 
@@ -69,13 +69,13 @@ def tensor_bytes(
     for name in special:
         if name not in tensors:
             raise ValueError(f"special_dtypes: the model has no tensor {name!r}.{nearest(name, tensors)}")
-    found: dict[Any, int] = {}
+    byte_sizes: dict[Any, int] = {}
     for name, tensor in tensors.items():
         kind = special.get(name) or stored_dtype(tensor, general)
         size = tensor.numel() * kind.itemsize
         key = view_key(tensor)
-        found[key] = max(found.get(key, 0), size) if name in special else found.get(key, size)
-    return found
+        byte_sizes[key] = max(byte_sizes.get(key, 0), size) if name in special else byte_sizes.get(key, size)
+    return byte_sizes
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,16 @@ def model_parts(
         dtype: As in `compute_module_sizes`.
         special_dtypes: As in `compute_module_sizes`.
     """
-    kept = check_class_names(model, "no_split_module_classes", no_split)
+    whole_classes = check_class_names(model, "no_split_module_classes", no_split)
     atoms: dict[str, dict[Any, bool]] = {}  # the distinct tensors of each, and whether they are buffers
 
     def visit(path: str, module: nn.Module) -> None:
         children = list(module.named_children())
-        if not children or isinstance(module, READ_FROM_OUTSIDE) or class_names(module) & kept:
+        if not children or isinstance(module, READ_FROM_OUTSIDE) or class_names(module) & whole_classes:
             atoms[path] = {view_key(tensor): is_buffer(tensor) for tensor in named_tensors(module).values()}
             return
         dot = f"{path}." if path else ""
-        for name, tensor in own_tensors(module):
+        for name, tensor in iter_direct_tensors(module):
             atoms[dot + name] = {view_key(tensor): is_buffer(tensor)}
         for name, child in children:
             visit(dot + name, child)
@@ -152,11 +152,11 @@ def _part(names: list[str], atoms: dict[str, dict[Any, bool]], bytes_of: dict[An
     return Part(names, sum(bytes_of[key] for key in together), buffers, max(parameters))
 
 
-def check_class_names(model: nn.Module, what: str, names: list[str] | str | None) -> set[str]:
+def check_class_names(model: nn.Module, argument: str, names: list[str] | str | None) -> set[str]:
     """The names as a set; a warning if the model has no module of any of these classes."""
-    wanted = {names} if isinstance(names, str) else set(names or ())
-    there = set().union(*(class_names(module) for module in model.modules()))
-    if wanted and not wanted & there:
-        name = min(wanted)
-        warn(f"{what}={sorted(wanted)}: the model has no module of such a class.{nearest(name, there)}")
-    return wanted
+    requested = {names} if isinstance(names, str) else set(names or ())
+    model_classes = set().union(*(class_names(module) for module in model.modules()))
+    if requested and not requested & model_classes:
+        name = min(requested)
+        warn(f"{argument}={sorted(requested)}: the model has no module of such a class.{nearest(name, model_classes)}")
+    return requested

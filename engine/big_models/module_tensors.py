@@ -20,11 +20,11 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{path}.{name}" if path else name: tensor
         for path, module in model.named_modules(remove_duplicate=False)
-        for name, tensor in own_tensors(module)
+        for name, tensor in iter_direct_tensors(module)
     }
 
 
-def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def iter_direct_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers that a module holds itself."""
     for registry in (module._parameters, module._buffers):
         for name, tensor in registry.items():
@@ -95,11 +95,11 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    resolved = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(resolved, torch.dtype):
         names = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
         raise ValueError(f"dtype={dtype!r} is no dtype of torch.{nearest(str(dtype).removeprefix('torch.'), names)}")
-    return found
+    return resolved
 
 
 def stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -51,9 +51,9 @@ def _clear_dead(path: Path) -> None:
         return
     of_a_process = re.compile(rf"\.{re.escape(path.name)}\.{re.escape(socket.gethostname())}-(\d+)\.part")
     for name in filesystem.names(path.parent):
-        if found := of_a_process.fullmatch(name):
+        if match := of_a_process.fullmatch(name):
             try:
-                os.kill(int(found[1]), 0)
+                os.kill(int(match[1]), 0)
             except ProcessLookupError:
                 filesystem.delete(path.with_name(name))
             except OSError:  # somebody else's

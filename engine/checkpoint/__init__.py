@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from .model_check import not_finite
     from .open_checkpoint import OpenCheckpoint, first_intact, open_together
     from .parts import has_part, read_part
-    from .safetensors_file import Filed, Held, Piece, Stored, Weights, mark_of, read_now, some, whole_model
+    from .safetensors_file import (
+        FilePiece,
+        MemoryPiece,
+        Piece,
+        Stored,
+        Weights,
+        mark_of,
+        read_tensor,
+        some,
+        whole_model,
+    )
     from .store import CheckpointStore
     from .train_state import (
         ADDED,

@@ -28,7 +28,7 @@ def _folder(project: ProjectConfiguration, method: str) -> Path:
 
 
 def _numbers(folder: Path, pattern: re.Pattern[str] = _NAME) -> list[int]:
-    return sorted(int(found[1]) for name in filesystem.names(folder) if (found := pattern.fullmatch(name)))
+    return sorted(int(match[1]) for name in filesystem.names(folder) if (match := pattern.fullmatch(name)))
 
 
 def next_target(project: ProjectConfiguration) -> Path:
@@ -38,12 +38,12 @@ def next_target(project: ProjectConfiguration) -> Path:
         ValueError: if checkpoints of a run that was not resumed stand there, which would be replaced and mixed up.
     """
     folder = _folder(project, "save_state")
-    taken = _numbers(folder)
-    if taken and taken[-1] >= project.iteration:
+    numbers = _numbers(folder)
+    if numbers and numbers[-1] >= project.iteration:
         raise ValueError(
-            f"{folder} has checkpoint_{taken[-1]} already, and this run would save checkpoint_{project.iteration}. "
+            f"{folder} has checkpoint_{numbers[-1]} already, and this run would save checkpoint_{project.iteration}. "
             "Go on from it with load_state(), or choose another project_dir (or ProjectConfiguration(iteration="
-            f"{taken[-1] + 1}))."
+            f"{numbers[-1] + 1}))."
         )
     return folder / f"checkpoint_{project.iteration}"
 

@@ -18,7 +18,7 @@ from ...strategies import World
 from ...strategies.distributed import is_sharded, whole
 from ..configuration import ProjectConfiguration
 from ..optim import check_schedule
-from ..parameter_names import own_name
+from ..parameter_names import strip_compile_prefix
 from ..weights import save as export
 from . import automatic_naming, load
 from . import save as snapshot
@@ -115,7 +115,7 @@ class Checkpointer:
             if not blocking:
                 optimizer_files = snapshot.of_optimizers(files)
                 optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
-                files, copying = self.host_copies.of(files, optimizer_files, optimizers)
+                files, copying = self.host_copies.copy_tensors(files, optimizer_files, optimizers)
         if numbering is not None:
             numbering.iteration += 1
         self._publish(targets, files, info, numbering, copying)
@@ -210,12 +210,12 @@ class Checkpointer:
             )
         accelerator = self._accelerator
         state = whole(accelerator.strategy.model_state(model), accelerator.is_main_process)
-        return {own_name(name): value for name, value in state.items()}
+        return {strip_compile_prefix(name): value for name, value in state.items()}
 
     def _writes_on_this_rank(self) -> bool:
         accelerator = self._accelerator
-        on_each_node = accelerator.project_configuration.save_on_each_node
-        return accelerator.is_local_main_process if on_each_node else accelerator.is_main_process
+        every_node = accelerator.project_configuration.save_on_each_node
+        return accelerator.is_local_main_process if every_node else accelerator.is_main_process
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write data to a file on the main process."""

@@ -242,16 +242,16 @@ def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bo
         raise ValueError(f"{directory}: {name!r:.80} is not a name of a checkpoint's file.")
     try:
         is_link = links and (directory / name).is_symlink()
-        found: Entry = describe(directory / name) if is_link else {"bytes": _size(directory / name)}
-        if digests and not is_link and found["bytes"] == entry["bytes"]:
-            found = describe(directory / name)
+        actual: Entry = describe(directory / name) if is_link else {"bytes": _size(directory / name)}
+        if digests and not is_link and actual["bytes"] == entry["bytes"]:
+            actual = describe(directory / name)
     except FileNotFoundError as error:
         raise ValueError(f"{directory}: {name} is missing.") from error
     except OSError as error:
         raise ValueError(f"{directory}: {name} can't be read: {error.strerror or error}.") from error
-    if found["bytes"] != entry["bytes"]:
-        raise ValueError(f"{directory}: {name} has {found['bytes']:,} bytes, {entry['bytes']:,} were written.")
-    if digests and found[DIGEST] != entry[DIGEST]:
+    if actual["bytes"] != entry["bytes"]:
+        raise ValueError(f"{directory}: {name} has {actual['bytes']:,} bytes, {entry['bytes']:,} were written.")
+    if digests and actual[DIGEST] != entry[DIGEST]:
         raise ValueError(f"{directory}: {name} has other content than was written (its digest differs).")
 
 

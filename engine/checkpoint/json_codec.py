@@ -243,8 +243,8 @@ class _Encoder:
     def _named(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
         key = view_key(tensor)
         if key not in self._names:
-            wanted = ".".join(path).encode(errors="replace").decode() or "tensor"
-            spellings = itertools.chain([wanted], (f"{wanted}~{n}" for n in itertools.count(2)))
+            dotted_path = ".".join(path).encode(errors="replace").decode() or "tensor"
+            spellings = itertools.chain([dotted_path], (f"{dotted_path}~{n}" for n in itertools.count(2)))
             # safetensors keeps its own notes under __metadata__ and can't read a tensor of that name back.
             name = next(n for n in spellings if n not in self.tensors and n != "__metadata__")
             self._names[key] = name

@@ -16,7 +16,7 @@ from ...common.messages import warn
 from ...strategies import World
 from ...strategies.distributed import cut_like, is_sharded
 from ..optim import LoadedOptimizer, PreparedScheduler, optimizer_state, resume_options
-from ..parameter_names import own_name
+from ..parameter_names import strip_compile_prefix
 from ..rng import set_random_state
 from . import model_check
 from .manifest import Manifest
@@ -71,14 +71,14 @@ def load(
     shared: TrainState | None = None
     of_rank: RankState | None = None
     optimizers: list[LoadedOptimizer] = []
-    by_models = all(getattr(model, "strict_loading", True) for model in accelerator.own_models)
+    by_models = all(getattr(model, "strict_loading", True) for model in accelerator.unwrapped_models)
     exactly = by_models if strict is None else strict
     opened.verify(world)
     with _reading(world, opened):
         if state:
             shared = _checked_state(accelerator, opened, exactly)
             if not models:
-                _check_same(accelerator, opened)
+                _check_not_replaced(accelerator, opened)
     chosen = _chosen_models(accelerator, opened.path) if models else []
     layouts = {} if shared is None else _layouts(accelerator, shared["registered"])
     with _reading(world, opened):
@@ -113,8 +113,8 @@ def _load_training(
         accelerator.strategy.load_optimizer_state(optimizer, saved)
         optimizer_state.keep_formats(optimizer, saved)
     _load_shared_state(accelerator, shared, manifest)
-    same_world = accelerator.world.size == manifest.world_size
-    _load_buffers(accelerator, manifest, of_rank["buffers"] if of_rank is not None and same_world else [])
+    world_unchanged = accelerator.world.size == manifest.world_size
+    _load_buffers(accelerator, manifest, of_rank["buffers"] if of_rank is not None and world_unchanged else [])
     accelerator.draw_apart()  # a rank that the checkpoint knows nothing of draws numbers of its own
     if of_rank is not None:
         random = of_rank["random"]
@@ -143,7 +143,7 @@ def _reading(world: World, opened: OpenCheckpoint) -> Iterator[None]:
             raise error
 
 
-def _is_same_save(first: Manifest, second: Manifest) -> bool:
+def _is_identical_save(first: Manifest, second: Manifest) -> bool:
     """Return whether both are of one save. The user's notes are left out: they may hold NaN, which equals nothing."""
     return (first.sequence, first.files) == (second.sequence, second.files)
 
@@ -163,12 +163,12 @@ def _checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: boo
     return shared
 
 
-def _check_same(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
+def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
     """See that this is the save that the models were loaded from just before, if they were from this path."""
     path, manifest = os.path.abspath(opened.path), opened.manifest
     for model in accelerator.models:
         place, of_models, steps = accelerator.checkpointer.loaded_from.get(model, (None, manifest, None))
-        if (place, steps) == (path, accelerator.steps) and not _is_same_save(of_models, manifest):
+        if (place, steps) == (path, accelerator.steps) and not _is_identical_save(of_models, manifest):
             raise ValueError(
                 f"{opened.path} was replaced after the models were loaded from it. Load it again, both together."
             )
@@ -255,11 +255,11 @@ def _training_loaders(accelerator: Accelerator) -> list[Loader]:
 def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict[str, Tensor]]) -> None:
     """Give the models that were loaded from this checkpoint, now or just before, the buffers that this process had."""
     loaded = [accelerator.checkpointer.loaded_from.pop(model, None) for model in accelerator.models]
-    for model, values, source in zip(accelerator.own_models, saved, loaded, strict=False):
-        if source is None or not _is_same_save(source[1], manifest):
+    for model, values, source in zip(accelerator.unwrapped_models, saved, loaded, strict=False):
+        if source is None or not _is_identical_save(source[1], manifest):
             continue
         for name, buffer in model.named_buffers():
-            value = values.get(own_name(name))
+            value = values.get(strip_compile_prefix(name))
             if isinstance(value, Tensor) and value.shape == buffer.shape and not is_sharded(buffer):
                 buffer.copy_(value)
 
@@ -293,7 +293,7 @@ def _fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint, strict
     for number, prepared in enumerate(accelerator.optimizers):
         optimizer = prepared.optimizer
         saved = _merged_optimizer(opened, number)
-        names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
+        names = optimizer_state.parameter_names(optimizer, accelerator.unwrapped_models)
         if lines := optimizer_state.differences(saved, optimizer, names):
             text = f"{path} was saved with another optimizer:\n  " + "\n  ".join(lines[:30])
             if strict:
@@ -334,12 +334,12 @@ def _choose_schedule(
         warn(f"{path} has another number of groups of parameters: their learning rates and schedules are the script's.")
         resume_options.follow_script(accelerator, regrouped, state)
     if schedule is None:
-        resume_options.compare(accelerator, path, [each for each in optimizers if each not in regrouped], state)
+        resume_options.compare(accelerator, path, [loaded for loaded in optimizers if loaded not in regrouped], state)
 
 
 def _as_named_in(names: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
     """Return weights under the names in a model's own state, where parts of the model may be compiled."""
-    renamed = {own_name(name): name for name in names if name != own_name(name)}
+    renamed = {strip_compile_prefix(name): name for name in names if name != strip_compile_prefix(name)}
     return {renamed.get(name, name): value for name, value in weights.items()} if renamed else weights
 
 
@@ -410,10 +410,10 @@ def _say_other_formats(accelerator: Accelerator, opened: OpenCheckpoint) -> None
     current, saved = run_metadata(accelerator), opened.manifest.info
     if saved.get("precision") != current["precision"]:
         return  # `_say_other_batches` has warned of it
-    for number, model in enumerate(accelerator.own_models):
+    for number, model in enumerate(accelerator.unwrapped_models):
         fingerprints = saved.get("models")
-        same = isinstance(fingerprints, list) and fingerprints[number : number + 1] == [current["models"][number]]
-        if not same and opened.has(model_part(number)):
+        unchanged = isinstance(fingerprints, list) and fingerprints[number : number + 1] == [current["models"][number]]
+        if not unchanged and opened.has(model_part(number)):
             stored = opened.open_part(model_part(number))
             model_check.say_other_formats(model, _as_named_in(model.state_dict(), stored), opened.path)
 
@@ -421,13 +421,13 @@ def _say_other_formats(accelerator: Accelerator, opened: OpenCheckpoint) -> None
 def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
     kinds = scheduler_kinds(accelerator.schedulers)
     samples = run_metadata(accelerator)["global_batch_size"]
-    same_batch = samples is not None and samples == manifest.info.get("global_batch_size")
+    batch_size_unchanged = samples is not None and samples == manifest.info.get("global_batch_size")
     states = zip(*(state[name] for name in _OF_SCHEDULERS), strict=True)
     for scheduler, kind, (saved, saved_kind, *place) in zip(accelerator.schedulers, kinds, states, strict=False):
         if kind != saved_kind:
             continue
         if isinstance(scheduler, PreparedScheduler):
-            scheduler.resume(saved, *place, same_batch=same_batch)
+            scheduler.resume(saved, *place, batch_size_unchanged=batch_size_unchanged)
         else:
             scheduler.load_state_dict(saved)
 

@@ -97,9 +97,11 @@ def read_manifest(path: Path | str, name: str = MANIFEST) -> Manifest:
     """
     data = read_source(path, name)
     document = filesystem.parse_json(Path(path) / name, data)
-    found = document.get("format") if isinstance(document, dict) else None
-    if type(found) is int and found > FORMAT:
-        raise ValueError(f"{path}: has format {found}, this version of Treadle reads up to {FORMAT}. Upgrade Treadle.")
+    format_version = document.get("format") if isinstance(document, dict) else None
+    if type(format_version) is int and format_version > FORMAT:
+        raise ValueError(
+            f"{path}: has format {format_version}, this version of Treadle reads up to {FORMAT}. Upgrade Treadle."
+        )
     try:
         return replace(_parse(document), source=data)
     except ValueError as error:
@@ -117,8 +119,8 @@ def read_source(path: Path | str, name: str = MANIFEST) -> bytes:
         ValueError: It isn't a checkpoint.
     """
     if not Path(path).is_dir():
-        what = "is a file" if Path(path).exists() else "does not exist"
-        raise ValueError(f"{path} {what}; a checkpoint is a directory with a {MANIFEST}.")
+        problem = "is a file" if Path(path).exists() else "does not exist"
+        raise ValueError(f"{path} {problem}; a checkpoint is a directory with a {MANIFEST}.")
     return filesystem.read_bytes(Path(path) / name, _MAX_BYTES)
 
 
@@ -180,6 +182,6 @@ def _parse(document: Any) -> Manifest:
     return Manifest(**counts, files=files, info=info, format=version, others=others)
 
 
-def _need(condition: bool, what: str) -> None:
+def _need(condition: bool, rule: str) -> None:
     if not condition:
-        raise ValueError(what)
+        raise ValueError(rule)

@@ -99,8 +99,8 @@ class OpenCheckpoint:
             return
         rank = 0 if world is None else world.rank
         # Looked at before anyone begins to read: what changes from here on is not what was verified.
-        seen = _on_every(world, self._look)
-        peers = [peer for peer, mark in enumerate(seen) if mark == seen[rank]]
+        marks = _on_every(world, self._look)
+        peers = [peer for peer, mark in enumerate(marks) if mark == marks[rank]]
         entries = self.manifest.files | self.manifest.others
         largest_first = sorted(entries, key=lambda name: (-entries[name]["bytes"], name))
         share = largest_first[peers.index(rank) :: len(peers)]

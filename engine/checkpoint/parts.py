@@ -124,13 +124,13 @@ def has_part(files: Iterable[str], name: str) -> bool:
 
 def files_of(name: str, files: Iterable[str]) -> list[str]:
     """Return the names of a part's files, the one that rank zero wrote first."""
-    found = []
+    part_files = []
     for file in files:
         stem = file.rpartition(".")[0]
         shard = _SHARD.fullmatch(stem)
         if name == (shard[1] if shard else stem):
-            found.append(file)
-    return sorted(found)
+            part_files.append(file)
+    return sorted(part_files)
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ class Part:
         Raises:
             ValueError: Its content is damaged.
         """
-        once = {id(one): one.read() for one in self.tensors.values()}
-        return self._decoded({key: once[id(one)] for key, one in self.tensors.items()})
+        values = {id(stored): stored.read() for stored in self.tensors.values()}
+        return self._decoded({key: values[id(stored)] for key, stored in self.tensors.items()})
 
     def _decoded(self, tensors: Mapping[str, Any]) -> Any:
         if _MODEL.fullmatch(self.name):

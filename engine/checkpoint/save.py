@@ -18,7 +18,7 @@ from ...strategies import World
 from ...strategies.distributed import is_sharded, local
 from ..metrics import metric_state
 from ..optim import PreparedScheduler, optimizer_state
-from ..parameter_names import own_name, view_key
+from ..parameter_names import strip_compile_prefix, view_key
 from ..rng import random_state
 from . import model_check, store
 from .json_codec import decode, encode
@@ -122,7 +122,7 @@ class Attempts:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
         if isinstance(error, Exception):
             self._error = self._error or error
         return error is None or isinstance(error, Exception)
@@ -159,8 +159,8 @@ def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weigh
         with attempts:  # asked on every process: what is registered may exchange something to know its state
             files |= encode_part(STATE, _shared_state(accelerator), rank)
         with attempts:
-            own_buffers = rank > 0 and accelerator.strategy.own_buffers
-            files |= rank_files(rank, rank_random_state(accelerator), _buffers(accelerator) if own_buffers else [])
+            has_rank_buffers = rank > 0 and accelerator.strategy.own_buffers
+            files |= rank_files(rank, rank_random_state(accelerator), _buffers(accelerator) if has_rank_buffers else [])
     attempts.end()
     if not weights_only:
         _say_unsaved(accelerator, files)
@@ -183,9 +183,9 @@ def optimizer_files(accelerator: Accelerator) -> Files:
     for number, prepared in enumerate(accelerator.optimizers):
         with attempts:
             optimizer = prepared.optimizer
-            names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
+            names = optimizer_state.parameter_names(optimizer, accelerator.unwrapped_models)
             state: OptimizerState = optimizer_state.named(strategy.optimizer_state(optimizer), optimizer, names)
-            state["built"] = prepared.held
+            state["built"] = prepared.effective_options
             if strategy.keeps_apart(optimizer):
                 files |= encode_part(optimizer_part(number, rank), state)
             else:
@@ -196,7 +196,7 @@ def optimizer_files(accelerator: Accelerator) -> Files:
 
 def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
     """Warn of parameters that an optimizer steps, and whose values are in no file."""
-    models = accelerator.own_models
+    models = accelerator.unwrapped_models
     optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
     unknown = {id(p): p for optimizer in optimizers for p in optimizer_state.of_no_model(optimizer, models)}
     if not unknown or accelerator.checkpointer.save_hooks:  # a hook may write them
@@ -242,10 +242,10 @@ def rank_files(rank: int, random: RandomState, buffers: list[dict[str, Tensor]])
 
 def _buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
     """Return each model's buffers that are saved, as this process has them."""
-    states = [model.state_dict() for model in accelerator.own_models]
+    states = [model.state_dict() for model in accelerator.unwrapped_models]
     return [
-        {own_name(name): b for name, b in model.named_buffers() if name in state and not is_sharded(b)}
-        for model, state in zip(accelerator.own_models, states, strict=True)
+        {strip_compile_prefix(name): b for name, b in model.named_buffers() if name in state and not is_sharded(b)}
+        for model, state in zip(accelerator.unwrapped_models, states, strict=True)
     ]
 
 
@@ -266,8 +266,8 @@ def publish(world: World, target: Path, files: Files, info: dict[str, Any], othe
     error: Exception | None = None
     try:
         staging = store.beside(target)
-        if others and (taken := [name for name in files if os.path.lexists(staging / name)]):
-            raise ValueError(f"a save_state pre-hook wrote {taken[0]}, which is a file of the checkpoint itself.")
+        if others and (clashing := [name for name in files if os.path.lexists(staging / name)]):
+            raise ValueError(f"a save_state pre-hook wrote {clashing[0]}, which is a file of the checkpoint itself.")
         entries = store.write_files(staging, files)
     except Exception as caught:
         error = _explained(caught, target, files)
@@ -300,7 +300,7 @@ def _weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list
     models = accelerator.models
     if not accelerator.checkpointer.save_hooks:
         states = (accelerator.strategy.model_state(model) for model in models)
-        return [{own_name(name): value for name, value in state.items()} for state in states]
+        return [{strip_compile_prefix(name): value for name, value in state.items()} for state in states]
     with accelerator.world.together():
         if accelerator.is_main_process:
             store.begin(target)
@@ -333,7 +333,7 @@ def _shared_state(accelerator: Accelerator) -> TrainState:
     return TrainState(
         schedulers=[scheduler.state_dict() for scheduler in accelerator.schedulers],
         scheduler_kinds=scheduler_kinds(accelerator.schedulers),
-        schedules_built=[built.held for built in accelerator.schedules_built],
+        schedules_built=[built.effective_arguments for built in accelerator.schedules_built],
         steps_since=[s.since if isinstance(s, PreparedScheduler) else (0, 0) for s in accelerator.schedulers],
         scheduler_advances=[s.advances if isinstance(s, PreparedScheduler) else 1 for s in accelerator.schedulers],
         scaler=None if accelerator.scaler is None else accelerator.scaler.state_dict(),
@@ -364,8 +364,8 @@ def described(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
         TypeError: if it holds tensors, or what is not data.
     """
     metadata = run_metadata(accelerator)
-    if taken := sorted(metadata.keys() & info.keys()):
-        raise ValueError(f"save_state(info=...) names {taken[0]!r}, which is noted of every run: take another name.")
+    if clashing := sorted(metadata.keys() & info.keys()):
+        raise ValueError(f"save_state(info=...) names {clashing[0]!r}, which is noted of every run: take another name.")
     document, tensors = encode(info, "info")
     if tensors:
         raise TypeError(f"save_state(info=...) holds a tensor, {next(iter(tensors))}: pass its .item(), or use parts=.")
@@ -386,5 +386,5 @@ def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
         "accumulate": accumulate,
         "batch_size": batch,  # of a micro-batch, over all processes
         "global_batch_size": None if batch is None else batch * accumulate,
-        "models": [model_check.fingerprint(model) for model in accelerator.own_models],
+        "models": [model_check.fingerprint(model) for model in accelerator.unwrapped_models],
     }

@@ -133,8 +133,8 @@ def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
             continue
         mode = path.lstat().st_mode
         if name == MANIFEST or not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-            what = "the name of the checkpoint's own list" if name == MANIFEST else "no file"
-            raise ValueError(f"a save_state pre-hook wrote {name}, which is {what}, so it can't be saved.")
+            problem = "the name of the checkpoint's own list" if name == MANIFEST else "no file"
+            raise ValueError(f"a save_state pre-hook wrote {name}, which is {problem}, so it can't be saved.")
         if stat.S_ISREG(mode):
             filesystem.fsync(path)
         entries[name] = filesystem.describe(path)
@@ -177,13 +177,15 @@ def find_again(path: Path | str) -> None:
     target = Path(os.path.abspath(path))
     for _ in range(20):
         interrupted = [
-            one for one in (target, *target.parents) if os.path.isfile(atomic_swap.beside(one, "old") / MANIFEST)
+            directory
+            for directory in (target, *target.parents)
+            if os.path.isfile(atomic_swap.beside(directory, "old") / MANIFEST)
         ]
         if os.path.lexists(target) or not interrupted:
             return
         time.sleep(0.1)
-    for one in reversed(interrupted):
-        warnings.warn(atomic_swap.finish(one))
+    for directory in reversed(interrupted):
+        warnings.warn(atomic_swap.finish(directory))
 
 
 def remove(path: Path | str) -> None:
@@ -233,8 +235,8 @@ class CheckpointStore:
         Returns:
             Its path, or ``None``; and one sentence for each checkpoint that had to be skipped, with the reason.
         """
-        found, skipped = _scan(self.directory)
-        for manifest, path in reversed(found):
+        checkpoints, skipped = _scan(self.directory)
+        for manifest, path in reversed(checkpoints):
             try:
                 check_files(path, manifest, digests=verify)
             except ValueError as error:
@@ -269,7 +271,7 @@ class CheckpointStore:
 
 def _scan(directory: Path) -> tuple[list[tuple[Manifest, Path]], list[str]]:
     """The readable manifests, the newest last, and what is wrong with the others."""
-    found, problems = [], []
+    checkpoints, problems = [], []
     for name in filesystem.names(directory):
         path, match = directory / name, atomic_swap.BESIDE.fullmatch(name)
         if (
@@ -280,16 +282,16 @@ def _scan(directory: Path) -> tuple[list[tuple[Manifest, Path]], list[str]]:
             continue
         if match and atomic_swap.is_whole(directory / match[1]):
             continue  # replaced, and about to be deleted
-        if not _may_be_one(path):
+        if not _looks_like_checkpoint(path):
             continue  # somebody else's directory
         try:
-            found.append((read_manifest(path), path))
+            checkpoints.append((read_manifest(path), path))
         except ValueError as error:
             problems.append(str(error))
-    return sorted(found, key=lambda pair: (pair[0].step, pair[0].sequence, pair[1].name)), problems
+    return sorted(checkpoints, key=lambda pair: (pair[0].step, pair[0].sequence, pair[1].name)), problems
 
 
-def _may_be_one(path: Path) -> bool:
+def _looks_like_checkpoint(path: Path) -> bool:
     with suppress(OSError):  # what nobody may look into is not ours
         return os.path.isfile(path / MANIFEST) or any(file.endswith(".safetensors") for file in filesystem.names(path))
     return False

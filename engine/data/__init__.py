@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .joint_loader import JointLoader
     from .loader import Loader, batch_indices, note_indices
     from .micro_batches import Cursor, share
-    from .sampler_rng import left_as_it_is
+    from .sampler_rng import preserve_loader_state
     from .seedable_sampler import with_seedable_sampler
     from .sharded_sampler import shards_itself, sized
     from .skip_batches import skip_first_batches

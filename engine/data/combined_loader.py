@@ -46,11 +46,11 @@ class CombinedLoader:
         leaves = list(_leaves(iterables, True))
         if not leaves:
             raise ValueError(f"CombinedLoader({iterables!r}) has no loader in it: give it at least one.")
-        for each in leaves:
-            if not isinstance(each, Iterable) and not hasattr(each, "__getitem__"):
+        for leaf in leaves:
+            if not isinstance(leaf, Iterable) and not hasattr(leaf, "__getitem__"):
                 raise TypeError(
                     "a loader to combine must be a DataLoader or another iterable of batches, not "
-                    f"{type(each).__name__}: {each!r:.100}"
+                    f"{type(leaf).__name__}: {leaf!r:.100}"
                 )
         self._flattened = leaves
 
@@ -82,12 +82,12 @@ class CombinedLoader:
     @property
     def sampler(self) -> Any:
         """The samplers, in the form of ``iterables``."""
-        return self.in_form([getattr(each, "sampler", None) for each in self._flattened])
+        return self.in_form([getattr(loader, "sampler", None) for loader in self._flattened])
 
     @property
     def batch_sampler(self) -> Any:
         """The batch samplers, in the form of ``iterables``."""
-        return self.in_form([getattr(each, "batch_sampler", None) for each in self._flattened])
+        return self.in_form([getattr(loader, "batch_sampler", None) for loader in self._flattened])
 
     def in_form(self, values: Iterable[Any]) -> Any:
         """One value for each iterable, in the form of ``iterables``."""
@@ -119,7 +119,7 @@ class CombinedLoader:
             yield (batches[0] if sequential else self.in_form(batches)), index, number
 
     def __len__(self) -> int:
-        lengths = [sized(each) for each in self._flattened]
+        lengths = [sized(loader) for loader in self._flattened]
         limits = map(self.limit_of, range(len(lengths)))
         count = joint_length(self.mode, [least(*pair) for pair in zip(lengths, limits, strict=True)])
         if count is None:
@@ -129,9 +129,9 @@ class CombinedLoader:
     def reset(self) -> None:
         """Forget where an iteration stands, and end persistent workers."""
         self._running = None
-        for each in self._flattened:
-            if isinstance(each, DataLoader):
-                each.__dict__["_iterator"] = None
+        for loader in self._flattened:
+            if isinstance(loader, DataLoader):
+                loader.__dict__["_iterator"] = None
 
 
 def is_collection(value: Any) -> bool:
@@ -141,10 +141,10 @@ def is_collection(value: Any) -> bool:
 
 def _holds_loaders(values: Iterable[Any]) -> bool:
     return any(
-        isinstance(each, DataLoader | Loader)
-        or (isinstance(each, Mapping) and _holds_loaders(each.values()))
-        or (isinstance(each, list | tuple) and _holds_loaders(each))
-        for each in values
+        isinstance(value, DataLoader | Loader)
+        or (isinstance(value, Mapping) and _holds_loaders(value.values()))
+        or (isinstance(value, list | tuple) and _holds_loaders(value))
+        for value in values
     )
 
 
@@ -154,16 +154,16 @@ def _leaves(value: Any, outermost: bool = False) -> Iterator[Any]:
     elif not (isinstance(value, list | tuple) and (outermost or _holds_loaders(value))):
         yield value
         return
-    for each in value:
-        yield from _leaves(each)
+    for child in value:
+        yield from _leaves(child)
 
 
 def _filled(form: Any, values: Iterator[Any], outermost: bool = False) -> Any:
     if isinstance(form, Mapping):
-        items = {key: _filled(each, values) for key, each in form.items()}
+        items = {key: _filled(child, values) for key, child in form.items()}
         return items if type(form) is dict else with_items(form, items)
     if isinstance(form, list | tuple) and (outermost or _holds_loaders(form)):
-        return honor_type(form, [_filled(each, values) for each in form])
+        return honor_type(form, [_filled(child, values) for child in form])
     return next(values)
 
 
@@ -175,10 +175,10 @@ def joint_length(mode: str, lengths: list[int | None]) -> int | None:
     """Batches of an epoch; None where a length that it follows from is not known."""
     if mode == "min_size":
         return least(*lengths)
-    known = [length for length in lengths if length is not None]
-    if len(known) < len(lengths):
+    defined_lengths = [length for length in lengths if length is not None]
+    if len(defined_lengths) < len(lengths):
         return None
-    return sum(known) if mode == "sequential" else max(known)
+    return sum(defined_lengths) if mode == "sequential" else max(defined_lengths)
 
 
 def rows(

@@ -43,8 +43,8 @@ def share_data(dataset: Any, world: World) -> bool:
     Raises:
         ValueError: on every rank, if their samples differ and some are on several ranks, or cannot be told apart.
     """
-    found = world.gather_objects((sized(dataset), fingerprint(dataset)))
-    if len(set(found)) == 1:
+    identities = world.gather_objects((sized(dataset), fingerprint(dataset)))
+    if len(set(identities)) == 1:
         return True
     sketches = world.gather_objects(_sketch(dataset))
     if all(sketch is not None for sketch in sketches) and _disjoint(sketches):
@@ -54,7 +54,7 @@ def share_data(dataset: Any, world: World) -> bool:
             "seed_everything(seed) before it is made."
         )
         return False
-    lengths = [length for length, _ in found]
+    lengths = [length for length, _ in identities]
     differ = "hold different data"
     if len(set(lengths)) > 1:
         differ = "differ in length (" + ", ".join(f"rank {r}: {length}" for r, length in enumerate(lengths)) + ")"
@@ -66,13 +66,13 @@ def share_data(dataset: Any, world: World) -> bool:
     )
 
 
-def say_other_length(saved: int | None, now: int | None) -> None:
+def say_other_length(saved: int | None, current: int | None) -> None:
     """Warn that an epoch which was begun with a dataset goes on with one of another length."""
-    if saved is not None and now is not None and saved != now:
+    if saved is not None and current is not None and saved != current:
         warn(
-            f"the checkpoint was made within an epoch of {saved:,} samples, and the dataset has {now:,} now: the rest "
-            "of the epoch is not what it would have been, and a sample may be missing or seen twice. Resume from an "
-            "epoch's end to train on other data."
+            f"the checkpoint was made within an epoch of {saved:,} samples, and the dataset has {current:,} now: the "
+            "rest of the epoch is not what it would have been, and a sample may be missing or seen twice. Resume from "
+            "an epoch's end to train on other data."
         )
 
 
@@ -110,7 +110,7 @@ def _is_column(value: Any) -> bool:
     if not isinstance(value, list | tuple) or not value:
         return False
     first = value[0]
-    return isinstance(first, _PLAIN) or (isinstance(first, tuple) and all(isinstance(each, _PLAIN) for each in first))
+    return isinstance(first, _PLAIN) or (isinstance(first, tuple) and all(isinstance(item, _PLAIN) for item in first))
 
 
 def _relative(column: Any) -> list[Any]:
@@ -170,7 +170,7 @@ def _keys(dataset: Any) -> np.ndarray | None:
     if _is_table(dataset) and dataset._indices is None:
         # Rows in the order of their file: what is not an excerpt of it is another file.
         return _hashed(_table_ends(dataset))
-    columns = [_relative(each) if isinstance(each, list | tuple) else each for each in _columns(dataset)]
+    columns = [_relative(column) if isinstance(column, list | tuple) else column for column in _columns(dataset)]
     return _hashed(*columns) if columns else None
 
 

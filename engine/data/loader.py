@@ -21,7 +21,7 @@ from .sampler_rng import Draws, fitting, generators_within, load_states, say_beg
 from .sharded_sampler import ShardedBatches, set_epoch, shards_itself, sized
 from .source_libraries import not_repeatable, state_gap
 from .streamed_batches import Counted, StreamedBatches, follow_iterator, other_batches
-from .worker_seeding import SeededSamples, SeededStream, read_here
+from .worker_seeding import SeededSamples, SeededStream, iterate_in_process
 
 _NO_MORE = object()
 
@@ -88,8 +88,8 @@ class Loader:
         self._prepare(source, world, shard, (lambda: 1) if evaluation else accumulate, split)
 
     def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
-        own = not shard or shards_itself(source)
-        planner = GroupPlanner(world.rank, world.size, accumulate, own)
+        presharded = not shard or shards_itself(source)
+        planner = GroupPlanner(world.rank, world.size, accumulate, presharded)
         if isinstance(source, DataLoader):
             self._prepare_view(source, planner)
         else:
@@ -141,14 +141,14 @@ class Loader:
         weak_view, weak_self = weakref.ref(view), weakref.ref(self)
         start: Callable[[DataLoader[Any]], Iterator[Any]] = type(view)._get_iterator
         if start is DataLoader._get_iterator and not workers and not source.pin_memory:
-            start = read_here
+            start = iterate_in_process
 
         def get_iterator() -> Any:
-            own_view, loader = weak_view(), weak_self()
-            assert own_view is not None
+            live_view, loader = weak_view(), weak_self()
+            assert live_view is not None
             assert loader is not None
             silently, loader._started = loader._started, source.persistent_workers
-            return plan.start(lambda: start(own_view), silently)
+            return plan.start(lambda: start(live_view), silently)
 
         settings["_get_iterator"] = get_iterator
 
@@ -461,8 +461,8 @@ class Loader:
     def reading_state(self) -> dict[str, Any]:
         """What this rank alone knows: its dataset's generators, and its place in data of its own."""
         planner = self._plan.planner
-        own = None if planner.shares is None else self.state_dict()
-        return {"generators": states_of(self._reads), "own": own, "ranks": planner.world_size}
+        rank_state = None if planner.shares is None else self.state_dict()
+        return {"generators": states_of(self._reads), "own": rank_state, "ranks": planner.world_size}
 
     def load_reading_state(self, state: dict[str, Any] | list[Any]) -> None:
         """Resume from `reading_state`; generators of another dataset are left, which a warning says of training."""

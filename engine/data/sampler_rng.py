@@ -36,14 +36,14 @@ class Draws:
         self, stream: RandomStream, source: Any, samplers: Iterable[Any] = (), dataset: Dataset[Any] | None = None
     ) -> None:
         self.stream = stream
-        found = _within(samplers, Sampler, ("sampler", "batch_sampler"))
-        datasets = [part for each in _within([dataset], Dataset) for part in (each, *parts_of(each))]
-        self.private = generators_of([source, *found, *datasets])
-        self.counting_epochs = [each for each in {id(d): d for d in datasets}.values() if _counts_epochs(each)]
-        self.stateful = [sampler for sampler in found if stateful(sampler) is not None]
+        reachable_samplers = _within(samplers, Sampler, ("sampler", "batch_sampler"))
+        datasets = [part for root in _within([dataset], Dataset) for part in (root, *parts_of(root))]
+        self.private = generators_of([source, *reachable_samplers, *datasets])
+        self.counting_epochs = [part for part in {id(d): d for d in datasets}.values() if _counts_epochs(part)]
+        self.stateful = [sampler for sampler in reachable_samplers if stateful(sampler) is not None]
         self._counting = [
             sampler
-            for sampler in found
+            for sampler in reachable_samplers
             if stateful(sampler) is None
             and not hasattr(sampler, "set_epoch")
             and hasattr(sampler, "__dict__")
@@ -55,7 +55,7 @@ class Draws:
     def state(self) -> dict[str, Any]:
         """Where all of them are now."""
         return {
-            "stream": self.stream.now(),
+            "stream": self.stream.get_state(),
             "generators": self.private_states(),
             "samplers": self.sampler_states(),
             "epochs": self.epochs(),
@@ -103,14 +103,14 @@ class Draws:
         for sampler, saved in zip(self.stateful, state.get("samplers", ()), strict=False):
             sampler.load_state_dict(copy.deepcopy(saved))
 
-    def here(self) -> dict[str, Any]:
+    def read_host_state(self) -> dict[str, Any]:
         """As `state`, inside of `RandomStream.drawing`, whichever stream it is of."""
         return {"stream": host_state(), "generators": self.private_states()}
 
     @contextmanager
     def gone_to(self, state: dict[str, Any] | None) -> Iterator[None]:
         """Inside, what is drawn is drawn from where `here` was, and leaves no trace."""
-        before = self.here()
+        before = self.read_host_state()
         try:
             if state is not None:
                 set_host_state(state["stream"])
@@ -150,10 +150,10 @@ class Draws:
         """
         if self._first is None or not self._counting:
             return
-        for sampler, first, now in zip(
+        for sampler, first, latest in zip(
             self._counting, self._first, self._last if inside else self._counts(), strict=True
         ):
-            changed = [name for name, count in now.items() if first.get(name) != count]
+            changed = [name for name, count in latest.items() if first.get(name) != count]
             if changed:
                 name = type(sampler).__name__
                 warn(
@@ -169,7 +169,7 @@ class Draws:
 
 
 @contextmanager
-def left_as_it_is(loader: Any) -> Iterator[None]:
+def preserve_loader_state(loader: Any) -> Iterator[None]:
     """Whatever is read from ``loader`` inside leaves no trace in its generators, its samplers and its datasets."""
     batches = getattr(loader, "batch_sampler", None)
     samplers = _within([getattr(loader, "sampler", None), batches], Sampler, ("sampler", "batch_sampler"))
@@ -219,23 +219,23 @@ def generators_within(dataset: Any) -> list[Any]:
 
 def generators_of(owners: Iterable[Any]) -> list[Any]:
     """The generators among the attributes of ``owners``, each once."""
-    found: dict[int, Any] = {}
+    generators: dict[int, Any] = {}
     for owner in owners:
         for _, value in _attributes(owner):
             if isinstance(value, _KINDS):
-                found.setdefault(id(value), value)
-    return list(found.values())
+                generators.setdefault(id(value), value)
+    return list(generators.values())
 
 
 def _within(roots: Iterable[Any], kind: type, names: tuple[str, ...] = ()) -> list[Any]:
     """``roots`` and, from them on, every attribute that is a ``kind`` or has one of these names; each once."""
-    found: dict[int, Any] = {}
+    reached: dict[int, Any] = {}
     waiting = [root for root in roots if root is not None]
     for owner in waiting:  # which grows
-        if id(owner) not in found:
-            found[id(owner)] = owner
+        if id(owner) not in reached:
+            reached[id(owner)] = owner
             waiting += [value for name, value in _attributes(owner) if isinstance(value, kind) or name in names]
-    return list(found.values())
+    return list(reached.values())
 
 
 def _attributes(owner: Any) -> Iterable[tuple[str, Any]]:

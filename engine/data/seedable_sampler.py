@@ -73,9 +73,9 @@ def _replaced(sampler: Any, seed: int, replaced: dict[int, Any]) -> Any:
     if isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__:
         return replaced.setdefault(id(sampler), SeedableRandomSampler(sampler, seed))
     within = getattr(sampler, "sampler", None)  # of a batch sampler
-    own = _replaced(within, seed, replaced) if within is not None else None
-    if own is within:
+    replacement = _replaced(within, seed, replaced) if within is not None else None
+    if replacement is within:
         return sampler
     copied = copy.copy(sampler)
-    copied.sampler = own
+    copied.sampler = replacement
     return copied

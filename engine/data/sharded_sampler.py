@@ -23,8 +23,8 @@ from ..rng import RandomStream, State, seed_from
 from .batch_digest import digest
 from .dataset_check import share_data, sized
 from .micro_batches import GroupPlanner, Micro, share, steady
-from .rank_shares import RankShares, Share, same_on_all_ranks
-from .sampler_rng import Draws, left_as_it_is
+from .rank_shares import RankShares, Share, compare_across_ranks
+from .sampler_rng import Draws, preserve_loader_state
 from .seedable_sampler import SeedableRandomSampler
 
 # These draw when an epoch begins and never again, so nothing has to be lent to them later.
@@ -102,10 +102,10 @@ class ShardedBatches:
         """
         size = self.planner.size
         if not self.plain or self.batch_size % size:
-            what = f"batch_size={self.batch_size}" if self.plain else "a batch sampler of its own"
+            actual = f"batch_size={self.batch_size}" if self.plain else "a batch sampler of its own"
             raise ValueError(
                 f"split_batches=True shares each batch out to {size} processes, so DataLoader(batch_size=) must be a "
-                f"multiple of {size}; this loader has {what}."
+                f"multiple of {size}; this loader has {actual}."
             )
         self.batch_size //= size
 
@@ -170,15 +170,15 @@ class ShardedBatches:
             ValueError: on every rank, if it is neither.
         """
         if self.planner.shares is None and not share_data(self.dataset, world):
-            self.planner.keep_own()
+            self.planner.disable_sharding()
         if self.planner.shares is None:
             self.draws.agree(world)
-            if not self._one_order(world):
-                self.planner.keep_own()
+            if not self._has_common_order(world):
+                self.planner.disable_sharding()
         if self.planner.shares is not None:
             self.planner.shares.agree(self.share(), world, type(self.dataset).__name__)
 
-    def _one_order(self, world: World) -> bool:
+    def _has_common_order(self, world: World) -> bool:
         """Whether the user's sampler yields the same on all ranks; one that looks at the rank does not.
 
         Raises:
@@ -186,11 +186,11 @@ class ShardedBatches:
         """
         if type(self.sampler).__module__ == Sampler.__module__:  # torch's own know of no rank
             return True
-        before = self.draws.stream.now()
-        with self.draws.stream.drawing(), left_as_it_is(self._loader):
+        before = self.draws.stream.get_state()
+        with self.draws.stream.drawing(), preserve_loader_state(self._loader):
             first = list(itertools.islice(steady(iter(self.sampler)), _COMPARED))
         self.draws.stream.go_to(before)
-        return same_on_all_ranks(digest(first), type(self.sampler).__name__, "indices", world)
+        return compare_across_ranks(digest(first), type(self.sampler).__name__, "indices", world)
 
     def share(self) -> Share:
         """How long this rank's own data is."""
@@ -256,22 +256,22 @@ class ShardedBatches:
         draws = self.draws
         with draws.stream.drawing():
             self._rewind()
-            now = draws.state()
+            start_state = draws.state()
             again = self.order is not None
             if self.order is None:
-                self.order = now
+                self.order = start_state
                 draws.note_counts()
             else:
                 draws.load(self.order)
             batches = self._batches(seed_from(self.order["stream"], self._purpose()))
             first = list(itertools.islice(batches, 1))
             if self.planner.shares is not None:
-                self._keep_in_step(now)
+                self._keep_in_step(start_state)
             if again:  # what it draws here is in there already
-                draws.stream.go_to(now["stream"])
+                draws.stream.go_to(start_state["stream"])
                 if self.draws_at_once or self.limit == 0:  # with nothing left to yield, nothing was drawn again
-                    draws.load_private(now["generators"])
-                    draws.load_samplers(now)
+                    draws.load_private(start_state["generators"])
+                    draws.load_samplers(start_state)
         return itertools.chain(first, batches)
 
     def _purpose(self) -> int | str:
@@ -296,7 +296,7 @@ class ShardedBatches:
             return source
         # A sampler that draws as it goes has a stream of its own from here, or the workers' reading ahead and the
         # validation loaders between would change what it draws.
-        self._rest = RandomStream(self.draws.stream.now())
+        self._rest = RandomStream(self.draws.stream.get_state())
         return _drawn_from(self._rest, source, block)
 
     def _global_batches(self) -> Iterator[tuple[list[Any], list[int] | None]]:
@@ -331,7 +331,9 @@ class ShardedBatches:
         while group := list(itertools.islice(batches, self.planner.accumulate())):
             yield group, [len(indices) for indices, _ in group]
 
-    def _own_groups(self, shares: RankShares) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
+    def _read_rank_groups(
+        self, shares: RankShares
+    ) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
         """As `_groups`, where each rank reads data of its own: until the last rank has read it."""
         batches, stand_in = self._global_batches(), list[Any]()
         for indices, _ in itertools.islice(batches, self.done):
@@ -357,7 +359,7 @@ class ShardedBatches:
         micros, noted, positions, batched = self.micros, self.noted, self.positions, self.batched
         consumed: int | None = None
         planned: list[int] | None = None
-        for group, totals in self._groups() if shares is None else self._own_groups(shares):
+        for group, totals in self._groups() if shares is None else self._read_rank_groups(shares):
             if consumed is None:
                 consumed = self.skip + self.passed_samples
             if totals != planned:  # most groups are like the one before
@@ -369,15 +371,15 @@ class ShardedBatches:
             for number, micro in enumerate(plan):
                 indices = group[number][0]
                 # An empty share takes part with one sample of weight zero, so that the collectives match.
-                own = indices if size == 1 else indices[parts[number]] or indices[:1]
+                local_indices = indices if size == 1 else indices[parts[number]] or indices[:1]
                 if noted is not None:
                     noted.append(list(indices[parts[number]]))
                 if positions:
                     first = consumed + parts[number].start  # with data of its own, each rank has a seed of its own
-                    own = [(epoch_seed, first + offset, index) for offset, index in enumerate(own)]
+                    local_indices = [(epoch_seed, first + offset, index) for offset, index in enumerate(local_indices)]
                 micros.append((micro, drawn))
                 consumed += micro.everyone
-                yield own if batched else own[0]
+                yield local_indices if batched else local_indices[0]
 
 
 def _drawn_from(stream: RandomStream, source: Iterator[Any], block: int) -> Iterator[Any]:
@@ -398,16 +400,16 @@ def _part(indices: list[Any], widths: list[int] | None, rank: int, size: int) ->
 
 def _merge_tail(batches: Iterator[Any], size: int) -> Iterator[Any]:
     """Add a last batch of fewer than ``size`` samples to the one before it."""
-    held = next(batches, None)
+    previous = next(batches, None)
     for indices, widths in batches:
-        assert held is not None
+        assert previous is not None
         if widths is None and len(indices) < size:
-            yield [*held[0], *indices], None
+            yield [*previous[0], *indices], None
             return
-        yield held
-        held = indices, widths
-    if held is not None:
-        yield held
+        yield previous
+        previous = indices, widths
+    if previous is not None:
+        yield previous
 
 
 def shards_itself(loader: Any) -> bool:

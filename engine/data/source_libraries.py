@@ -40,8 +40,8 @@ def not_repeatable(dataset: Any) -> str:
     for part in parts_of(dataset):
         arguments = getattr(part, "kw", {})
         if getattr(getattr(part, "f", None), "__name__", "") == "_shuffle":
-            given = (arguments.get("seed"), arguments.get("rng"), *getattr(part, "args", ())[2:])
-            if all(value is None for value in given):
+            seed_arguments = (arguments.get("seed"), arguments.get("rng"), *getattr(part, "args", ())[2:])
+            if all(value is None for value in seed_arguments):
                 return "shuffle(n) of WebDataset draws from the clock; give it seed=, or use detshuffle"
         if type(part).__name__ == "ResampledShards" and not part.deterministic:
             return "resampled=True of WebDataset draws from the clock; use ResampledShards(urls, deterministic=True)"
@@ -50,15 +50,17 @@ def not_repeatable(dataset: Any) -> str:
 
 def parts_of(dataset: Any) -> Iterator[Any]:
     """The objects of the dataset's own library that it is made of, itself first; of another library none."""
-    library, seen, waiting = _library(dataset), set[int](), [dataset]
+    library, visited, waiting = _library(dataset), set[int](), [dataset]
     for part in waiting if library in ("datasets", "webdataset") else ():  # which grows
-        if id(part) in seen:
+        if id(part) in visited:
             continue
-        seen.add(id(part))
+        visited.add(id(part))
         yield part
         for value in vars(part).values():
             within = value if isinstance(value, list | tuple) else (value,)
-            waiting += [each for each in within if _library(each) == library and hasattr(each, "__dict__")]
+            waiting += [
+                candidate for candidate in within if _library(candidate) == library and hasattr(candidate, "__dict__")
+            ]
 
 
 def _library(value: Any) -> str:

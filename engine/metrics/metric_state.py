@@ -24,13 +24,13 @@ _MOST = 256  # a longer list among a task's attributes holds data, not metrics
 
 def find(owner: nn.Module) -> dict[str, Any]:
     """The metric objects of a module by their place in it: its parts, its attributes, lists and dicts of these."""
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
+    metrics: dict[str, Any] = {}
+    visited: set[int] = set()
     for place, metric in _look(owner):
-        if id(metric) not in seen:
-            seen.add(id(metric))
-            found[place] = metric
-    return found
+        if id(metric) not in visited:
+            visited.add(id(metric))
+            metrics[place] = metric
+    return metrics
 
 
 def _look(owner: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -76,17 +76,17 @@ def parts_of(metrics: Iterable[Any]) -> set[int]:
 
 def places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Module | None) -> dict[str, str]:
     """Where among ``objects`` the metrics are that were logged, by the name they have there; warns of the others."""
-    known = {id(metric): place for place, metric in objects.items()}
-    found = {}
+    places_by_id = {id(metric): place for place, metric in objects.items()}
+    logged_places = {}
     for name, metric in logged.items():
-        if id(metric) in known:
-            found[name] = known[id(metric)]
+        if id(metric) in places_by_id:
+            logged_places[name] = places_by_id[id(metric)]
         elif owner is not None:
             warn(
                 f"{name!r} was logged as a {type(metric).__name__} that is no attribute of {type(owner).__name__}, or "
                 "can't save its state: what it has counted is not in the checkpoint."
             )
-    return found
+    return logged_places
 
 
 def state(objects: dict[str, Any], empty: set[int], world: World) -> dict[str, list[Any] | None]:
@@ -97,9 +97,9 @@ def state(objects: dict[str, Any], empty: set[int], world: World) -> dict[str, l
         empty: the identities of those whose counts are over and done with; None stands for them.
         world: the processes.
     """
-    own = {place: _state(metric) for place, metric in objects.items() if id(metric) not in empty}
-    every = world.gather_objects(own) if objects else [own]
-    return {place: [part[place] for part in every] if place in own else None for place in objects}
+    local_counts = {place: _state(metric) for place, metric in objects.items() if id(metric) not in empty}
+    every = world.gather_objects(local_counts) if objects else [local_counts]
+    return {place: [part[place] for part in every] if place in local_counts else None for place in objects}
 
 
 def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: World) -> None:
@@ -155,18 +155,18 @@ def _copied(value: Any) -> Any:
     return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
-def _take(metric: Any, one: Any) -> None:
-    if one is None:
+def _take(metric: Any, saved: Any) -> None:
+    if saved is None:
         metric.reset()
         return
     if not _has_states(metric):
-        metric.load_state_dict(one)
+        metric.load_state_dict(saved)
         return
     device = getattr(metric, "device", None)
-    for name, value in (one["states"] | one["more"]).items():
-        own = getattr(metric, name, None)
-        setattr(metric, name, _moved(value, own.device if isinstance(own, Tensor) else device))
-    metric._update_count = one["count"]
+    for name, value in (saved["states"] | saved["more"]).items():
+        current = getattr(metric, name, None)
+        setattr(metric, name, _moved(value, current.device if isinstance(current, Tensor) else device))
+    metric._update_count = saved["count"]
     metric._computed = None
 
 
@@ -182,19 +182,19 @@ def _shared_out(metric: Any, place: str, every: list[Any], world: World) -> Any:
         if len(every) == 1:
             return every[0] if world.is_main else None
         raise _refusal(metric, place, len(every), world, "it has no states whose reduction is known")
-    count = sum(one["count"] for one in every)
+    count = sum(part["count"] for part in every)
     if not count:
         return _state(metric)
     states = {}
     for name, default in metric._defaults.items():
-        values = [one["states"][name] for one in every]
+        values = [part["states"][name] for part in every]
         shared = _shared_state(values, metric._reductions[name], world)
         if shared is None:
-            what = "has no reduction" if metric._reductions[name] is None else "can't be cut in that many parts"
-            raise _refusal(metric, place, len(every), world, f"its state {name!r} ({type(default).__name__}) {what}")
+            problem = "has no reduction" if metric._reductions[name] is None else "can't be cut in that many parts"
+            raise _refusal(metric, place, len(every), world, f"its state {name!r} ({type(default).__name__}) {problem}")
         states[name] = shared
     for name, value in every[0]["more"].items():
-        if any(bool(one["more"][name] != value) for one in every):
+        if any(bool(part["more"][name] != value) for part in every):
             raise _refusal(metric, place, len(every), world, f"the processes have different {name}")
     return {"states": states, "count": -(-count // world.size), "more": every[0]["more"]}
 

@@ -96,7 +96,7 @@ class Accumulation:
     @property
     def steps(self) -> int:
         """Optimizer steps taken, before and after a resume."""
-        return self._steps_before + max((optimizer.taken for optimizer in self.optimizers), default=0)
+        return self._steps_before + max((optimizer.steps_taken for optimizer in self.optimizers), default=0)
 
     @steps.setter
     def steps(self, value: int) -> None:
@@ -235,9 +235,9 @@ class Accumulation:
 
     def not_finite_on(self) -> list[int]:
         """Return the ranks whose loss was not finite, and forget them."""
-        finite_here = self.agreement.own_finite
-        self.agreement.finite = self.agreement.own_finite = True
-        return [rank for rank, finite in enumerate(self.world.gather_objects(finite_here)) if not finite]
+        local_finite = self.agreement.local_finite
+        self.agreement.finite = self.agreement.local_finite = True
+        return [rank for rank, finite in enumerate(self.world.gather_objects(local_finite)) if not finite]
 
     def _trained_parameters(self) -> Iterable[Tensor]:
         if self.models:

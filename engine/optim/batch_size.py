@@ -138,8 +138,10 @@ def _announce(function: Callable[..., Any], size: int, starting: int, first: int
         rest = f" The global batch is smaller by it; give {name} a parameter {_ACCUMULATION} to keep it."
     else:
         steps = -(-first * starting // size)
-        same = size * steps == first * starting
-        rest = f" {_ACCUMULATION}={steps}: the global batch " + ("stays what it was." if same else "grows a little.")
+        unchanged = size * steps == first * starting
+        rest = f" {_ACCUMULATION}={steps}: the global batch " + (
+            "stays what it was." if unchanged else "grows a little."
+        )
     announce(f"Memory ran out in {name}: batch_size={size} is next.{rest}")
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 State = dict[str, Any]
 
 # How an optimizer computes, not what; torch chooses some of these itself.
-_HOW = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+_IMPLEMENTATION_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 # Where a scheduler stands, and what follows from its other arguments or from the optimizer's options.
 _POSITION = {"last_epoch", "T_cur", "T_i", "base_lrs", "optimizer", "best", "num_bad_epochs", "cooldown_counter"}
 _NESTED = {"_schedulers", "_milestones"}  # `SequentialLR` keeps its arguments under these names
@@ -25,14 +25,14 @@ class BuiltSchedule:
     Attributes:
         state: a copy of its ``state_dict``.
         arguments: what the script built it with, as far as its state tells, by dotted name.
-        held: the arguments that hold; those of a resumed run are what it began with.
+        effective_arguments: the arguments that hold; those of a resumed run are what it began with.
         options: those of its optimizer's groups, to which it has added its own.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self.state: State = copy.deepcopy(scheduler.state_dict())
         self.arguments: State = dict(_arguments(self.state))
-        self.held = self.arguments
+        self.effective_arguments = self.arguments
         driven = getattr(scheduler, "optimizer", None)
         self.options = built_options(driven) if isinstance(driven, Optimizer) else []
 
@@ -40,7 +40,11 @@ class BuiltSchedule:
 def built_options(optimizer: Optimizer) -> list[State]:
     """Return the plain options of an optimizer's groups, such as ``lr`` and ``weight_decay``."""
     return [
-        {name: plain(value) for name, value in group.items() if name not in _HOW and _is_plain(plain(value))}
+        {
+            name: plain(value)
+            for name, value in group.items()
+            if name not in _IMPLEMENTATION_OPTIONS and _is_plain(plain(value))
+        }
         for group in optimizer.param_groups
     ]
 

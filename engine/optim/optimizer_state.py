@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ...strategies.distributed import cut_like, is_sharded
 from ..checkpoint import OptimizerState, Stored
-from ..parameter_names import own_name
+from ..parameter_names import strip_compile_prefix
 
 State = dict[str, Any]
 
@@ -24,17 +24,19 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 def parameter_names(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[str]:
     """A name for each of its parameters: the model's own, or ``parameter 3`` for the fourth if no model has it."""
-    known: dict[int, str] = {}
+    names_by_id: dict[int, str] = {}
     for number, model in enumerate(models):
         for name, parameter in model.named_parameters():
-            known.setdefault(id(parameter), own_name(name) if number == 0 else f"{number}:{own_name(name)}")
-    return [known.get(id(p), f"parameter {index}") for index, p in enumerate(parameters_of(optimizer))]
+            names_by_id.setdefault(
+                id(parameter), strip_compile_prefix(name) if number == 0 else f"{number}:{strip_compile_prefix(name)}"
+            )
+    return [names_by_id.get(id(p), f"parameter {index}") for index, p in enumerate(parameters_of(optimizer))]
 
 
 def of_no_model(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[Tensor]:
     """Those of its parameters that no model has."""
-    known = {id(parameter) for model in models for parameter in model.parameters()}
-    return [parameter for parameter in parameters_of(optimizer) if id(parameter) not in known]
+    model_ids = {id(parameter) for model in models for parameter in model.parameters()}
+    return [parameter for parameter in parameters_of(optimizer) if id(parameter) not in model_ids]
 
 
 def class_of(optimizer: Optimizer) -> str:
@@ -76,9 +78,9 @@ def differences(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -
     lines += [f"missing: {name}" for name in shapes if name not in saved["shapes"]]
     lines += [f"unexpected: {name}" for name in saved["shapes"] if name not in shapes]
     lines += [
-        f"{name}: {tuple(there)} in the checkpoint, {tuple(shapes[name])} in this run"
-        for name, there in saved["shapes"].items()
-        if name in shapes and there != shapes[name]
+        f"{name}: {tuple(saved_shape)} in the checkpoint, {tuple(shapes[name])} in this run"
+        for name, saved_shape in saved["shapes"].items()
+        if name in shapes and saved_shape != shapes[name]
     ]
     if not lines and _grouping(saved["groups"]) != _grouping(_groups_by_name(optimizer, names)):
         lines.append(f"the parameters are in other groups: {len(saved['groups'])} of them in the checkpoint")
@@ -96,7 +98,7 @@ def _grouping(groups: list[State]) -> list[frozenset[str]]:
 
 def _counterpart(group: State, saved: list[State]) -> State:
     """Return the saved group that a group's parameters were in; the group itself if they were in none or in several."""
-    owners = [there for there in saved if not set(group["params"]).isdisjoint(there["params"])]
+    owners = [saved_group for saved_group in saved if not set(group["params"]).isdisjoint(saved_group["params"])]
     return owners[0] if len(owners) == 1 else group
 
 
@@ -108,17 +110,17 @@ def numbered(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> S
     """
     parameters = dict(zip(names, parameters_of(optimizer), strict=True))
     index = {name: i for i, name in enumerate(names)}
-    now = _groups_by_name(optimizer, names)
-    alike = _grouping(saved["groups"]) == _grouping(now)
-    options = saved["groups"] if alike else [_counterpart(group, saved["groups"]) for group in now]
+    current_groups = _groups_by_name(optimizer, names)
+    alike = _grouping(saved["groups"]) == _grouping(current_groups)
+    options = saved["groups"] if alike else [_counterpart(group, saved["groups"]) for group in current_groups]
     groups = [
-        {**_taken(there, None), "params": [index[name] for name in here["params"]]}
-        for here, there in zip(now, options, strict=True)
+        {**_read_tensors(saved_group, None), "params": [index[name] for name in group["params"]]}
+        for group, saved_group in zip(current_groups, options, strict=True)
     ]
     fits = [name for name, shape in saved["shapes"].items() if name in index and shape == list(parameters[name].shape)]
     formats = saved["formats"]
-    slots = {index[n]: _taken(saved["slots"][n], parameters[n], formats[n]) for n in fits if n in saved["slots"]}
-    rest = _taken({"others": saved["others"], "unnamed": saved["unnamed"]}, None)
+    slots = {index[n]: _read_tensors(saved["slots"][n], parameters[n], formats[n]) for n in fits if n in saved["slots"]}
+    rest = _read_tensors({"others": saved["others"], "unnamed": saved["unnamed"]}, None)
     return {**rest["others"], "state": {**slots, **rest["unnamed"]}, "param_groups": groups}
 
 
@@ -130,23 +132,23 @@ def keep_formats(optimizer: Optimizer, state: State) -> None:
     for index, parameter in enumerate(parameters_of(optimizer)):
         slots = optimizer.state.get(parameter, {})
         for name, saved in state["state"].get(index, {}).items():
-            now = slots.get(name)
-            if isinstance(now, Tensor) and isinstance(saved, Tensor) and now.dtype != saved.dtype:
-                slots[name] = saved.to(now.device)
+            slot = slots.get(name)
+            if isinstance(slot, Tensor) and isinstance(saved, Tensor) and slot.dtype != saved.dtype:
+                slots[name] = saved.to(slot.device)
 
 
-def _taken(value: Any, parameter: Tensor | None, was: torch.dtype | None = None) -> Any:
+def _read_tensors(value: Any, parameter: Tensor | None, saved_dtype: torch.dtype | None = None) -> Any:
     """A nested state with its tensors in memory; those of the parameter's shape are laid out as it is.
 
-    What had the parameter's format, which ``was`` another one, changes with it; counts and products do not.
+    What had the parameter's format, where ``saved_dtype`` is another one, changes with it; counts and products do not.
     """
     if isinstance(value, Mapping):
-        return {key: _taken(item, parameter, was) for key, item in value.items()}
+        return {key: _read_tensors(item, parameter, saved_dtype) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_taken(item, parameter, was) for item in value)
+        return type(value)(_read_tensors(item, parameter, saved_dtype) for item in value)
     if not isinstance(value, Stored):
         return value
     alike = is_sharded(parameter) and value.shape == parameter.shape  # type: ignore[union-attr]
     tensor = cut_like(value, parameter) if alike else value.read()
-    changes = parameter is not None and tensor.dtype == was and (tensor.ndim or not parameter.ndim)
+    changes = parameter is not None and tensor.dtype == saved_dtype and (tensor.ndim or not parameter.ndim)
     return tensor.to(parameter.dtype) if changes else tensor  # type: ignore[union-attr]

@@ -49,11 +49,11 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
     }
     # The form goes along as a number, so that the usual case is one exchange of little.
     forms = [f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items()]
-    own = zlib.crc32("\n".join(forms).encode()), _digests(tensors.values())
-    parts = world.gather_objects(own)
-    if all(part == own for part in parts):
+    local_digests = zlib.crc32("\n".join(forms).encode()), _digests(tensors.values())
+    parts = world.gather_objects(local_digests)
+    if all(part == local_digests for part in parts):
         return
-    if any(form != own[0] for form, _ in parts):
+    if any(form != local_digests[0] for form, _ in parts):
         raise ReplicasDiffer(_other_forms(world.gather_objects(forms)))
     columns = zip(tensors, zip(*(digests for _, digests in parts), strict=True), strict=True)
     differing = {name: column for name, column in columns if len(set(column)) > 1}
@@ -75,15 +75,15 @@ def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
     debug = accelerator.world.debug
     if debug is None or not debug.replicas or accelerator.world.size == 1:
         return
-    every, taken = debug.replicas, 0
+    every, step_count = debug.replicas, 0
 
     def stepped(*_: Any) -> None:
-        nonlocal taken
+        nonlocal step_count
         if type(accelerator.accumulation.agreement) is not Agreement:
             return  # inside join_uneven_inputs, where a process may have no more steps to take
-        if taken % every == 0 and accelerator.strategy.replicas_equal:
+        if step_count % every == 0 and accelerator.strategy.replicas_equal:
             accelerator.check_replicas()
-        taken += 1
+        step_count += 1
 
     optimizer.register_step_post_hook(stepped)
 
@@ -123,8 +123,8 @@ def _distance(tensor: Tensor, world: World, source: int) -> float:
 def _other_forms(forms: list[list[str]]) -> str:
     rank = next(rank for rank, other in enumerate(forms) if other != forms[0])
     only = [
-        f"rank {one} has {', '.join(missing[:4])}{' ...' * (len(missing) > 4)}"
-        for one, missing in ((0, sorted({*forms[0]} - {*forms[rank]})), (rank, sorted({*forms[rank]} - {*forms[0]})))
+        f"rank {holder} has {', '.join(missing[:4])}{' ...' * (len(missing) > 4)}"
+        for holder, missing in ((0, sorted({*forms[0]} - {*forms[rank]})), (rank, sorted({*forms[rank]} - {*forms[0]})))
         if missing
     ]
     return f"the processes do not hold the same parameters: {'; '.join(only) or 'their order differs'}."

@@ -91,9 +91,9 @@ def _other_options(accelerator: Accelerator, optimizers: list[LoadedOptimizer]) 
             continue
         for number, (old, new) in enumerate(zip(saved, groups, strict=True)):
             scheduled = "initial_lr" in old and "initial_lr" in new  # then ``lr`` is the schedule's first value
-            where = f" group {number}" if len(groups) > 1 else ""
+            label = f" group {number}" if len(groups) > 1 else ""
             lines += [
-                f"{type(optimizer).__name__}{where}: {'lr' if name == 'initial_lr' else name} {_shown(old[name])} "
+                f"{type(optimizer).__name__}{label}: {'lr' if name == 'initial_lr' else name} {_shown(old[name])} "
                 f"in the checkpoint, {_shown(new[name])} in this script"
                 for name in new
                 if name in old and not (name == "lr" and scheduled) and _differ(old[name], new[name])
@@ -276,9 +276,11 @@ def hold(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: Tra
         prepared = _prepared(accelerator, optimizer)
         if options is not None and len(options) == len(prepared.built):
             rates = [{name: group[name] for name in group if script and name in _RATES} for group in prepared.built]
-            prepared.held = [{**saved, **of_script} for saved, of_script in zip(options, rates, strict=True)]
+            prepared.effective_options = [
+                {**saved, **of_script} for saved, of_script in zip(options, rates, strict=True)
+            ]
     for _, built, _, _, arguments in _pairs(accelerator, state):
-        built.held = arguments if isinstance(arguments, dict) and not script else built.arguments
+        built.effective_arguments = arguments if isinstance(arguments, dict) and not script else built.arguments
 
 
 def check_schedule(schedule: str | None) -> str | None:

@@ -23,40 +23,44 @@ def advise(plan: Plan, again: Again) -> list[str]:
             ``precision``.
     """
     if not plan.fits:
-        return [_made_to_fit(plan, again)]
-    found = _mixed(plan, again)
+        return [_advise_fit(plan, again)]
+    hints = _mixed(plan, again)
     if plan.grid["shard"] > 1:
-        found += _hybrid(plan, again)
-        found += _half(plan, again)
-    return found
+        hints += _hybrid(plan, again)
+        hints += _half(plan, again)
+    return hints
 
 
-def _made_to_fit(plan: Plan, again: Again) -> str:
+def _advise_fit(plan: Plan, again: Again) -> str:
     """The first change, or changes, with which it fits."""
     changes: dict[str, Any] = {}
     words: list[str] = []
-    now = plan
+    candidate = plan
 
     def attempt(word: str, **change: Any) -> Plan:
-        made = again(**{**changes, **change})
+        changed = again(**{**changes, **change})
         changes.update(change)
         words.append(word)
-        return made
+        return changed
 
     if plan.grid["shard"] == 1 and plan.world_size > 1:
-        now = attempt("shard the model (strategy=fsdp)", shard=True)
+        candidate = attempt("shard the model (strategy=fsdp)", shard=True)
     elif plan.grid["replicate"] > 1:
-        now = attempt(f"shard over all {plan.world_size:,} processes (data_parallel_replicate=1)", replicate=1)
-    if not now.fits and now.grid["shard"] * now.grid["tensor"] > 1 and not now.strategy.recomputes_activations:
+        candidate = attempt(f"shard over all {plan.world_size:,} processes (data_parallel_replicate=1)", replicate=1)
+    if (
+        not candidate.fits
+        and candidate.grid["shard"] * candidate.grid["tensor"] > 1
+        and not candidate.strategy.recomputes_activations
+    ):
         with suppress(ValueError):  # the model has no repeated blocks
-            now = attempt("compute activations again (activation_checkpointing_policy=True)", recompute=True)
-    if not now.fits and now.micro_batch > 1:
-        now = _smaller(now, attempt, plan)
-    if now.fits:
-        return f"to make it fit, {' and '.join(words)}: then {size(now.reserved)} are held"
-    states = sum(now.states.values())
-    tried = f"; {', '.join(words)}: {size(now.reserved)} still" if words else ""
-    if states > now.gpu.memory:
+            candidate = attempt("compute activations again (activation_checkpointing_policy=True)", recompute=True)
+    if not candidate.fits and candidate.micro_batch > 1:
+        candidate = _smaller(candidate, attempt, plan)
+    if candidate.fits:
+        return f"to make it fit, {' and '.join(words)}: then {size(candidate.reserved)} are held"
+    states = sum(candidate.states.values())
+    tried = f"; {', '.join(words)}: {size(candidate.reserved)} still" if words else ""
+    if states > candidate.gpu.memory:
         return f"parameters and optimizer alone are {size(states)} per process{tried}. Take more processes."
     return (
         f"nothing simple makes it fit{tried}. Take a smaller micro-batch or shorter samples, more processes, or share "
@@ -64,13 +68,13 @@ def _made_to_fit(plan: Plan, again: Again) -> str:
     )
 
 
-def _smaller(now: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:
+def _smaller(candidate: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:
     """Fewer samples at once, as many per step."""
-    fixed = sum(now.states.values())
-    room = now.gpu.memory / now.calibration.reserved - fixed
-    each = max(1, (now.peak - fixed) // now.micro_batch)
+    fixed = sum(candidate.states.values())
+    room = candidate.gpu.memory / candidate.calibration.reserved - fixed
+    sample_bytes = max(1, (candidate.peak - fixed) // candidate.micro_batch)
     samples = 1
-    while samples * 2 < now.micro_batch and samples * 2 * each <= room:
+    while samples * 2 < candidate.micro_batch and samples * 2 * sample_bytes <= room:
         samples *= 2
     times = max(1, round(plan.micro_batch * plan.accumulate / samples))
     return attempt(f"take micro-batches of {samples}, {times} accumulated", micro_batch=samples, accumulate=times)

@@ -51,8 +51,8 @@ def sizes_of(name: str) -> Sizes:
         ValueError: for an unknown one, with the nearest known.
     """
     short = {full.partition("-")[2]: full for full in MODELS}
-    found = choose("model", name.lower(), [*MODELS, *short])
-    return MODELS[short.get(found, found)]
+    chosen = choose("model", name.lower(), [*MODELS, *short])
+    return MODELS[short.get(chosen, chosen)]
 
 
 class Attention(nn.Module):

@@ -83,12 +83,12 @@ def gpu_called(name: str | GPU) -> GPU:
     return GPUS[choose("gpu", name.lower().replace("_", "-"), GPUS)]
 
 
-def gpu_here() -> GPU | None:
+def detect_gpu() -> GPU | None:
     """The kind that this machine has, with its memory as the driver tells it; None without one that is known."""
     if not torch.cuda.is_available():
         return None
-    found = gpu_of_driver(torch.cuda.get_device_name())
-    return found and replace(found, memory=float(torch.cuda.get_device_properties(0).total_memory))
+    gpu = gpu_of_driver(torch.cuda.get_device_name())
+    return gpu and replace(gpu, memory=float(torch.cuda.get_device_properties(0).total_memory))
 
 
 def gpu_of_driver(name: str) -> GPU | None:
@@ -96,5 +96,5 @@ def gpu_of_driver(name: str) -> GPU | None:
     words = re.findall("[a-z0-9]+", name.lower().replace("rtx 4090", "rtx4090"))
     if _OTHERS & set(words):
         return None
-    known = (gpu for gpu in GPUS.values() if set(gpu.name.split("-")) <= set(words))
-    return max(known, key=lambda gpu: len(gpu.name), default=None)
+    matches = (gpu for gpu in GPUS.values() if set(gpu.name.split("-")) <= set(words))
+    return max(matches, key=lambda gpu: len(gpu.name), default=None)

@@ -60,25 +60,25 @@ class Memory:
     most: int = 0
 
     def __post_init__(self) -> None:
-        self._held: dict[int, tuple[Any, int, str]] = {}
+        self._storages: dict[int, tuple[Any, int, str]] = {}
         self._total = 0
 
     def hold(self, tensor: Tensor, category: str) -> None:
         """``tensor`` lives, unless its memory is known already."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._held:
+        if key not in self._storages:
             size = storage.nbytes()
-            self._held[key] = (weakref.ref(storage, lambda _: self._drop(key)), size, category)
+            self._storages[key] = (weakref.ref(storage, lambda _: self._drop(key)), size, category)
             self._add(size, category)
 
     def name(self, tensors: Iterable[Tensor], category: str) -> None:
         """Now it is known what the memory of ``tensors`` is for."""
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
-            if key in self._held:
-                reference, size, old = self._held[key]
-                self._held[key] = (reference, size, category)
+            if key in self._storages:
+                reference, size, old = self._storages[key]
+                self._storages[key] = (reference, size, category)
                 self.live[old] -= size
                 self.live[category] += size
 
@@ -86,9 +86,9 @@ class Memory:
         """The memory of ``tensor`` has another size: sharding does that to whole parameters."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._held:
-            reference, old, category = self._held[key]
-            self._held[key] = (reference, size, GATHERED)
+        if key in self._storages:
+            reference, old, category = self._storages[key]
+            self._storages[key] = (reference, size, GATHERED)
             self._add(-old, category)
             self._add(size, GATHERED)
         else:
@@ -107,7 +107,7 @@ class Memory:
             self.peak = dict(self.live)
 
     def _drop(self, key: int) -> None:
-        _, size, category = self._held.pop(key)
+        _, size, category = self._storages.pop(key)
         self.live[category] -= size
         self._total -= size
 
@@ -193,7 +193,7 @@ class Meter(TorchDispatchMode):
     def _exchange(self, name: str, args: Any, out: Any) -> None:
         if name == "wait_tensor":
             current = self.clocks.current
-            current.now = max(current.now, self._ready.pop(args[0].untyped_storage()._cdata, 0.0))
+            current.time = max(current.time, self._ready.pop(args[0].untyped_storage()._cdata, 0.0))
             return
         if name not in _KINDS:
             if name in ("barrier", "monitored_barrier_", "_wrap_tensor_autograd"):

@@ -170,8 +170,8 @@ class Prices:
 
     def _count(self, packet: Any, args: Any, kwargs: Any, out: Any) -> int:
         if packet not in self._formulas:
-            known = _FORMULAS.get(packet)
-            self._formulas[packet] = known or flop_counter.flop_registry.get(packet)
+            corrected = _FORMULAS.get(packet)
+            self._formulas[packet] = corrected or flop_counter.flop_registry.get(packet)
         formula = self._formulas[packet]
         if formula is None:
             return 0

@@ -110,7 +110,8 @@ class Plan(Conditions):
         """Seconds that the host takes to send the step's operations: at best, most likely, at worst."""
         left = self.calibration.host_compiled if self.compiled else (1.0, 1.0, 1.0)
         least, likely, most = (
-            self.launched * each * share for each, share in zip(self.calibration.host, left, strict=True)
+            self.launched * operation_seconds * share
+            for operation_seconds, share in zip(self.calibration.host, left, strict=True)
         )
         return least, likely, most
 

@@ -55,7 +55,7 @@ def screen(
         width: columns.
     """
     machines = -(-plan.world_size // plan.gpu.per_machine)
-    where = f"{plan.world_size:,} x {plan.gpu.name}" + (f" ({machines:,} machines)" if machines > 1 else "")
+    hardware = f"{plan.world_size:,} x {plan.gpu.name}" + (f" ({machines:,} machines)" if machines > 1 else "")
     compiled = ", compiled" if plan.compiled else ""
     rows: list[tuple[str, str]] = [
         *([("gpu", f"{plan.gpu.name}, {gpu_from}")] if gpu_from else []),
@@ -84,7 +84,7 @@ def screen(
         rows.append(("run", f"{duration(low_time)} to {duration(high_time)} of training"))
     rows += [("advice", hint) for hint in hints]
     rows.append(("checked", " ".join(_checked(plan))))
-    head = f"plan of {name} on {where}, {plan.strategy.name}, {plan.precision.name}{compiled}"
+    head = f"plan of {name} on {hardware}, {plan.strategy.name}, {plan.precision.name}{compiled}"
     return "\n".join([head, "", *(line for label, text in rows for line in _row(label, text, width))])
 
 
@@ -119,13 +119,13 @@ def _batch(plan: Plan) -> str:
 
 
 def _steps(plan: Plan, schedule: Schedule) -> str:
-    each = "" if schedule.per_epoch is None else f"{schedule.per_epoch:,} per epoch"
+    epoch_text = "" if schedule.per_epoch is None else f"{schedule.per_epoch:,} per epoch"
     if schedule.samples is not None and schedule.samples < plan.samples:
-        each += f", which has no more than {schedule.samples:,} samples"
+        epoch_text += f", which has no more than {schedule.samples:,} samples"
     if schedule.steps is None:
         unknown = "how many is not known: say how long with --max-steps, or --samples and --max-epochs"
-        return f"{each}; {unknown}" if each else unknown
-    return f"{schedule.steps:,} in all" + (each and f", {each}")
+        return f"{epoch_text}; {unknown}" if epoch_text else unknown
+    return f"{schedule.steps:,} in all" + (epoch_text and f", {epoch_text}")
 
 
 def _checkpoint(plan: Plan) -> str:
@@ -172,8 +172,8 @@ def _bound(plan: Plan) -> str:
             f"bound by the host, which sends {plan.launched:,} operations in {rounded(low)} to {rounded(high)} us each "
             f"(a guess); the GPU needs {duration(plan.seconds)} for them"
         )
-    shares = sorted(((seconds / plan.seconds, what) for what, seconds in plan.spent.items()), reverse=True)
-    return ", ".join(f"{share:.0%} {what}" for share, what in shares if share >= 0.005)
+    shares = sorted(((seconds / plan.seconds, category) for category, seconds in plan.spent.items()), reverse=True)
+    return ", ".join(f"{share:.0%} {category}" for share, category in shares if share >= 0.005)
 
 
 def rounded(number: float) -> str:
@@ -186,9 +186,14 @@ def rounded(number: float) -> str:
 def duration(seconds: float) -> str:
     """Seconds, as people say them."""
     # Each up to what is rounded to the first of the next unit.
-    for limit, unit, each in ((0.9995e-3, "us", 1e-6), (0.9995, "ms", 1e-3), (119.5, "s", 1), (7170, "min", 60)):
+    for limit, unit, unit_seconds in (
+        (0.9995e-3, "us", 1e-6),
+        (0.9995, "ms", 1e-3),
+        (119.5, "s", 1),
+        (7170, "min", 60),
+    ):
         if seconds < limit:
-            return f"{rounded(seconds / each)} {unit}"
+            return f"{rounded(seconds / unit_seconds)} {unit}"
     return f"{rounded(seconds / 3600)} h" if seconds < 172000 else f"{rounded(seconds / 86400)} days"
 
 

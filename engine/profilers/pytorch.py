@@ -45,7 +45,7 @@ class PyTorchProfiler(Profiler):
     AVAILABLE_SORT_KEYS = frozenset(
         (
             *(f"{unit}_time{total}" for unit in ("cpu", "cuda", "device") for total in ("", "_total")),
-            *(f"{own}{unit}_memory_usage" for own in ("", "self_") for unit in ("cpu", "cuda", "device")),
+            *(f"{prefix}{unit}_memory_usage" for prefix in ("", "self_") for unit in ("cpu", "cuda", "device")),
             *(f"self_{unit}_time_total" for unit in ("cpu", "cuda", "device")),
             "count",
         )
@@ -217,10 +217,10 @@ class ModuleNames:
             handle.remove()
 
 
-def _check_names(owner: str, given: dict[str, Any], function: Any, taken: tuple[str, ...]) -> None:
-    known = [name for name in inspect.signature(function).parameters if name not in taken]
-    for name in given:
-        choose(f"{owner}: argument", name, known)
+def _check_names(owner: str, options: dict[str, Any], function: Any, reserved: tuple[str, ...]) -> None:
+    valid_names = [name for name in inspect.signature(function).parameters if name not in reserved]
+    for name in options:
+        choose(f"{owner}: argument", name, valid_names)
 
 
 def _common(options: dict[str, Any]) -> dict[str, Any]:

@@ -27,9 +27,9 @@ def check_digest(path: Path, sha256: str) -> None:
     Raises:
         ValueError: It is another, or what was asked for is no digest.
     """
-    wanted = _digest(sha256)
+    expected = _digest(sha256)
     with path.open("rb") as file:
-        _compare(path, hashlib.file_digest(file, "sha256").hexdigest(), wanted)
+        _compare(path, hashlib.file_digest(file, "sha256").hexdigest(), expected)
 
 
 def fetch(url: str, sha256: str | None, folder: Path) -> Path:
@@ -54,7 +54,7 @@ def fetch(url: str, sha256: str | None, folder: Path) -> Path:
             f"{url}: whoever can change what a URL gives can change your model. Give sha256=, the file's digest "
             "(`sha256sum FILE`), or download it yourself and give the path."
         )
-    wanted = _digest(sha256)
+    expected = _digest(sha256)
     if scheme == "file":
         parts = urllib.parse.urlsplit(url)
         path = Path(urllib.parse.unquote(parts.path))
@@ -64,7 +64,7 @@ def fetch(url: str, sha256: str | None, folder: Path) -> Path:
         return path
     target = folder / "weights"
     try:
-        _compare(url, _download(url, target), wanted)
+        _compare(url, _download(url, target), expected)
     except OSError as error:
         raise OSError(f"{url}: can't be downloaded: {error}.") from error
     return target
@@ -112,6 +112,8 @@ def _digest(sha256: object) -> str:
     return sha256.lower()
 
 
-def _compare(place: object, found: str, wanted: str) -> None:
-    if found != wanted:
-        raise ValueError(f"{place}: its sha256 is {found}, not {wanted}. It is another file; nothing of it was read.")
+def _compare(place: object, actual: str, expected: str) -> None:
+    if actual != expected:
+        raise ValueError(
+            f"{place}: its sha256 is {actual}, not {expected}. It is another file; nothing of it was read."
+        )

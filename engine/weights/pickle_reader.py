@@ -1,9 +1,9 @@
 """A pickle read as data: a stack machine that builds lists and dicts, and has no way to import, call or create more.
 
 Python's unpickler does what the file says. This one notes it: a name of a class or function stays a `Name`, and what a
-call of it would have made stays a `Made`, a record of the name and the arguments. Others may know some names, and what
-data they stand for. So it does not matter which names a process has told torch to trust, nor whether a name's code
-is harmless: none of it ever runs.
+call of it would have made stays an `UnbuiltCall`, a record of the name and the arguments. Others may know some names,
+and what data they stand for. So it does not matter which names a process has told torch to trust, nor whether a name's
+code is harmless: none of it ever runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Name:
 
 
 @dataclass(eq=False, slots=True)
-class Made:
+class UnbuiltCall:
     """What calling a name would have made.
 
     Attributes:
@@ -71,7 +71,7 @@ def read(stream: Any) -> Any:
         stream: An open file, of which at most `MAX_BYTES` are there.
 
     Returns:
-        Lists, dicts, tuples, sets, text, bytes, numbers, None, `Name` and `Made`. They may contain themselves.
+        Lists, dicts, tuples, sets, text, bytes, numbers, None, `Name` and `UnbuiltCall`. They may contain themselves.
 
     Raises:
         ValueError: It is damaged, or too large, or names what only an attack would.
@@ -102,16 +102,16 @@ class _Machine:
         start = self.marks.pop()
         if len(self.stack) < start:
             raise IndexError
-        found = self.stack[start:]
+        items = self.stack[start:]
         del self.stack[start:]
-        return found
+        return items
 
     def top(self, count: int) -> list[Any]:
         if len(self.stack) < count or (self.marks and len(self.stack) - count < self.marks[-1]):
             raise IndexError
-        found = self.stack[-count:]
+        items = self.stack[-count:]
         del self.stack[-count:]
-        return found
+        return items
 
     def last(self) -> Any:
         return self.stack[-1]
@@ -134,7 +134,7 @@ def _key(value: Any) -> Any:
 
 
 def _pairs(target: Any, flat: list[Any]) -> None:
-    into = target.pairs if isinstance(target, Made) else target
+    into = target.pairs if isinstance(target, UnbuiltCall) else target
     if not isinstance(into, dict) or len(flat) % 2:
         raise TypeError
     for key, value in zip(flat[::2], flat[1::2], strict=True):
@@ -142,7 +142,7 @@ def _pairs(target: Any, flat: list[Any]) -> None:
 
 
 def _append(target: Any, items: list[Any]) -> None:
-    into = target.items if isinstance(target, Made) else target
+    into = target.items if isinstance(target, UnbuiltCall) else target
     if not isinstance(into, list):
         raise TypeError
     into.extend(items)
@@ -168,12 +168,12 @@ def _name(module: Any, name: Any) -> Name:
     return Name(sys.intern(f"{module}.{name}"))
 
 
-def _call(callee: Any, args: Any) -> Made:
+def _call(callee: Any, args: Any) -> UnbuiltCall:
     if not isinstance(callee, Name):
         callee = Name("a call of a call")
     if not isinstance(args, tuple):
         raise TypeError
-    return Made(callee.path, args)
+    return UnbuiltCall(callee.path, args)
 
 
 def _reduce(m: _Machine, _: Any) -> None:
@@ -182,14 +182,14 @@ def _reduce(m: _Machine, _: Any) -> None:
 
 def _new_with_names(m: _Machine, _: Any) -> None:
     callee, args, named = m.top(3)
-    made = _call(callee, args)
-    made.state = named
-    m.stack.append(made)
+    call = _call(callee, args)
+    call.state = named
+    m.stack.append(call)
 
 
 def _build(m: _Machine, _: Any) -> None:
     (state,) = m.top(1)
-    if isinstance(m.last(), Made):
+    if isinstance(m.last(), UnbuiltCall):
         m.last().state = state  # of anything else it is a note, such as a state_dict's `_metadata`
 
 
@@ -198,9 +198,9 @@ def _from_mark(kind: Callable[[list[Any]], Any]) -> Callable[[_Machine, Any], ob
 
 
 def _dict(flat: list[Any]) -> dict[Any, Any]:
-    made: dict[Any, Any] = {}
-    _pairs(made, flat)
-    return made
+    mapping: dict[Any, Any] = {}
+    _pairs(mapping, flat)
+    return mapping
 
 
 def _onto(action: Callable[[Any, list[Any]], None], count: int = 0) -> Callable[[_Machine, Any], object]:
@@ -256,5 +256,5 @@ _HANDLERS: dict[str, Callable[[_Machine, Any], object]] = {
     "NEWOBJ": _reduce,
     "NEWOBJ_EX": _new_with_names,
     "BUILD": _build,
-    "BINPERSID": lambda m, _: m.stack.append(Made("persistent", tuple(m.top(1)))),
+    "BINPERSID": lambda m, _: m.stack.append(UnbuiltCall("persistent", tuple(m.top(1)))),
 }

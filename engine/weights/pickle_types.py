@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .pickle_reader import Made, Name
+from .pickle_reader import Name, UnbuiltCall
 
 _MAX_DEPTH = 100
 _NUMPY_DTYPE = re.compile(r"(\?|b1|[iufc](1|2|4|8|16)|U\d{1,6}|S\d{1,6})")
@@ -53,19 +53,19 @@ class Reader:
         value = self.container(value)
         if not isinstance(value, dict):
             raise ValueError(f"{place} is no dict")
-        found = {}
+        entries = {}
         for name, item in value.items():
             if isinstance(name, Name):
                 continue
             try:
-                found[name] = self.data(item)
+                entries[name] = self.data(item)
             except Unknown as error:
                 self.dropped[f"{place}.{name}" if place else str(name)] = str(error)
-        return found
+        return entries
 
     def container(self, value: Any) -> Any:
         """A dict of whatever class in the file as a plain one, its items unread; anything else as it is."""
-        if isinstance(value, Made):
+        if isinstance(value, UnbuiltCall):
             name = value.name
             if name == "collections.OrderedDict" and value.args:  # as Python 2 wrote it
                 return _ordered(self, value.args[0]) | value.pairs
@@ -88,7 +88,7 @@ class Reader:
         """
         if isinstance(value, Name):
             return self._named(value)
-        if not isinstance(value, Made | dict | list | tuple):
+        if not isinstance(value, UnbuiltCall | dict | list | tuple):
             return value
         if id(value) in self._built:
             return self._built[id(value)][1]
@@ -116,7 +116,7 @@ class Reader:
         if value.name == "persistent":
             return self.persistent(*value.args)
         if value.name == "copyreg._reconstructor" and value.args and isinstance(value.args[0], Name):
-            value = Made(value.args[0].path, value.args[1:], value.state, value.pairs, value.items)
+            value = UnbuiltCall(value.args[0].path, value.args[1:], value.state, value.pairs, value.items)
         if value.name.endswith(".AttributeDict"):
             inside = self.container(value)
             return self.data(inside if value.pairs else next((a for a in value.args if isinstance(a, dict)), {}), depth)
@@ -236,9 +236,9 @@ def _array(reader: Reader, *_: Any, state: Any = None) -> Any:
 
 
 def _namespace(reader: Reader, state: Any = None) -> Namespace:
-    made = Namespace()
-    vars(made).update({key: value for key, value in (state or {}).items() if isinstance(key, str)})
-    return made
+    namespace = Namespace()
+    vars(namespace).update({key: value for key, value in (state or {}).items() if isinstance(key, str)})
+    return namespace
 
 
 def _in(modules: tuple[str, ...], calls: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:

@@ -37,10 +37,10 @@ def byte_size(size: int | str) -> int:
     Raises:
         ValueError: for anything else.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).upper().strip())
-    if isinstance(size, bool) or found is None or found[2] not in _UNITS or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).upper().strip())
+    if isinstance(size, bool) or match is None or match[2] not in _UNITS or not float(match[1]):
         raise ValueError(f"max_shard_size={size!r} must be a number of bytes, or a text such as '500MB' or '2GiB'.")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def save_object(obj: Any, f: Any, safe: bool) -> None:
@@ -80,10 +80,10 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
     if hasattr(f, "write"):
         write(f)
     else:
-        in_one_move(Path(f), write)
+        write_atomically(Path(f), write)
 
 
-def in_one_move(path: Path, write: Callable[[str], object]) -> None:
+def write_atomically(path: Path, write: Callable[[str], object]) -> None:
     """Let ``write`` write a file beside ``path``, and put it in place once it is complete, durably."""
     path = Path(os.path.abspath(path))
     beside = path.parent / f".{path.name}.part"
@@ -147,22 +147,22 @@ def write_weights(
     files = _free_names(directory, *kind, len(shards))
     size = sum(map(nbytes, tensors.values()))
     placed = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-    placed |= {} if safe else {alias: placed[kept] for alias, kept in aliases.items()}
+    placed |= {} if safe else {alias: placed[name] for alias, name in aliases.items()}
     index = directory / f"{'.'.join(kind)}.index.json"
     text = json.dumps({"metadata": {"total_size": size}, "weight_map": placed}, indent=2).encode() + b"\n"
     try:
         for file, shard in zip(files, shards, strict=True):
             part = {name: tensors[name] for name in shard}
-            in_one_move(directory / file, partial(_write, tensors=part, aliases=aliases, safe=safe))
+            write_atomically(directory / file, partial(_write, tensors=part, aliases=aliases, safe=safe))
         if len(files) > 1:
-            in_one_move(index, lambda beside: filesystem.write_bytes(Path(beside), text))
+            write_atomically(index, lambda beside: filesystem.write_bytes(Path(beside), text))
     except BaseException:
         if len(files) > 1 and not (index.is_file() and index.read_bytes() == text):  # which would name them
             _clear(directory / file for file in files)
         raise
     # In this order: the other kind's files may be what loaders took until now, and must not give way to older ones.
-    for one in (kind, other):
-        _drop_others(directory, *one, {*files, index.name} if len(files) > 1 else {*files})
+    for naming in (kind, other):
+        _drop_others(directory, *naming, {*files, index.name} if len(files) > 1 else {*files})
 
 
 def refuse_checkpoint(directory: Path) -> None:
@@ -193,13 +193,13 @@ def nbytes(tensor: Whole) -> int:
 
 def _shards(tensors: Mapping[str, Whole], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
-    held = 0
+    shard_bytes = 0
     for name, tensor in tensors.items():
-        if shards[-1] and held + nbytes(tensor) > limit:
+        if shards[-1] and shard_bytes + nbytes(tensor) > limit:
             shards.append([])
-            held = 0
+            shard_bytes = 0
         shards[-1].append(name)
-        held += nbytes(tensor)
+        shard_bytes += nbytes(tensor)
     return shards
 
 
@@ -220,27 +220,27 @@ def _write(path: str, tensors: Mapping[str, Whole], aliases: Mapping[str, str], 
         write_file(Path(path), tensors, aliases)
     else:
         # Of a view, only what is seen.
-        held = {name: tensor[...].detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        torch.save(held | {alias: held[kept] for alias, kept in aliases.items() if kept in held}, path)
+        copies = {name: tensor[...].detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        torch.save(copies | {alias: copies[name] for alias, name in aliases.items() if name in copies}, path)
 
 
 def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, str]) -> None:
     """Write one safetensors file."""
     # Header entries as safetensors' own `save_model` writes them, which its `load_model` reads.
-    notes = {alias: kept for alias, kept in aliases.items() if kept in tensors}
+    notes = {alias: name for alias, name in aliases.items() if name in tensors}
     filesystem.write_tensors(path, tensors, {"format": "pt", **notes})
 
 
-def _drop_others(directory: Path, stem: str, ending: str, kept: set[str]) -> None:
+def _drop_others(directory: Path, stem: str, ending: str, new_files: set[str]) -> None:
     """Delete what the new files replace, and what killed processes left of theirs."""
     ours = re.compile(rf"{stem}(-v\d+)?(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?")
-    entries = {f"{stem}.{ending}", f"{stem}.{ending}.index.json"} - kept
-    found = filesystem.names(directory)
-    for name in entries.intersection(found):  # loaders would take it for the weights, so it may not stay
+    entries = {f"{stem}.{ending}", f"{stem}.{ending}.index.json"} - new_files
+    existing = filesystem.names(directory)
+    for name in entries.intersection(existing):  # loaders would take it for the weights, so it may not stay
         filesystem.unlink(directory / name)
         filesystem.fsync(directory)
-    left = [name for name in found if name not in kept | entries and ours.fullmatch(name)]
-    left += [name for name in found if name[:1] == "." and name[-5:] == ".part" and ours.fullmatch(name[1:-5])]
+    left = [name for name in existing if name not in new_files | entries and ours.fullmatch(name)]
+    left += [name for name in existing if name[:1] == "." and name[-5:] == ".part" and ours.fullmatch(name[1:-5])]
     try:
         for name in left:
             filesystem.unlink(directory / name)
@@ -272,12 +272,16 @@ def readable(value: Any, place: str) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if kind in (dict, defaultdict, OrderedDict, Counter):
-        pairs = [(readable(key, f"a key of {place}"), readable(one, f"{place}.{key}")) for key, one in value.items()]
+        pairs = [(readable(key, f"a key of {place}"), readable(item, f"{place}.{key}")) for key, item in value.items()]
         old = [part for pair in value.items() for part in pair]
-        return value if kind is not defaultdict and _same(old, [p for pair in pairs for p in pair]) else dict(pairs)
+        return (
+            value
+            if kind is not defaultdict and _has_identical_items(old, [p for pair in pairs for p in pair])
+            else dict(pairs)
+        )
     if kind in (list, tuple, set):
-        items = [readable(one, f"{place}.{number}") for number, one in enumerate(value)]
-        return value if _same(value, items) else kind(items)
+        items = [readable(item, f"{place}.{number}") for number, item in enumerate(value)]
+        return value if _has_identical_items(value, items) else kind(items)
     if is_sharded(value):
         raise TypeError(f"{place}: is one process's part of a tensor; save accelerator.get_state_dict(model).")
     for refused, advice in _ADVICE.items():
@@ -289,6 +293,6 @@ def readable(value: Any, place: str) -> Any:
     return value
 
 
-def _same(old: Iterable[Any], new: Iterable[Any]) -> bool:
+def _has_identical_items(old: Iterable[Any], new: Iterable[Any]) -> bool:
     """Whether nothing was changed: then the container stays the same object, with what a state dict notes of itself."""
-    return all(one is other for one, other in zip(old, new, strict=True))
+    return all(old_item is new_item for old_item, new_item in zip(old, new, strict=True))

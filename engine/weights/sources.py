@@ -34,7 +34,7 @@ _STATE_KEYS = ("state_dict", "model_state_dict", "model")
 _USUAL = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 _OTHERS = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x93NUM": "numpy", b"\x1f\x8b": "gzip"}
 _MAX_INDEX_BYTES = 32 * 2**20  # some 300,000 tensors
-_WHAT = (
+_ACCEPTED_SOURCES = (
     "Weights are a checkpoint of Treadle (a folder with a manifest.json), a safetensors file, a file of torch.save, "
     "or a folder with these"
 )
@@ -74,9 +74,9 @@ def opened(source: Source, sha256: str | None = None) -> Iterator[Opened]:
         return
     with tempfile.TemporaryDirectory(prefix="treadle-") as folder:
         path = fetch(str(source), sha256, Path(folder))
-        found = _open(path, None)
-        found.place = str(source)
-        yield found
+        opened_source = _open(path, None)
+        opened_source.place = str(source)
+        yield opened_source
 
 
 def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
@@ -104,7 +104,9 @@ def _open(path: Path, sha256: str | None, *, digests: bool = True) -> Opened:
                 raise ValueError("sha256= is the digest of one file; name the file")
             return _folder(path, digests)
         if not path.is_file():
-            raise ValueError(f"{'is no plain file' if os.path.lexists(path) else 'does not exist'}. {_WHAT}")
+            raise ValueError(
+                f"{'is no plain file' if os.path.lexists(path) else 'does not exist'}. {_ACCEPTED_SOURCES}"
+            )
         if sha256 is not None:
             check_digest(path, sha256)
         with path.open("rb") as file:
@@ -130,13 +132,17 @@ def _folder(path: Path, digests: bool) -> Opened:
         )
     if "zero_to_fp32.py" in names:
         raise ValueError("is a checkpoint of DeepSpeed; make one file of it with its own zero_to_fp32.py")
-    found = [name for name in _USUAL if name in names][:1]
+    candidates = [name for name in _USUAL if name in names][:1]
     for ending in (".index.json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt"):
-        found = found or [name for name in names if name.endswith(ending)]
-    if len(found) != 1:
-        what = f"more than one file of weights: {', '.join(found[:8])}" if found else f"no weights; it has {names[:8]}"
-        raise ValueError(f"holds {what}. {_WHAT if not found else 'Name the file'}")
-    return _open(path / found[0], None, digests=digests)
+        candidates = candidates or [name for name in names if name.endswith(ending)]
+    if len(candidates) != 1:
+        problem = (
+            f"more than one file of weights: {', '.join(candidates[:8])}"
+            if candidates
+            else f"no weights; it has {names[:8]}"
+        )
+        raise ValueError(f"holds {problem}. {_ACCEPTED_SOURCES if not candidates else 'Name the file'}")
+    return _open(path / candidates[0], None, digests=digests)
 
 
 def _index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -147,7 +153,7 @@ def _index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ValueError("is no index: it has no weight_map of tensors to files")
     weights: dict[str, Any] = {}
     others: dict[str, Any] = {}
-    held: dict[str, set[str]] = {}
+    names_by_file: dict[str, set[str]] = {}
     for file in dict.fromkeys(places.values()):
         if file != os.path.basename(file) or file in ("", ".", "..") or "\\" in file or "\0" in file:
             raise ValueError(f"{file!r:.80} is not the name of a file beside it")
@@ -155,10 +161,10 @@ def _index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             lost = [name[:80] for name, place in places.items() if place == file]
             raise ValueError(f"names {file[:80]}, which is missing beside it, for {some(lost)}")
         inside, beside, _ = _file(path.parent / file)
-        held[file] = set(inside)
+        names_by_file[file] = set(inside)
         weights |= {name: piece for name, piece in inside.items() if places.get(name) == file}
         others |= beside
-    lost = [name for name, file in places.items() if name not in held[file]]
+    lost = [name for name, file in places.items() if name not in names_by_file[file]]
     if lost:
         raise ValueError(f"names tensors that are not in their files: {some(lost)}")
     return weights, others
@@ -175,9 +181,9 @@ def _file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | None]
         return (*state_in(file), file)
     if head[257:262] == b"ustar":
         raise ValueError(f"{path}: is a tar archive, as torch.save wrote before 2016; save it again with a newer torch")
-    known = next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)
-    what = f"is a {known} file" if known else "is empty" if not head else "is of no kind that is known"
-    raise ValueError(f"{path}: {what}. {_WHAT}.")
+    format_name = next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)
+    problem = f"is a {format_name} file" if format_name else "is empty" if not head else "is of no kind that is known"
+    raise ValueError(f"{path}: {problem}. {_ACCEPTED_SOURCES}.")
 
 
 def state_in(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -191,9 +197,9 @@ def state_in(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ValueError(f"it holds no dict of tensors but {_called(document)}; save model.state_dict()")
     key = next((key for key in _STATE_KEYS if isinstance(file.reader.container(document.get(key)), dict)), "")
     before = set(file.reader.dropped)
-    found = file.reader.mapping(document[key] if key else document, key)
-    weights = {str(name): file.piece(value) for name, value in found.items() if isinstance(value, View)}
-    others = {str(name): value for name, value in found.items() if not isinstance(value, View)}
+    state = file.reader.mapping(document[key] if key else document, key)
+    weights = {str(name): file.piece(value) for name, value in state.items() if isinstance(value, View)}
+    others = {str(name): value for name, value in state.items() if not isinstance(value, View)}
     bad = {place: name for place, name in file.reader.dropped.items() if place not in before}
     if (bad or others) and (key or weights):
         wrong = [f"{place} is {name}" for place, name in bad.items()]

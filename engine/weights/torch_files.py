@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint import Filed, Held, Piece, mark_of
+from ..checkpoint import FilePiece, MemoryPiece, Piece, mark_of
 from . import pickle_reader
 from .pickle_types import Reader, Unknown
 
@@ -57,7 +57,7 @@ class View:
 class Strided:
     """A tensor that does not lie in one piece: what lies there, and how to look at it."""
 
-    base: Filed
+    base: FilePiece
     shape: torch.Size
     stride: tuple[int, ...]
 
@@ -108,14 +108,14 @@ class TorchFile:
             raise ValueError(f"its storage {view.storage.key!r:.40} is missing or too short")
         elements, shape = math.prod(view.shape), torch.Size(view.shape)
         if not elements:
-            return Held(torch.empty(shape, dtype=view.dtype))
+            return MemoryPiece(torch.empty(shape, dtype=view.dtype))
         reach = 1 + sum((length - 1) * step for length, step in zip(view.shape, view.stride, strict=True))
         if (view.offset + reach) * size > view.storage.count * view.storage.dtype.itemsize:
             raise ValueError("a tensor reaches beyond its storage")
         first = start + view.offset * size
         if reach == elements and view.stride == _contiguous(view.shape):
-            return Filed(self.path.absolute(), self._mark, view.dtype, shape, first, reach * size)
-        base = Filed(self.path.absolute(), self._mark, view.dtype, torch.Size((reach,)), first, reach * size)
+            return FilePiece(self.path.absolute(), self._mark, view.dtype, shape, first, reach * size)
+        base = FilePiece(self.path.absolute(), self._mark, view.dtype, torch.Size((reach,)), first, reach * size)
         return Strided(base, shape, view.stride)
 
     def _storage(self, pid: Any) -> Storage:
@@ -125,10 +125,10 @@ class TorchFile:
         word = name.path.rpartition(".")[2].removesuffix("Storage")
         if not name.path.startswith("torch.") or word not in _KINDS:
             raise ValueError(f"it has a storage of {name.path}, which is none of torch's")
-        found = Storage(_KINDS[word], key, _count(count))
-        if self._storages.setdefault(key, found) != found:
+        storage = Storage(_KINDS[word], key, _count(count))
+        if self._storages.setdefault(key, storage) != storage:
             raise ValueError(f"its storage {key!r:.40} is said to be of two kinds")
-        return found
+        return storage
 
     def _zipped(self, file: Any, size: int) -> Any:
         if _directory_bytes(file, size) > _MAX_DIRECTORY_BYTES:
@@ -172,22 +172,22 @@ class TorchFile:
         for key in keys:
             file.seek(start)
             count = int.from_bytes(file.read(8), "little")
-            found = self._storages.get(key)
-            if found is None or count != found.count or start + 8 + count * found.dtype.itemsize > size:
+            storage = self._storages.get(key)
+            if storage is None or count != storage.count or start + 8 + count * storage.dtype.itemsize > size:
                 raise ValueError(f"its storage {key!r:.40} is cut short or damaged")
-            self._places[key] = (start + 8, count * found.dtype.itemsize)
-            start += 8 + count * found.dtype.itemsize
+            self._places[key] = (start + 8, count * storage.dtype.itemsize)
+            start += 8 + count * storage.dtype.itemsize
         return document
 
     def _follow(self, document: Any) -> None:
         """Note every storage, wherever it is: in old files only they say how long each is."""
-        seen: set[int] = set()
+        visited: set[int] = set()
         left = [document]
         while left:
             value = left.pop()
-            if id(value) in seen or not isinstance(value, pickle_reader.Made | dict | list | tuple):
+            if id(value) in visited or not isinstance(value, pickle_reader.UnbuiltCall | dict | list | tuple):
                 continue
-            seen.add(id(value))
+            visited.add(id(value))
             if isinstance(value, dict):
                 left.extend(value.values())
             elif isinstance(value, list | tuple):
@@ -205,15 +205,15 @@ def _directory_bytes(file: Any, size: int) -> int:
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or len(tail) < at + 22:
         raise ValueError("it is a zip archive that was cut short")
-    found = [struct.unpack_from("<I", tail, at + 12)[0]]
-    if found == [0xFFFFFFFF]:
-        found = []
+    sizes = [struct.unpack_from("<I", tail, at + 12)[0]]
+    if sizes == [0xFFFFFFFF]:
+        sizes = []
     if tail[max(0, at - 20) : at][:4] == b"PK\x06\x07":
         file.seek(struct.unpack_from("<Q", tail, at - 12)[0])
         record = file.read(56)
         if record[:4] == b"PK\x06\x06" and len(record) == 56:
-            found.append(struct.unpack_from("<Q", record, 40)[0])
-    return max(found, default=size)
+            sizes.append(struct.unpack_from("<Q", record, 40)[0])
+    return max(sizes, default=size)
 
 
 def _checked_entries(listed: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
@@ -233,8 +233,8 @@ def _checked_entries(listed: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo
 def _root(entries: dict[str, zipfile.ZipInfo]) -> str:
     roots = [name.removesuffix("/data.pkl") for name in entries if name.endswith("/data.pkl")]
     if len(roots) != 1:
-        what = "numpy arrays" if any(name.endswith(".npy") for name in entries) else "no data.pkl"
-        raise ValueError(f"it is a zip archive with {what}, and no file of torch.save")
+        content = "numpy arrays" if any(name.endswith(".npy") for name in entries) else "no data.pkl"
+        raise ValueError(f"it is a zip archive with {content}, and no file of torch.save")
     return roots[0]
 
 
@@ -286,8 +286,8 @@ def _tensor_v3(
 ) -> View:
     if any(more) or not isinstance(dtype, torch.dtype | pickle_reader.Name):
         raise Unknown("a tensor of no dtype")
-    found = dtype if isinstance(dtype, torch.dtype) else reader.data(dtype)
-    return _tensor(reader, storage, offset, shape, stride, dtype=found)
+    resolved_dtype = dtype if isinstance(dtype, torch.dtype) else reader.data(dtype)
+    return _tensor(reader, storage, offset, shape, stride, dtype=resolved_dtype)
 
 
 def _of_class(reader: Reader, make: Any, kind: Any, args: Any, state: Any = None) -> Any:

@@ -106,7 +106,7 @@ class LastStep:
             "shared": TrainState(
                 schedulers=[copy.deepcopy(scheduler.state_dict()) for scheduler in accelerator.schedulers],
                 scheduler_kinds=snapshot.scheduler_kinds(accelerator.schedulers),
-                schedules_built=[built.held for built in accelerator.schedules_built],
+                schedules_built=[built.effective_arguments for built in accelerator.schedules_built],
                 # The loop calls them itself, after real steps only.
                 steps_since=[(0, 0) for _ in accelerator.schedulers],
                 scheduler_advances=[1 for _ in accelerator.schedulers],

@@ -21,7 +21,7 @@ from ...engine.checkpoint import (
     in_memory,
     open_added,
     open_registered,
-    read_now,
+    read_tensor,
 )
 from ...engine.weights import Opened, Source, TorchFile, View, check_extent, load, opened
 from .signatures import Argument, signature
@@ -132,7 +132,7 @@ def _document(found: Opened, file: TorchFile) -> dict[str, Any]:
             f"{found.place}: {said} is no plain data, and no code is run to make it, so it is left out. If the task "
             "needs it, pass it to load_from_checkpoint."
         )
-    return parts | {"state_dict": {name: read_now(piece) for name, piece in found.weights.items()} | found.others}
+    return parts | {"state_dict": {name: read_tensor(piece) for name, piece in found.weights.items()} | found.others}
 
 
 def _parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
@@ -156,7 +156,7 @@ def _parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _with_tensors(file: TorchFile, value: Any) -> Any:
     if isinstance(value, View):
-        return read_now(file.piece(value))
+        return read_tensor(file.piece(value))
     if isinstance(value, dict):
         return {key: _with_tensors(file, item) for key, item in value.items()}
     if type(value) in (list, tuple):

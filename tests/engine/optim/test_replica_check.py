@@ -102,7 +102,7 @@ def without_false_alarm():
         _, model, optimizer = make(accelerator)
         for _ in range(4):
             step(accelerator, model, optimizer)
-        steps.append(optimizer.taken)
+        steps.append(optimizer.steps_taken)
     return steps
 
 
