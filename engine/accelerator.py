@@ -260,7 +260,7 @@ class Accelerator(Process):
             ValueError: if it is elsewhere, and may not be moved.
         """
         module = self.strategy.unwrap(model)
-        trained = _trained_parameters(module)
+        trained = _collect_trained_ids(module)
         index = next((n for n, inner in enumerate(self.unwrapped_models) if inner is module), None)
         if index is not None and self._trained.get(id(module)) == trained:
             return self.models[index]
@@ -281,7 +281,7 @@ class Accelerator(Process):
                 self.compare_settings()
                 check_model_matches(module, self.world)
             wrapped = self.strategy.replicate(model) if by_hand else self.strategy.wrap(model, step)
-        self._trained[id(module)] = _trained_parameters(module)
+        self._trained[id(module)] = _collect_trained_ids(module)
         if index is None:
             self.models.append(wrapped)
         else:
@@ -298,11 +298,11 @@ class Accelerator(Process):
             ValueError: on every rank, with the settings that differ, their values and ranks.
         """
         if not self._compared:
-            values = self._settings() if settings is None else settings
+            values = self._collect_settings() if settings is None else settings
             check_values_match("the ranks are configured differently", values, self.world)
             self._compared = True
 
-    def _settings(self) -> dict[str, Any]:
+    def _collect_settings(self) -> dict[str, Any]:
         return {
             "strategy": self.strategy.name,
             "mixed_precision": self.mixed_precision,
@@ -380,7 +380,7 @@ class Accelerator(Process):
         if move is None and (self.device_placement if device_placement is None else device_placement):
             move = mover(self.device, self.precision)
         if self.use_seedable_sampler:
-            loader = self._with_seedable_samplers(loader, shard)
+            loader = self._replace_random_samplers(loader, shard)
         prepared = (JointLoader if isinstance(loader, CombinedLoader) else Loader)(
             loader,
             world=self.data_world,
@@ -400,7 +400,7 @@ class Accelerator(Process):
         self.loaders.append(prepared)
         return prepared
 
-    def _with_seedable_samplers(self, loader: Any, shared: bool) -> Any:
+    def _replace_random_samplers(self, loader: Any, shared: bool) -> Any:
         seed = self.dataloader_config.data_seed
         if seed is None:
             seed = torch.initial_seed()
@@ -1057,5 +1057,5 @@ class Accelerator(Process):
         return f"Accelerator:\n{self.state!r}"
 
 
-def _trained_parameters(module: nn.Module) -> frozenset[int]:
+def _collect_trained_ids(module: nn.Module) -> frozenset[int]:
     return frozenset(id(p) for p in module.parameters() if p.requires_grad)

@@ -81,7 +81,7 @@ def send_to_device(
     return tensor.to(device) if hasattr(tensor, "to") else tensor
 
 
-def _tensors(data: Any) -> list[Tensor]:
+def _list_tensors(data: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
     recursively_apply(tensors.append, data)
     return tensors
@@ -93,7 +93,7 @@ def find_batch_size(data: Any) -> int | None:
     Raises:
         TypeError: where there is no tensor at all.
     """
-    tensors = _tensors(data)
+    tensors = _list_tensors(data)
     if not tensors:
         raise TypeError(f"find_batch_size looks for a tensor, and there is none in {type(data).__name__}.")
     return next((tensor.shape[0] for tensor in tensors if tensor.ndim), None)
@@ -101,7 +101,7 @@ def find_batch_size(data: Any) -> int | None:
 
 def find_device(data: Any) -> torch.device | None:
     """The device of the first tensor; None where there is none."""
-    return next((tensor.device for tensor in _tensors(data)), None)
+    return next((tensor.device for tensor in _list_tensors(data)), None)
 
 
 def slice_tensors(

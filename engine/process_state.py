@@ -235,14 +235,14 @@ class Process:
         Raises:
             RuntimeError: on the others, with rank zero's error in words.
         """
-        return self._first(self.is_main_process)
+        return self._run_first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """Let the first process of each machine run the block before the others do; see `main_process_first`."""
-        return self._first(self.is_local_main_process)
+        return self._run_first(self.is_local_main_process)
 
     @contextmanager
-    def _first(self, leads: bool) -> Iterator[None]:
+    def _run_first(self, leads: bool) -> Iterator[None]:
         if not leads:
             self.world.raise_together(None)
         try:

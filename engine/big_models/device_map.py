@@ -59,7 +59,7 @@ def infer_auto_device_map(
     mains = [*(device for device in room if is_accelerator(device) and room[device]), "cpu"]
     if any(device == "disk" or (not is_accelerator(device) and len(mains) > 1) for device in placed.values()):
         placed = _fill_and_run(parts, room, mains, offload_buffers, fallback_allocation)
-    placed = {name: placed[name] for name in _in_order(model, placed)}
+    placed = {name: placed[name] for name in _iter_in_model_order(model, placed)}
     device_map = clean_device_map(placed) if clean_result else placed
     if verbose:
         announce(device_map_plan(model, device_map, max_memory, dtype, special_dtypes))
@@ -79,16 +79,16 @@ def _fill_and_run(
     return placed
 
 
-def _in_order(model: nn.Module, names: Iterable[str]) -> Iterable[str]:
+def _iter_in_model_order(model: nn.Module, names: Iterable[str]) -> Iterable[str]:
     """The names of modules and tensors as the model lists them: a module's own tensors first."""
     name_set = set(names)
     for path, module in model.named_modules(remove_duplicate=False):
-        for name in [path, *(f"{path}.{name}" if path else name for name, _ in _direct(module))]:
+        for name in [path, *(f"{path}.{name}" if path else name for name, _ in _list_direct_tensors(module))]:
             if name in name_set:
                 yield name
 
 
-def _direct(module: nn.Module) -> list[tuple[str, object]]:
+def _list_direct_tensors(module: nn.Module) -> list[tuple[str, object]]:
     return [*module._parameters.items(), *module._buffers.items()]
 
 
@@ -171,14 +171,14 @@ def get_balanced_memory(
     if len(used) < 2:
         return full
 
-    def limited(limit: int) -> dict[Device, int]:
+    def limit_memory(limit: int) -> dict[Device, int]:
         return full | {device: min(full[device], limit) for device in used}
 
     def fits(limit: int) -> bool:
         try:
             _fill(
                 parts,
-                {device: size for device, size in limited(limit).items() if is_accelerator(device)},
+                {device: size for device, size in limit_memory(limit).items() if is_accelerator(device)},
                 None,
                 True,
                 False,
@@ -193,7 +193,7 @@ def get_balanced_memory(
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    return limited(high) | {used[-1]: full[used[-1]]}
+    return limit_memory(high) | {used[-1]: full[used[-1]]}
 
 
 def device_of(device_map: Mapping[str, Device], name: str) -> Device | None:
@@ -223,14 +223,14 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
     if missed:
         raise ValueError(f"device_map: gives no device to {some(missed)}. Add them, or '' for all that is not named.")
     for names in tied_names(tensors):
-        _together(device_map, names, "are one tensor")
+        _check_together(device_map, names, "are one tensor")
     for path, module in model.named_modules():
         if isinstance(module, READ_FROM_OUTSIDE):
             names = [f"{path}.{name}" if path else name for name in named_tensors(module)]
-            _together(device_map, names, f"are read together by {type(module).__name__}")
+            _check_together(device_map, names, f"are read together by {type(module).__name__}")
 
 
-def _together(device_map: Mapping[str, Device], names: list[str], why: str) -> None:
+def _check_together(device_map: Mapping[str, Device], names: list[str], why: str) -> None:
     first = device_of(device_map, names[0])
     for name in names:
         if (device := device_of(device_map, name)) != first:

@@ -96,7 +96,7 @@ def cpu_offload(
         state_dict: Values for them. Default: the model's own.
         preload_module_classes: As in `dispatch_model`.
     """
-    main = _execution_device(model, execution_device)
+    main = _resolve_execution_device(model, execution_device)
     weights: Weights = {name: MemoryPiece(tensor) for name, tensor in (state_dict or {}).items()}
     return dispatch(
         model,
@@ -125,7 +125,7 @@ def disk_offload(
         offload_buffers: Buffers too.
         preload_module_classes: As in `dispatch_model`.
     """
-    main = _execution_device(model, execution_device)
+    main = _resolve_execution_device(model, execution_device)
     return dispatch_model(
         model,
         {"": "disk"},
@@ -162,13 +162,13 @@ def is_dispatched(model: nn.Module) -> bool:
     places = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
     if len(places) > 1 or "disk" in places:
         return True
-    return any(isinstance(hook, Station) and hook.loans for hook in _hooks(model))
+    return any(isinstance(hook, Station) and hook.loans for hook in _find_hooks(model))
 
 
 def remove_hook_from_submodules(model: nn.Module) -> nn.Module:
     """Undo a dispatch: offloaded weights come into main memory for good, the rest stays where it is."""
     brought: dict[int, Tensor] = {}
-    for hook in _hooks(model):
+    for hook in _find_hooks(model):
         hook.detach()
         for loan in hook.loans if isinstance(hook, Station) else ():
             key = id(loan.stand_in)
@@ -183,7 +183,7 @@ def remove_hook_from_submodules(model: nn.Module) -> nn.Module:
     return model
 
 
-def _hooks(model: nn.Module) -> list[Station | Home]:
+def _find_hooks(model: nn.Module) -> list[Station | Home]:
     hooks = [getattr(hook, "__self__", None) for m in model.modules() for hook in m._forward_pre_hooks.values()]
     return [hook for hook in hooks if isinstance(hook, Station | Home)]
 
@@ -224,7 +224,7 @@ def dispatch(
         device = device_of(device_map, name)
         return main if device is None or is_away(device) else resolve(device)
 
-    lent = _lent(tensors, away, weights)
+    lent = _locate_values(tensors, away, weights)
     for names in tied_names(tensors):
         old, device = tensors[names[0]], runs_on(names[0])
         if names[0] not in lent and old.device != device:
@@ -241,7 +241,7 @@ def refuse_twice(model: nn.Module) -> None:
     Raises:
         ValueError: It has.
     """
-    if _hooks(model):
+    if _find_hooks(model):
         raise ValueError("the model was dispatched before. Call remove_hook_from_submodules(model) first.")
 
 
@@ -257,7 +257,9 @@ def _check_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -
         raise ValueError(f"the model has no values for {some(empty)}. Load a checkpoint that has them.")
 
 
-def _lent(tensors: Mapping[str, Tensor], away: Iterable[str], weights: Mapping[str, Piece]) -> dict[str, Piece]:
+def _locate_values(
+    tensors: Mapping[str, Tensor], away: Iterable[str], weights: Mapping[str, Piece]
+) -> dict[str, Piece]:
     """Where the values of each offloaded tensor are; the same for all names of a tied one."""
     away_names, lent = set(away), dict[str, Piece]()
     for names in tied_names(tensors):
@@ -279,7 +281,7 @@ def _disk_weights(tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] 
     return weights | (write_weights(folder, real) if real else {})
 
 
-def _execution_device(model: nn.Module, device: Device | None) -> torch.device:
+def _resolve_execution_device(model: nn.Module, device: Device | None) -> torch.device:
     if device is not None:
         return resolve(device)
     first_device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -84,7 +84,7 @@ def load_checkpoint_and_dispatch(
     refuse_twice(model)
     weights = open_weights(checkpoint)
     if isinstance(device_map, str):
-        device_map = _planned(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+        device_map = _plan_device_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     load_weights(model, weights, device_map, as_dtype(dtype), offload_buffers, strict)
     if device_map is None:
         return model
@@ -93,7 +93,7 @@ def load_checkpoint_and_dispatch(
     return dispatch(model, device_map, main, on_disk, offload_buffers, skip_keys, preload_module_classes, force_hooks)
 
 
-def _planned(
+def _plan_device_map(
     model: nn.Module,
     method: str,
     max_memory: Mapping[Device, int | str] | None,

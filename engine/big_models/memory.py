@@ -102,7 +102,7 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
     """
     if max_memory is None:
         kind, count = accelerators()
-        free: dict[Device, int] = {number: _free(kind, number) for number in range(count)}
+        free: dict[Device, int] = {number: _read_free_bytes(kind, number) for number in range(count)}
         return {**free, "cpu": available_memory()}
     for device in max_memory:
         if device != "disk":
@@ -112,7 +112,7 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
     return dict(sorted(sizes.items(), key=lambda item: last.get(str(item[0]).partition(":")[0], 0)))
 
 
-def _free(kind: str, number: int) -> int:
+def _read_free_bytes(kind: str, number: int) -> int:
     module = torch.get_device_module(kind)
     if hasattr(module, "mem_get_info"):
         return int(module.mem_get_info(number)[0])

@@ -125,10 +125,10 @@ def model_parts(
 
     visit("", model)
     bytes_of = tensor_bytes(model, dtype, special_dtypes)
-    return [_part(names, atoms, bytes_of) for names in _joined(atoms)]
+    return [_build_part(names, atoms, bytes_of) for names in _group_by_shared_tensors(atoms)]
 
 
-def _joined(atoms: dict[str, dict[Any, bool]]) -> list[list[str]]:
+def _group_by_shared_tensors(atoms: dict[str, dict[Any, bool]]) -> list[list[str]]:
     """The names in groups that share no tensor, in the order of their first names."""
     groups: dict[str, list[str]] = {}
     owner: dict[Any, str] = {}  # the first name of the group that a tensor is in
@@ -145,7 +145,7 @@ def _joined(atoms: dict[str, dict[Any, bool]]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _part(names: list[str], atoms: dict[str, dict[Any, bool]], bytes_of: dict[Any, int]) -> Part:
+def _build_part(names: list[str], atoms: dict[str, dict[Any, bool]], bytes_of: dict[Any, int]) -> Part:
     together = {key: buffer for name in names for key, buffer in atoms[name].items()}
     parameters = [sum(bytes_of[key] for key, buffer in atoms[name].items() if not buffer) for name in names]
     buffers = sum(bytes_of[key] for key, buffer in together.items() if buffer)

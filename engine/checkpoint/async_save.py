@@ -159,7 +159,7 @@ class Job:
         # A thread that Ctrl-C interrupted the `join` of counts as ended, though it runs (Python 3.11).
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="treadle-save").start()
-        atexit.register(self._at_exit)
+        atexit.register(self._finish_at_exit)
 
     def _run(self) -> None:
         try:
@@ -177,12 +177,12 @@ class Job:
     def finish(self) -> None:
         """Wait until it has ended; raise what it failed with, the first time it is asked."""
         self._ended.wait()
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self._finish_at_exit)
         heard, self._heard = self._heard, True
         if self.error is not None and not heard:
             raise self.error
 
-    def _at_exit(self) -> None:
+    def _finish_at_exit(self) -> None:
         self._ended.wait()
         if self.error is not None:
             traceback.print_exception(self.error)

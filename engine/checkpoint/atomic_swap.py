@@ -127,7 +127,7 @@ def take_away(path: Path) -> None:
     listed_files = {*read_manifest(path).names, MANIFEST, UNFINISHED}
     gone = beside(path, "gone")
     retire(gone, path)
-    if others := list(_others(path, listed_files)):
+    if others := list(_find_foreign_entries(path, listed_files)):
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         raise ValueError(
             f"{path} holds {', '.join(others[:5])}{more}, which it was not saved with, so it is left as it is. Move "
@@ -181,7 +181,7 @@ def is_staged(path: Path) -> bool:
     if is_empty(path):
         return True
     with suppress(OSError):
-        return any(filesystem.FILE.fullmatch(name) and os.path.isfile(path / name) for name in _inside(path))
+        return any(filesystem.FILE.fullmatch(name) and os.path.isfile(path / name) for name in _list_entries(path))
     return False
 
 
@@ -194,7 +194,7 @@ def _is_folder(path: Path) -> bool:
     return os.path.isdir(path) and not os.path.islink(path)
 
 
-def _inside(path: Path) -> list[str]:
+def _list_entries(path: Path) -> list[str]:
     return filesystem.names(path) if _is_folder(path) else []
 
 
@@ -208,7 +208,9 @@ def _read_listed_files(path: Path, target: Path) -> Collection[str] | None:
     return None
 
 
-def _others(path: Path, listed_files: Collection[str], into: Path | None = None, inside: str = "") -> Iterator[str]:
+def _find_foreign_entries(
+    path: Path, listed_files: Collection[str], into: Path | None = None, inside: str = ""
+) -> Iterator[str]:
     """What a checkpoint's directory holds beside its own files: a directory as a whole, if that is all in it.
 
     Directories without any file are nothing.
@@ -221,7 +223,7 @@ def _others(path: Path, listed_files: Collection[str], into: Path | None = None,
         elif any(file.startswith(f"{entry}/") for file in listed_files) or (
             into is not None and _is_folder(into / entry)
         ):
-            yield from _others(path, listed_files, into, f"{entry}/")
+            yield from _find_foreign_entries(path, listed_files, into, f"{entry}/")
         elif any(True for _ in filesystem.leaves(path / entry)):
             yield entry
 
@@ -229,12 +231,12 @@ def _others(path: Path, listed_files: Collection[str], into: Path | None = None,
 def _carry_over(path: Path, target: Path, listed_files: Collection[str]) -> None:
     """Move what is not a checkpoint's own into another one. Each of it is in one of the two at every moment."""
     folders = set()
-    for entry in list(_others(path, listed_files, target)):
+    for entry in list(_find_foreign_entries(path, listed_files, target)):
         place = target
         for name in entry.split("/")[:-1]:
-            place = place / name if _is_folder(place / name) else _free(place / name)
+            place = place / name if _is_folder(place / name) else _choose_free_path(place / name)
         filesystem.make_directory(place)
-        place = _free(place / os.path.basename(entry))
+        place = _choose_free_path(place / os.path.basename(entry))
         if place.name != os.path.basename(entry):
             warnings.warn(f"{target} has a {entry} of its own now; what was there under this name is {place.name}.")
         with suppress(FileNotFoundError):  # another process is at it too
@@ -244,7 +246,7 @@ def _carry_over(path: Path, target: Path, listed_files: Collection[str]) -> None
         filesystem.fsync(folder)
 
 
-def _free(path: Path) -> Path:
+def _choose_free_path(path: Path) -> Path:
     names = itertools.chain([path], (path.with_name(f"{path.name}.kept{n or ''}") for n in itertools.count()))
     return next(name for name in names if not os.path.lexists(name))
 

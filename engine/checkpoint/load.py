@@ -74,23 +74,23 @@ def load(
     by_models = all(getattr(model, "strict_loading", True) for model in accelerator.unwrapped_models)
     exactly = by_models if strict is None else strict
     opened.verify(world)
-    with _reading(world, opened):
+    with _read_together(world, opened):
         if state:
-            shared = _checked_state(accelerator, opened, exactly)
+            shared = _open_checked_state(accelerator, opened, exactly)
             if not models:
                 _check_not_replaced(accelerator, opened)
-    chosen = _chosen_models(accelerator, opened.path) if models else []
-    layouts = {} if shared is None else _layouts(accelerator, shared["registered"])
-    with _reading(world, opened):
-        weights = _fitting_weights(accelerator, opened, chosen, strict)
+    chosen = _choose_models(accelerator, opened.path) if models else []
+    layouts = {} if shared is None else _collect_layouts(accelerator, shared["registered"])
+    with _read_together(world, opened):
+        weights = _select_fitting_weights(accelerator, opened, chosen, strict)
         if shared is not None:
-            optimizers = _fitting_optimizers(accelerator, opened, exactly)
+            optimizers = _select_fitting_optimizers(accelerator, opened, exactly)
             shared = cast(TrainState, in_memory(shared, {"registered": layouts}, {}))
             _choose_schedule(accelerator, opened.path, optimizers, shared, schedule)
-            for loader, saved in zip(_training_loaders(accelerator), shared["loaders"], strict=False):
+            for loader, saved in zip(_list_training_loaders(accelerator), shared["loaders"], strict=False):
                 loader.check(saved)
             if accelerator.process_index < manifest.world_size:  # a rank that did not exist then keeps its own state
-                of_rank = _rank_state(accelerator, opened)
+                of_rank = _read_rank_state(accelerator, opened)
     for model, values, fully in weights:
         accelerator.strategy.load_model_state(model, values, fully)
         accelerator.checkpointer.loaded_from[model] = os.path.abspath(opened.path), manifest, accelerator.steps
@@ -124,7 +124,7 @@ def _load_training(
 
 
 @contextmanager
-def _reading(world: World, opened: OpenCheckpoint) -> Iterator[None]:
+def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
     """Enter a block of reading on all processes; all fail if one does, or if the checkpoint was replaced meanwhile.
 
     Another job may save to the same path: then parts of two states would come together.
@@ -148,7 +148,7 @@ def _is_identical_save(first: Manifest, second: Manifest) -> bool:
     return (first.sequence, first.files) == (second.sequence, second.files)
 
 
-def _checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> TrainState:
+def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> TrainState:
     """Return the state that all ranks share, its tensors unread."""
     shared = open_train_state(opened)
     # Checkpoints from before it was saved: each optimizer step advanced a schedule by one.
@@ -174,7 +174,7 @@ def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> Non
             )
 
 
-def _chosen_models(accelerator: Accelerator, path: Path) -> list[nn.Module]:
+def _choose_models(accelerator: Accelerator, path: Path) -> list[nn.Module]:
     """Return the models that hooks leave to be loaded."""
     chosen = list(accelerator.models)
     with accelerator.world.together():
@@ -183,7 +183,7 @@ def _chosen_models(accelerator: Accelerator, path: Path) -> list[nn.Module]:
     return chosen
 
 
-def _layouts(accelerator: Accelerator, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _collect_layouts(accelerator: Accelerator, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the current state of registered objects, where it may show how tensors lie on the processes."""
     if not accelerator.strategy.sharded:
         return {}
@@ -239,7 +239,7 @@ def in_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any
     return saved
 
 
-def _rank_state(accelerator: Accelerator, opened: OpenCheckpoint) -> RankState:
+def _read_rank_state(accelerator: Accelerator, opened: OpenCheckpoint) -> RankState:
     """Return the state that this rank did not share with others."""
     path, name = opened.path, rank_part(accelerator.process_index)
     state = check_form(RankState, opened.read_part(name), path, name)
@@ -248,7 +248,7 @@ def _rank_state(accelerator: Accelerator, opened: OpenCheckpoint) -> RankState:
     return state
 
 
-def _training_loaders(accelerator: Accelerator) -> list[Loader]:
+def _list_training_loaders(accelerator: Accelerator) -> list[Loader]:
     return [loader for loader in accelerator.loaders if not loader.evaluation]
 
 
@@ -264,7 +264,7 @@ def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict
                 buffer.copy_(value)
 
 
-def _fitting_weights(
+def _select_fitting_weights(
     accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
 ) -> list[tuple[nn.Module, dict[str, Any], bool]]:
     """Return, for each chosen model, the weights to load, laid out over the processes as the model is."""
@@ -280,19 +280,19 @@ def _fitting_weights(
         if opened.has(extra_part(number)):
             saved = saved | opened.read_part(extra_part(number))
         current = module.state_dict()
-        saved = _as_named_in(current, saved)
+        saved = _restore_compiled_names(current, saved)
         fitting = model_check.check_weights(module, saved, opened.path, exactly)
         values = {n: cut_like(v, current.get(n)) if isinstance(v, Stored) else v for n, v in fitting.items()}
         loads.append((model, values, exactly))
     return loads
 
 
-def _fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> list[LoadedOptimizer]:
+def _select_fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> list[LoadedOptimizer]:
     """Return the state that each optimizer is to load."""
     loads, path = [], opened.path
     for number, prepared in enumerate(accelerator.optimizers):
         optimizer = prepared.optimizer
-        saved = _merged_optimizer(opened, number)
+        saved = _merge_optimizer_state(opened, number)
         names = optimizer_state.parameter_names(optimizer, accelerator.unwrapped_models)
         if lines := optimizer_state.differences(saved, optimizer, names):
             text = f"{path} was saved with another optimizer:\n  " + "\n  ".join(lines[:30])
@@ -310,7 +310,7 @@ def _fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint, strict
     return loads
 
 
-def _merged_optimizer(opened: OpenCheckpoint, number: int) -> OptimizerState:
+def _merge_optimizer_state(opened: OpenCheckpoint, number: int) -> OptimizerState:
     """Return the state of one optimizer, merged from the parts of ranks that each keep a share of it."""
     first = optimizer_part(number)
     of_ranks = re.compile(rf"({first}-rank-\d{{5,}})\.json")
@@ -337,7 +337,7 @@ def _choose_schedule(
         resume_options.compare(accelerator, path, [loaded for loaded in optimizers if loaded not in regrouped], state)
 
 
-def _as_named_in(names: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
+def _restore_compiled_names(names: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
     """Return weights under the names in a model's own state, where parts of the model may be compiled."""
     renamed = {strip_compile_prefix(name): name for name in names if name != strip_compile_prefix(name)}
     return {renamed.get(name, name): value for name, value in weights.items()} if renamed else weights
@@ -415,7 +415,7 @@ def _say_other_formats(accelerator: Accelerator, opened: OpenCheckpoint) -> None
         unchanged = isinstance(fingerprints, list) and fingerprints[number : number + 1] == [current["models"][number]]
         if not unchanged and opened.has(model_part(number)):
             stored = opened.open_part(model_part(number))
-            model_check.say_other_formats(model, _as_named_in(model.state_dict(), stored), opened.path)
+            model_check.say_other_formats(model, _restore_compiled_names(model.state_dict(), stored), opened.path)
 
 
 def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
@@ -435,7 +435,7 @@ def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Mani
 def _load_shared_state(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
     _load_schedulers(accelerator, state, manifest)
     evaluation = [loader for loader in accelerator.loaders if loader.evaluation]
-    for loader, saved in zip(_training_loaders(accelerator), state["loaders"], strict=False):
+    for loader, saved in zip(_list_training_loaders(accelerator), state["loaders"], strict=False):
         loader.load_state_dict(saved)
     for loader, saved in zip(evaluation, state["evaluation_loaders"], strict=False):
         loader.load_state_dict(saved)

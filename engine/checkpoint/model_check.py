@@ -20,7 +20,7 @@ _NOTE = "modules"
 _SHOWN = 10
 
 
-def _kinds(model: nn.Module) -> dict[str, str]:
+def _list_part_kinds(model: nn.Module) -> dict[str, str]:
     """The class of each part by the part's name; of the model itself it is "", which scripts may rename."""
     # Of a part that is compiled it is the class inside, which comes second.
     names = ((strip_compile_prefix(f"{name}.").removesuffix("."), part) for name, part in model.named_modules())
@@ -29,13 +29,13 @@ def _kinds(model: nn.Module) -> dict[str, str]:
 
 def notes(model: nn.Module) -> dict[str, str]:
     """What a checkpoint notes of a model, for `compare`."""
-    return {_NOTE: json.dumps(_kinds(model), separators=(",", ":"))}
+    return {_NOTE: json.dumps(_list_part_kinds(model), separators=(",", ":"))}
 
 
 def fingerprint(model: nn.Module) -> str:
     """A short mark of a model's parts and its parameters' names, shapes and formats; other values leave it the same."""
     forms = [(strip_compile_prefix(name), tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-    return xxh3_64(repr((sorted(_kinds(model).items()), forms)).encode()).hexdigest()
+    return xxh3_64(repr((sorted(_list_part_kinds(model).items()), forms)).encode()).hexdigest()
 
 
 def compare(model: nn.Module, noted: Mapping[str, str], path: Path) -> None:
@@ -50,7 +50,7 @@ def compare(model: nn.Module, noted: Mapping[str, str], path: Path) -> None:
         saved_kinds = json.loads(noted.get(_NOTE, "{}"))
     except ValueError:
         saved_kinds = {}
-    current_kinds = _kinds(model)
+    current_kinds = _list_part_kinds(model)
     if not isinstance(saved_kinds, dict) or not saved_kinds:
         return
     other = [
@@ -76,11 +76,11 @@ def check_weights(model: nn.Module, weights: dict[str, Any], path: Path | str, s
         ValueError: lists the names that are missing, unexpected, of another shape or no tensor.
     """
     state = model.state_dict()
-    reshaped = _reshaped(state, weights)
+    reshaped = _find_reshaped(state, weights)
     lines = [f"missing: {name}" for name in sorted(set(state) - set(weights))]
     lines += [f"unexpected: {name}" for name in sorted(set(weights) - set(state))]
     lines += reshaped.values()
-    untied = _untied(model, weights)
+    untied = _find_untied(model, weights)
     lines += [
         f"{name}: one with {first_name} in the model, other values in the checkpoint"
         for name, first_name in untied.items()
@@ -107,23 +107,25 @@ def differences(model: nn.Module, weights: Mapping[str, Any], complete: bool) ->
     complete = complete and not any(map(is_lazy, model.state_dict().values()))
     missing = [f"missing: {name}" for name in sorted(set(state) - set(weights))] if complete else []
     unexpected = [f"unexpected: {name}" for name in sorted(set(weights) - set(state))] if complete else []
-    return [*missing, *unexpected, *_reshaped(state, weights).values()]
+    return [*missing, *unexpected, *_find_reshaped(state, weights).values()]
 
 
-def _reshaped(state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, str]:
+def _find_reshaped(state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, str]:
     return {
-        name: f"{name}: {_form(weights[name])} in the checkpoint, {_form(state[name])} in the model"
+        name: f"{name}: {_describe_form(weights[name])} in the checkpoint, {_describe_form(state[name])} in the model"
         for name in state
         # What a module's own ``get_extra_state`` returns may be anything another time.
-        if name in weights and isinstance(state[name], Tensor) and _form(state[name]) != _form(weights[name])
+        if name in weights
+        and isinstance(state[name], Tensor)
+        and _describe_form(state[name]) != _describe_form(weights[name])
     }
 
 
-def _form(value: Any) -> str:
+def _describe_form(value: Any) -> str:
     return str(tuple(value.shape)) if hasattr(value, "shape") else f"a {type(value).__name__}"
 
 
-def _untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
+def _find_untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
     """Names of a tensor that the model has under another name too, where the weights have different values for both."""
     first: dict[int, str] = {}
     separated = {}
@@ -170,7 +172,7 @@ def not_finite(model: nn.Module) -> list[str]:
     others = {
         name: t.detach() for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in trained
     }
-    tensors = {n: _plain(t) for n, t in (trained | others).items() if t.is_floating_point() or t.is_complex()}
+    tensors = {n: _to_summable(t) for n, t in (trained | others).items() if t.is_floating_point() or t.is_complex()}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
     suspects: list[str] = []
     for device in {tensor.device for tensor in tensors.values()}:
@@ -182,7 +184,7 @@ def not_finite(model: nn.Module) -> list[str]:
     return [name for name in tensors if name in suspects and _is_bad(tensors[name], name in trained)]
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _to_summable(tensor: Tensor) -> Tensor:
     tensor = local(tensor)
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())

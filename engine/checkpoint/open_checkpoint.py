@@ -99,15 +99,15 @@ class OpenCheckpoint:
             return
         rank = 0 if world is None else world.rank
         # Looked at before anyone begins to read: what changes from here on is not what was verified.
-        marks = _on_every(world, self._look)
+        marks = _run_on_every_rank(world, self._check_and_mark)
         peers = [peer for peer, mark in enumerate(marks) if mark == marks[rank]]
         entries = self.manifest.files | self.manifest.others
         largest_first = sorted(entries, key=lambda name: (-entries[name]["bytes"], name))
         share = largest_first[peers.index(rank) :: len(peers)]
-        _on_every(world, lambda: self._check(share, digests=True))
+        _run_on_every_rank(world, lambda: self._check(share, digests=True))
         self.verified = True
 
-    def _look(self) -> tuple[int, int, int]:
+    def _check_and_mark(self) -> tuple[int, int, int]:
         """Check names and sizes and note each file's mark; returns what tells the file system of this process."""
         self._compare(read_source(self.path))  # a path that is wrong on this process alone is an error of its own
         names = [*self.manifest.files, *self.manifest.others]
@@ -176,7 +176,7 @@ def first_intact(world: World, candidates: Iterator[OpenCheckpoint], skipped: li
             return candidate
 
 
-def _on_every(world: World | None, work: Callable[[], T]) -> list[T]:
+def _run_on_every_rank(world: World | None, work: Callable[[], T]) -> list[T]:
     """Do some work on every process, here alone without a world; returns the results in order of ranks.
 
     Raises:

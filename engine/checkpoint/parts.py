@@ -71,7 +71,7 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
     else:
         document, tensors = encode(state)
         if rank == 0:
-            files[f"{name}.json"] = _as_json(name, document)
+            files[f"{name}.json"] = _encode_json(name, document)
     pieces = {key: piece_of(tensor) for key, tensor in tensors.items() if is_sharded(tensor)}
     if pieces:
         shapes = {key: list(tensors[key].shape) for key in pieces}
@@ -87,7 +87,7 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
     return files
 
 
-def _as_json(name: str, document: Any) -> bytes:
+def _encode_json(name: str, document: Any) -> bytes:
     text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     if len(text) > _MAX_JSON_BYTES:
         raise ValueError(
@@ -157,7 +157,7 @@ class Part:
         Raises:
             ValueError: Its content is damaged.
         """
-        return self._decoded(self.tensors)
+        return self._decode(self.tensors)
 
     def read(self) -> Any:
         """Return the state with its tensors in memory; those that are tied are one object again.
@@ -166,17 +166,17 @@ class Part:
             ValueError: Its content is damaged.
         """
         values = {id(stored): stored.read() for stored in self.tensors.values()}
-        return self._decoded({key: values[id(stored)] for key, stored in self.tensors.items()})
+        return self._decode({key: values[id(stored)] for key, stored in self.tensors.items()})
 
-    def _decoded(self, tensors: Mapping[str, Any]) -> Any:
+    def _decode(self, tensors: Mapping[str, Any]) -> Any:
         if _MODEL.fullmatch(self.name):
             return dict(tensors)
-        with _naming_damage(self.path, self.name):
+        with _report_damage(self.path, self.name):
             return decode(self.document, tensors)
 
 
 @contextmanager
-def _naming_damage(path: Path, name: str) -> Iterator[None]:
+def _report_damage(path: Path, name: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -203,7 +203,7 @@ def open_files(path: Path, files: Mapping[str, filesystem.Entry], name: str) -> 
     stored, notes = open_tensors(path / file for file in names if file.endswith(".safetensors"))
     if not flat:
         return Part(path, name, filesystem.read_json(path / f"{name}.json", _MAX_JSON_BYTES), stored, notes)
-    with _naming_damage(path, name):
+    with _report_damage(path, name):
         return Part(path, name, None, with_aliases(stored, notes), notes)
 
 

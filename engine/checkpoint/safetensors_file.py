@@ -248,12 +248,12 @@ class Stored:
         box: Box = tuple((cut.start, max(cut.start, cut.stop)) for cut in slices)
         for piece, piece_box in self._pieces:
             if all(a <= b and d <= c for (a, c), (b, d) in zip(piece_box, box, strict=True)):
-                return read_tensor(piece)[_within(box, piece_box)]
+                return read_tensor(piece)[_to_relative_slices(box, piece_box)]
         out = torch.empty([end - begin for begin, end in box], dtype=self.dtype)
         for piece, piece_box in self._pieces:
             both: Box = tuple((max(a, b), min(c, d)) for (a, c), (b, d) in zip(piece_box, box, strict=True))
             if all(begin < end for begin, end in both):
-                out[_within(both, box)] = read_tensor(piece)[_within(both, piece_box)]
+                out[_to_relative_slices(both, box)] = read_tensor(piece)[_to_relative_slices(both, piece_box)]
         return out
 
     def get(self, exact: bool = True) -> Tensor:
@@ -290,14 +290,14 @@ class Stored:
         """Raise ValueError if parts are missing, or elements there twice."""
         boxes = sorted(box for _, box in self._pieces if all(begin < end for begin, end in box))
         element_count = sum(math.prod(end - begin for begin, end in box) for box in boxes)
-        twice = _any_overlap(boxes)
+        twice = _has_overlap(boxes)
         if element_count != self.shape.numel() or twice:
             problem = f"{element_count} of {self.shape.numel()} elements of tensor {self.name!r} are there"
             problem += ", some of them twice" if twice else ""
             raise ValueError(f"{self._pieces[0][0].path.parent}: {problem}. Use another checkpoint.")
 
 
-def _any_overlap(boxes: list[Box]) -> bool:
+def _has_overlap(boxes: list[Box]) -> bool:
     """Whether two of the boxes, which are sorted and not empty, have an element in common."""
     for number, box in enumerate(boxes):
         for at in range(number + 1, len(boxes)):
@@ -309,7 +309,7 @@ def _any_overlap(boxes: list[Box]) -> bool:
     return False
 
 
-def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+def _to_relative_slices(box: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(b - a, e - a) for (b, e), (a, _) in zip(box, outer, strict=True))
 
 

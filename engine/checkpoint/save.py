@@ -146,10 +146,10 @@ def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weigh
             "accelerator.sync_gradients is true, after the optimizer's step."
         )
     rank, files, attempts = accelerator.process_index, dict[str, Any](), Attempts()
-    weights = _weights(accelerator, target, attempts)
+    weights = _collect_weights(accelerator, target, attempts)
     for number, (model, state) in enumerate(zip(accelerator.models, weights, strict=True)):
         with attempts:
-            files |= {} if state is None else _model_files(accelerator, number, model, state)
+            files |= {} if state is None else _collect_model_files(accelerator, number, model, state)
     for name, content in parts.items():
         with attempts:
             files |= encode_part(name, content, rank)
@@ -157,20 +157,22 @@ def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weigh
         with attempts:
             files |= optimizer_files(accelerator)
         with attempts:  # asked on every process: what is registered may exchange something to know its state
-            files |= encode_part(STATE, _shared_state(accelerator), rank)
+            files |= encode_part(STATE, _collect_shared_state(accelerator), rank)
         with attempts:
             has_rank_buffers = rank > 0 and accelerator.strategy.own_buffers
-            files |= rank_files(rank, rank_random_state(accelerator), _buffers(accelerator) if has_rank_buffers else [])
+            files |= rank_files(
+                rank, rank_random_state(accelerator), _collect_buffers(accelerator) if has_rank_buffers else []
+            )
     attempts.end()
     if not weights_only:
         _say_unsaved(accelerator, files)
     return files
 
 
-def _model_files(accelerator: Accelerator, number: int, model: nn.Module, weights: dict[str, Any]) -> Files:
+def _collect_model_files(accelerator: Accelerator, number: int, model: nn.Module, weights: dict[str, Any]) -> Files:
     """Return the files of one model that this process writes."""
     rank = accelerator.process_index
-    tensors, extra = _apart(weights)
+    tensors, extra = _split_tensors(weights)
     notes = model_check.notes(accelerator.strategy.unwrap(model))
     files = encode_part(model_part(number), tensors, rank, notes)
     return files | (encode_part(extra_part(number), extra, rank) if extra else {})
@@ -240,7 +242,7 @@ def rank_files(rank: int, random: RandomState, buffers: list[dict[str, Tensor]])
     return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
 
 
-def _buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
+def _collect_buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
     """Return each model's buffers that are saved, as this process has them."""
     states = [model.state_dict() for model in accelerator.unwrapped_models]
     return [
@@ -270,7 +272,7 @@ def publish(world: World, target: Path, files: Files, info: dict[str, Any], othe
             raise ValueError(f"a save_state pre-hook wrote {clashing[0]}, which is a file of the checkpoint itself.")
         entries = store.write_files(staging, files)
     except Exception as caught:
-        error = _explained(caught, target, files)
+        error = _explain_error(caught, target, files)
     of_ranks = world.gather_objects((entries, error is None))
     if world.is_main:
         try:
@@ -284,7 +286,7 @@ def publish(world: World, target: Path, files: Files, info: dict[str, Any], othe
     world.raise_together(error)
 
 
-def _explained(error: Exception, target: Path, files: Files) -> Exception:
+def _explain_error(error: Exception, target: Path, files: Files) -> Exception:
     """Return the error, that of a full disk with the free and the needed bytes."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
@@ -295,7 +297,7 @@ def _explained(error: Exception, target: Path, files: Files) -> Exception:
     return OSError(error.errno, f"can't save {target}: {error.strerror}. {needed}. What was saved stays.")
 
 
-def _weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list[dict[str, Any] | None]:
+def _collect_weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list[dict[str, Any] | None]:
     """Return each model's state as it lies on the processes; None for one that a hook saves."""
     models = accelerator.models
     if not accelerator.checkpointer.save_hooks:
@@ -316,13 +318,13 @@ def _weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list
     ]
 
 
-def _apart(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_tensors(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors of a model's state, and what else modules keep there (``get_extra_state``)."""
     extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
     return {name: value for name, value in weights.items() if name not in extra}, extra
 
 
-def _shared_state(accelerator: Accelerator) -> TrainState:
+def _collect_shared_state(accelerator: Accelerator) -> TrainState:
     if (loss_scale := accelerator.accumulation.loss_scale) is not None:
         loss_scale.settle()
     attempts, registered = Attempts(), dict[str, Any]()

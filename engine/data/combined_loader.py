@@ -43,7 +43,7 @@ class CombinedLoader:
         self.iterables = iterables
         self._limits: list[int | float] | None = None
         self._running: Iterator[Any] | None = None
-        leaves = list(_leaves(iterables, True))
+        leaves = list(_iter_leaves(iterables, True))
         if not leaves:
             raise ValueError(f"CombinedLoader({iterables!r}) has no loader in it: give it at least one.")
         for leaf in leaves:
@@ -91,7 +91,7 @@ class CombinedLoader:
 
     def in_form(self, values: Iterable[Any]) -> Any:
         """One value for each iterable, in the form of ``iterables``."""
-        return _filled(self.iterables, iter(values), True)
+        return _fill_form(self.iterables, iter(values), True)
 
     def limit_of(self, number: int) -> int | None:
         """The most batches to read in one pass of an iterable; None for all."""
@@ -99,7 +99,7 @@ class CombinedLoader:
         return None if limit is None or limit == float("inf") else int(limit)
 
     def __iter__(self) -> CombinedLoader:
-        self._running = self._numbered()
+        self._running = self._iter_numbered()
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
@@ -107,7 +107,7 @@ class CombinedLoader:
             iter(self)
         return next(self._running)  # type: ignore[arg-type]
 
-    def _numbered(self) -> Iterator[tuple[Any, int, int]]:
+    def _iter_numbered(self) -> Iterator[tuple[Any, int, int]]:
         def start(number: int, _: bool) -> Iterator[Any]:
             return itertools.islice(self._flattened[number], self.limit_of(number))
 
@@ -148,22 +148,22 @@ def _holds_loaders(values: Iterable[Any]) -> bool:
     )
 
 
-def _leaves(value: Any, outermost: bool = False) -> Iterator[Any]:
+def _iter_leaves(value: Any, outermost: bool = False) -> Iterator[Any]:
     if isinstance(value, Mapping):
         value = list(value.values())
     elif not (isinstance(value, list | tuple) and (outermost or _holds_loaders(value))):
         yield value
         return
     for child in value:
-        yield from _leaves(child)
+        yield from _iter_leaves(child)
 
 
-def _filled(form: Any, values: Iterator[Any], outermost: bool = False) -> Any:
+def _fill_form(form: Any, values: Iterator[Any], outermost: bool = False) -> Any:
     if isinstance(form, Mapping):
-        items = {key: _filled(child, values) for key, child in form.items()}
+        items = {key: _fill_form(child, values) for key, child in form.items()}
         return items if type(form) is dict else with_items(form, items)
     if isinstance(form, list | tuple) and (outermost or _holds_loaders(form)):
-        return honor_type(form, [_filled(child, values) for child in form])
+        return honor_type(form, [_fill_form(child, values) for child in form])
     return next(values)
 
 

@@ -154,12 +154,12 @@ class JointLoader(Loader):
         self._resuming, self._plan.order = False, {}
         for number, loader in enumerate(self.loaders):
             if loader._plan.draws_later and number not in self._loader_streams:
-                self._loader_streams[number] = _apart(self._stream, number)
+                self._loader_streams[number] = _derive_stream(self._stream, number)
                 loader.draw_from(self._loader_streams[number])
         passing, self._passing = self._passing, 0
         length = self.length
         batches = self._plan.batches(None if length is None else max(0, length - self.batches))
-        return self._after(passing, batches) if passing else batches
+        return self._pass_over(passing, batches) if passing else batches
 
     def end_epoch(self) -> None:
         """Go on with the next epoch, even if this one was left early. Happens by itself when it is exhausted."""
@@ -210,7 +210,7 @@ class JointLoader(Loader):
         Raises:
             ValueError: see `check`.
         """
-        if self.evaluation and self._difference(state):
+        if self.evaluation and self._describe_difference(state):
             self.set_epoch(state["epoch"])
             return
         self.check(state)
@@ -247,12 +247,12 @@ class JointLoader(Loader):
         Raises:
             ValueError: if others were.
         """
-        if text := self._difference(state):
+        if text := self._describe_difference(state):
             raise ValueError(f"{text}: pass the same ones, or resume with weights only.")
         for loader, saved in zip(self.loaders, state["loaders"], strict=True):
             loader.check(saved)
 
-    def _difference(self, state: dict[str, Any]) -> str:
+    def _describe_difference(self, state: dict[str, Any]) -> str:
         count, mode = len(self.loaders), self._plan.mode
         saved_count = len(state["loaders"]) if "loaders" in state else 1
         if saved_count != count or "loaders" not in state:
@@ -262,7 +262,7 @@ class JointLoader(Loader):
         return ""
 
 
-def _apart(stream: RandomStream, number: int) -> RandomStream:
+def _derive_stream(stream: RandomStream, number: int) -> RandomStream:
     """A stream that follows from another one, and from a loader's number."""
     with isolated_random_state():
         seed_everything(seed_from(stream.state, f"loader {number}") % 2**32)

@@ -203,9 +203,9 @@ class Loader:
         for batch in batches:
             micro = cursor.micro
             assert micro is not None
-            yield (batch,) if micro.last else itertools.chain((batch,), self._rest(batches))
+            yield (batch,) if micro.last else itertools.chain((batch,), self._finish_group(batches))
 
-    def _rest(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _finish_group(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             last = self._cursor.micro.last  # type: ignore[union-attr]
             yield batch
@@ -227,11 +227,11 @@ class Loader:
             iterator = plan.start(lambda: iter(self._view), self._started)
             self._started = getattr(self._view, "persistent_workers", False)
             batches = plan.batches(iterator)
-            return self._after(passing, batches) if passing else batches
+            return self._pass_over(passing, batches) if passing else batches
         plan.begin(self.epoch, self.samples, limit, self.batches, passing)
-        return self._after(passing, iter(self._view)) if passing else iter(self._view)
+        return self._pass_over(passing, iter(self._view)) if passing else iter(self._view)
 
-    def _after(self, passing: int, batches: Iterator[Any]) -> Iterator[Any]:
+    def _pass_over(self, passing: int, batches: Iterator[Any]) -> Iterator[Any]:
         """Count the batches that the epoch begins without; a stream has to read them."""
         plan = self._plan
         if not isinstance(plan, ShardedBatches):

@@ -59,10 +59,10 @@ def steady(iterator: Iterator[Any]) -> Iterator[Any]:
     ``itertools.islice``, ``zip`` and ``for`` call ``iter`` on what they are given. A user-defined iterator whose
     ``__iter__`` rewinds it would begin anew with each call. Iterators written in C and generators don't.
     """
-    return _nexts(iterator) if type(iterator).__flags__ & _DEFINED_IN_PYTHON else iterator
+    return _iter_without_rewind(iterator) if type(iterator).__flags__ & _DEFINED_IN_PYTHON else iterator
 
 
-def _nexts(iterator: Iterator[Any]) -> Iterator[Any]:
+def _iter_without_rewind(iterator: Iterator[Any]) -> Iterator[Any]:
     while True:
         try:
             item = next(iterator)

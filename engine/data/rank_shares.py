@@ -61,7 +61,7 @@ class RankShares:
         self._world = world
         counts = [share.batches for share in shares]
         if any(count == 0 for count in counts) and any(counts):
-            raise _empty([rank for rank, count in enumerate(counts) if count == 0], source)
+            raise _make_empty_error([rank for rank, count in enumerate(counts) if count == 0], source)
         self._shares = shares
         self._alike = Counter(shares) if all(share.samples is not None for share in shares) else None
         defined_counts = [count for count in counts if count is not None]
@@ -94,7 +94,7 @@ class RankShares:
             return [self.size * samples for samples in local_samples]
         if self._alike is not None:
             alike = self._alike.items()
-            sums = [sum(ranks * _samples(share, first + n) for share, ranks in alike) for n in range(width)]
+            sums = [sum(ranks * _count_samples(share, first + n) for share, ranks in alike) for n in range(width)]
             return sums[: sums.index(0)] if 0 in sums else sums
         # The last number counts the ranks that have data left.
         packed = torch.tensor([*local_samples, *[0] * (width - len(local_samples)), bool(local_samples)])
@@ -102,7 +102,7 @@ class RankShares:
         if 0 < active < self.size:
             if first == 0:
                 every = self._world.gather_objects(bool(local_samples))
-                raise _empty([rank for rank, some in enumerate(every) if not some], source)
+                raise _make_empty_error([rank for rank, some in enumerate(every) if not some], source)
             self._announce(f"after {first} batches {self.size - active} of {self.size} ranks have no data left")
         return sums[: sums.index(0)] if 0 in sums else sums
 
@@ -144,12 +144,12 @@ def compare_across_ranks(first: str, source: str, kind: str, world: World) -> bo
     return False
 
 
-def _samples(share: Share, batch: int) -> int:
+def _count_samples(share: Share, batch: int) -> int:
     assert share.samples is not None
     return min(max(0, share.samples - batch * share.batch_size), share.batch_size)
 
 
-def _empty(ranks: list[int], source: str) -> ValueError:
+def _make_empty_error(ranks: list[int], source: str) -> ValueError:
     names = ", ".join(map(str, ranks))
     return ValueError(
         f"{source} yields no batch on rank {names}, and batches on the others: a rank without data cannot take part. "

@@ -36,8 +36,8 @@ class Draws:
         self, stream: RandomStream, source: Any, samplers: Iterable[Any] = (), dataset: Dataset[Any] | None = None
     ) -> None:
         self.stream = stream
-        reachable_samplers = _within(samplers, Sampler, ("sampler", "batch_sampler"))
-        datasets = [part for root in _within([dataset], Dataset) for part in (root, *parts_of(root))]
+        reachable_samplers = _find_nested(samplers, Sampler, ("sampler", "batch_sampler"))
+        datasets = [part for root in _find_nested([dataset], Dataset) for part in (root, *parts_of(root))]
         self.private = generators_of([source, *reachable_samplers, *datasets])
         self.counting_epochs = [part for part in {id(d): d for d in datasets}.values() if _counts_epochs(part)]
         self.stateful = [sampler for sampler in reachable_samplers if stateful(sampler) is not None]
@@ -138,7 +138,7 @@ class Draws:
 
     def note_counts(self) -> None:
         """An epoch's order is about to be drawn for the first time."""
-        self._last = self._counts()
+        self._last = self._read_counts()
         if self._first is None:
             self._first = self._last
 
@@ -151,7 +151,7 @@ class Draws:
         if self._first is None or not self._counting:
             return
         for sampler, first, latest in zip(
-            self._counting, self._first, self._last if inside else self._counts(), strict=True
+            self._counting, self._first, self._last if inside else self._read_counts(), strict=True
         ):
             changed = [name for name, count in latest.items() if first.get(name) != count]
             if changed:
@@ -164,7 +164,7 @@ class Draws:
                 self._counting = []
                 return
 
-    def _counts(self) -> list[dict[str, int]]:
+    def _read_counts(self) -> list[dict[str, int]]:
         return [{name: value for name, value in vars(s).items() if type(value) is int} for s in self._counting]
 
 
@@ -172,8 +172,8 @@ class Draws:
 def preserve_loader_state(loader: Any) -> Iterator[None]:
     """Whatever is read from ``loader`` inside leaves no trace in its generators, its samplers and its datasets."""
     batches = getattr(loader, "batch_sampler", None)
-    samplers = _within([getattr(loader, "sampler", None), batches], Sampler, ("sampler", "batch_sampler"))
-    owners = [*samplers, *_within([getattr(loader, "dataset", None)], Dataset)]
+    samplers = _find_nested([getattr(loader, "sampler", None), batches], Sampler, ("sampler", "batch_sampler"))
+    owners = [*samplers, *_find_nested([getattr(loader, "dataset", None)], Dataset)]
     generators = generators_of([loader, *owners])
     drawn = states_of(generators)
     states = [(owner, copy.deepcopy(owner.state_dict())) for owner in owners if stateful(owner) is not None]
@@ -214,31 +214,31 @@ def _counts_epochs(dataset: Any) -> bool:
 
 def generators_within(dataset: Any) -> list[Any]:
     """The generators among the attributes of a dataset, and of the datasets that it holds."""
-    return generators_of(_within([dataset], Dataset))
+    return generators_of(_find_nested([dataset], Dataset))
 
 
 def generators_of(owners: Iterable[Any]) -> list[Any]:
     """The generators among the attributes of ``owners``, each once."""
     generators: dict[int, Any] = {}
     for owner in owners:
-        for _, value in _attributes(owner):
+        for _, value in _iter_attributes(owner):
             if isinstance(value, _KINDS):
                 generators.setdefault(id(value), value)
     return list(generators.values())
 
 
-def _within(roots: Iterable[Any], kind: type, names: tuple[str, ...] = ()) -> list[Any]:
+def _find_nested(roots: Iterable[Any], kind: type, names: tuple[str, ...] = ()) -> list[Any]:
     """``roots`` and, from them on, every attribute that is a ``kind`` or has one of these names; each once."""
     reached: dict[int, Any] = {}
     waiting = [root for root in roots if root is not None]
     for owner in waiting:  # which grows
         if id(owner) not in reached:
             reached[id(owner)] = owner
-            waiting += [value for name, value in _attributes(owner) if isinstance(value, kind) or name in names]
+            waiting += [value for name, value in _iter_attributes(owner) if isinstance(value, kind) or name in names]
     return list(reached.values())
 
 
-def _attributes(owner: Any) -> Iterable[tuple[str, Any]]:
+def _iter_attributes(owner: Any) -> Iterable[tuple[str, Any]]:
     """Attributes by name; those of a list or dict that begins with an object of its own one by one."""
     for name, value in sorted(getattr(owner, "__dict__", {}).items()):
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -250,18 +250,18 @@ def _attributes(owner: Any) -> Iterable[tuple[str, Any]]:
 
 def states_of(generators: list[Any]) -> list[Any]:
     """Where generators are now."""
-    return [_get(generator) for generator in generators]
+    return [_read_state(generator) for generator in generators]
 
 
 def load_states(generators: list[Any], states: list[Any]) -> None:
     """Put generators back to what `states_of` returned."""
     for generator, state in zip(generators, states, strict=True):
-        _set(generator, state)
+        _restore_state(generator, state)
 
 
 def fitting(generators: list[Any], states: list[Any]) -> bool:
     """Whether ``states`` are those of as many generators, of the same kinds."""
-    return len(generators) == len(states) and all(map(_takes, generators, states))
+    return len(generators) == len(states) and all(map(_accepts_state, generators, states))
 
 
 def say_begin_anew(owner: Any, generators: list[Any], states: list[Any]) -> None:
@@ -272,7 +272,7 @@ def say_begin_anew(owner: Any, generators: list[Any], states: list[Any]) -> None
     )
 
 
-def _takes(generator: Any, state: Any) -> bool:
+def _accepts_state(generator: Any, state: Any) -> bool:
     if isinstance(generator, torch.Generator):
         return isinstance(state, Tensor)
     if isinstance(generator, np.random.Generator):
@@ -280,7 +280,7 @@ def _takes(generator: Any, state: Any) -> bool:
     return isinstance(state, tuple) and isinstance(state[0], str) == isinstance(generator, np.random.RandomState)
 
 
-def _get(generator: Any) -> Any:
+def _read_state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
@@ -288,7 +288,7 @@ def _get(generator: Any) -> Any:
     return generator.get_state()
 
 
-def _set(generator: Any, state: Any) -> None:
+def _restore_state(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):

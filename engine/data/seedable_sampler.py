@@ -57,11 +57,11 @@ def with_seedable_sampler(loader: Any, seed: int) -> Any:
     settings = view.__dict__  # DataLoader forbids to set these by name once it is built
     settings["_iterator"] = None
     for name in ("sampler", "batch_sampler"):
-        settings[name] = _replaced(settings[name], seed, replaced)
+        settings[name] = _replace_sampler(settings[name], seed, replaced)
     return view
 
 
-def _replaced(sampler: Any, seed: int, replaced: dict[int, Any]) -> Any:
+def _replace_sampler(sampler: Any, seed: int, replaced: dict[int, Any]) -> Any:
     """Return ``sampler``, or a copy with the seedable one in it.
 
     Args:
@@ -73,7 +73,7 @@ def _replaced(sampler: Any, seed: int, replaced: dict[int, Any]) -> Any:
     if isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__:
         return replaced.setdefault(id(sampler), SeedableRandomSampler(sampler, seed))
     within = getattr(sampler, "sampler", None)  # of a batch sampler
-    replacement = _replaced(within, seed, replaced) if within is not None else None
+    replacement = _replace_sampler(within, seed, replaced) if within is not None else None
     if replacement is within:
         return sampler
     copied = copy.copy(sampler)

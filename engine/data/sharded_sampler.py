@@ -161,7 +161,7 @@ class ShardedBatches:
         shares = self.planner.shares
         if shares is not None and shares.batches is not None:
             return shares.batches if limit is None else min(shares.batches, limit)
-        return self._rounds(len(self.sampler), limit)  # type: ignore[arg-type]
+        return self._count_batches(len(self.sampler), limit)  # type: ignore[arg-type]
 
     def agree(self, world: World) -> None:
         """Find out whether the ranks share out one dataset in one order, or each reads its own. All ranks must ask.
@@ -198,9 +198,9 @@ class ShardedBatches:
         if count is None:
             return Share(None, self.batch_size, None)
         samples = count - count % self.batch_size if self.drop_last and self.plain else count
-        return Share(samples if self.plain or not self.batched else None, self.batch_size, self._rounds(count))
+        return Share(samples if self.plain or not self.batched else None, self.batch_size, self._count_batches(count))
 
-    def _rounds(self, items: int, limit: int | None = None) -> int:
+    def _count_batches(self, items: int, limit: int | None = None) -> int:
         """Batches this process makes of so many of the user's sampler's last items, no more than ``limit``."""
         size = self.planner.size
         count, rest = divmod(items, self.width)
@@ -239,7 +239,7 @@ class ShardedBatches:
         count = sized(self.sampler)
         if count is None or self.planner.shares is not None:
             return -(-items // self.full)
-        return self._rounds(count) - self._rounds(max(0, count - items))
+        return self._count_batches(count) - self._count_batches(max(0, count - items))
 
     def __len__(self) -> int:
         return self.total(self.limit)
@@ -263,7 +263,7 @@ class ShardedBatches:
                 draws.note_counts()
             else:
                 draws.load(self.order)
-            batches = self._batches(seed_from(self.order["stream"], self._purpose()))
+            batches = self._plan_batches(seed_from(self.order["stream"], self._name_seed_purpose()))
             first = list(itertools.islice(batches, 1))
             if self.planner.shares is not None:
                 self._keep_in_step(start_state)
@@ -274,7 +274,7 @@ class ShardedBatches:
                     draws.load_samplers(start_state)
         return itertools.chain(first, batches)
 
-    def _purpose(self) -> int | str:
+    def _name_seed_purpose(self) -> int | str:
         """What the seed of the epoch's workers is for: ranks with data of their own draw numbers of their own."""
         rank = 0 if self.planner.shares is None else self.planner.world_rank
         return f"epoch {self.epoch} of rank {rank}" if rank else self.epoch
@@ -297,9 +297,9 @@ class ShardedBatches:
         # A sampler that draws as it goes has a stream of its own from here, or the workers' reading ahead and the
         # validation loaders between would change what it draws.
         self._rest = RandomStream(self.draws.stream.get_state())
-        return _drawn_from(self._rest, source, block)
+        return _draw_in_blocks(self._rest, source, block)
 
-    def _global_batches(self) -> Iterator[tuple[list[Any], list[int] | None]]:
+    def _read_global_batches(self) -> Iterator[tuple[list[Any], list[int] | None]]:
         """Global batches as flat indices; with the sizes of the user's own batches where those must be kept."""
         size, width = self.planner.size, self.width
         skip = self.skip if self.planner.shares is None else 0  # of data of its own a rank passes over batches
@@ -321,9 +321,9 @@ class ShardedBatches:
             elif not self.drop_last:
                 yield list(itertools.chain.from_iterable(batches)), None
 
-    def _groups(self) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
+    def _read_groups(self) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
         """Groups of global batches, each with the samples of its batches."""
-        batches: Iterator[Any] = itertools.islice(self._global_batches(), self.limit)
+        batches: Iterator[Any] = itertools.islice(self._read_global_batches(), self.limit)
         if self.merge_tail:
             batches = _merge_tail(batches, self.planner.size)
         for indices, _ in itertools.islice(batches, self.passed):
@@ -334,8 +334,8 @@ class ShardedBatches:
     def _read_rank_groups(
         self, shares: RankShares
     ) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
-        """As `_groups`, where each rank reads data of its own: until the last rank has read it."""
-        batches, stand_in = self._global_batches(), list[Any]()
+        """As `_read_groups`, where each rank reads data of its own: until the last rank has read it."""
+        batches, stand_in = self._read_global_batches(), list[Any]()
         for indices, _ in itertools.islice(batches, self.done):
             stand_in = indices[:1]
         first, left, name = self.done, self.limit, type(self.sampler).__name__
@@ -354,18 +354,18 @@ class ShardedBatches:
             else:
                 yield group, totals
 
-    def _batches(self, epoch_seed: int) -> Iterator[Any]:
+    def _plan_batches(self, epoch_seed: int) -> Iterator[Any]:
         rank, size, shares = self.planner.rank, self.planner.size, self.planner.shares
         micros, noted, positions, batched = self.micros, self.noted, self.positions, self.batched
         consumed: int | None = None
         planned: list[int] | None = None
-        for group, totals in self._groups() if shares is None else self._read_rank_groups(shares):
+        for group, totals in self._read_groups() if shares is None else self._read_rank_groups(shares):
             if consumed is None:
                 consumed = self.skip + self.passed_samples
             if totals != planned:  # most groups are like the one before
                 # Batches of the user's own may be cut otherwise, and those of ranks with data of their own too.
                 planned = totals if group[0][1] is None and shares is None else None
-                parts = [_part(indices, widths, rank, size) for indices, widths in group]
+                parts = [_cut_share(indices, widths, rank, size) for indices, widths in group]
                 plan = self.planner.plan([(p.stop - p.start, n) for p, n in zip(parts, totals, strict=True)])
             drawn = self.drawn if shares is None else None
             for number, micro in enumerate(plan):
@@ -382,7 +382,7 @@ class ShardedBatches:
                 yield local_indices if batched else local_indices[0]
 
 
-def _drawn_from(stream: RandomStream, source: Iterator[Any], block: int) -> Iterator[Any]:
+def _draw_in_blocks(stream: RandomStream, source: Iterator[Any], block: int) -> Iterator[Any]:
     while True:
         with stream.drawing():  # dear, hence in blocks
             items = list(itertools.islice(source, block))
@@ -391,7 +391,7 @@ def _drawn_from(stream: RandomStream, source: Iterator[Any], block: int) -> Iter
         yield from items
 
 
-def _part(indices: list[Any], widths: list[int] | None, rank: int, size: int) -> slice:
+def _cut_share(indices: list[Any], widths: list[int] | None, rank: int, size: int) -> slice:
     if widths is None:
         return share(len(indices), rank, size)
     start = sum(widths[:rank])

@@ -11,7 +11,7 @@ _MAPPED = "MappedExamplesIterable"
 
 def split_over(dataset: Any) -> int:
     """The number of ranks that a Hugging Face stream was split over by ``split_dataset_by_node``; 0 for any other."""
-    distributed = getattr(dataset, "_distributed", None) if _library(dataset) == "datasets" else None
+    distributed = getattr(dataset, "_distributed", None) if _name_library(dataset) == "datasets" else None
     return int(getattr(distributed, "world_size", 0))
 
 
@@ -20,7 +20,7 @@ def state_gap(dataset: Any) -> str:
 
     Hugging Face: ``IterableDataset.state_dict`` names both cases.
     """
-    if _library(dataset) != "datasets":
+    if _name_library(dataset) != "datasets":
         return ""
     names = {type(part).__name__: part for part in parts_of(dataset)}
     if _SHUFFLE_BUFFER in names:
@@ -35,7 +35,7 @@ def not_repeatable(dataset: Any) -> str:
     """Why a stream without a state yields other samples when it is read again; "" where that is not known."""
     if any(kind.__module__.partition(".")[0] == "streaming" for kind in type(dataset).__mro__):
         return "StreamingDataset counts its epochs by itself; read it through streaming.StreamingDataLoader"
-    if _library(dataset) != "webdataset":
+    if _name_library(dataset) != "webdataset":
         return ""
     for part in parts_of(dataset):
         arguments = getattr(part, "kw", {})
@@ -50,7 +50,7 @@ def not_repeatable(dataset: Any) -> str:
 
 def parts_of(dataset: Any) -> Iterator[Any]:
     """The objects of the dataset's own library that it is made of, itself first; of another library none."""
-    library, visited, waiting = _library(dataset), set[int](), [dataset]
+    library, visited, waiting = _name_library(dataset), set[int](), [dataset]
     for part in waiting if library in ("datasets", "webdataset") else ():  # which grows
         if id(part) in visited:
             continue
@@ -59,9 +59,11 @@ def parts_of(dataset: Any) -> Iterator[Any]:
         for value in vars(part).values():
             within = value if isinstance(value, list | tuple) else (value,)
             waiting += [
-                candidate for candidate in within if _library(candidate) == library and hasattr(candidate, "__dict__")
+                candidate
+                for candidate in within
+                if _name_library(candidate) == library and hasattr(candidate, "__dict__")
             ]
 
 
-def _library(value: Any) -> str:
+def _name_library(value: Any) -> str:
     return type(value).__module__.partition(".")[0]

@@ -277,15 +277,17 @@ class StreamedBatches:
             self.draws.stream.advance()  # what is read moves each rank's reader by another length
         stand_in = None
         if stands is None:
-            self._see_first(source)
+            self._compare_first(source)
             stand_in = self._fast_forward(source)
         left = 0 if stands is not None and stands["ended"] else self.limit
         shares = self.planner.shares
         yield from (
-            self._dealt(source, left) if shares is None else self._read_rank_batches(source, left, shares, stand_in)
+            self._deal_batches(source, left)
+            if shares is None
+            else self._read_rank_batches(source, left, shares, stand_in)
         )
 
-    def _dealt(self, source: Iterator[Any], left: int | None) -> Iterator[Any]:
+    def _deal_batches(self, source: Iterator[Any], left: int | None) -> Iterator[Any]:
         """One stream, which all ranks read."""
         micros = self.micros
         rank, size = self.planner.rank, self.planner.size
@@ -348,7 +350,7 @@ class StreamedBatches:
                 "datasets.distributed.split_dataset_by_node(dataset, rank, world_size)."
             )
 
-    def _see_first(self, source: Iterator[Any]) -> None:
+    def _compare_first(self, source: Iterator[Any]) -> None:
         """Note what the epoch begins with; warn if a resumed epoch does not begin with it again."""
         expected, self._expected = self._expected, ""
         self.first_digest = ""
@@ -399,7 +401,7 @@ class StreamedBatches:
             raise other_batches(self.source)
         return [*pushed, *((self.sizes.popleft(), item) for item in items)]
 
-    def _why_again(self) -> str:
+    def _explain_rereading(self) -> str:
         dataset = getattr(self.source, "dataset", None)
         if self.gap:
             return self.gap
@@ -415,9 +417,9 @@ class StreamedBatches:
         passed, batches, batch = 0, 0, None
         if self.skip and not isinstance(self.source, list | tuple):
             warn(
-                f"{self._why_again()}, so {self.skip} samples are read again and passed over to resume where the run "
-                "stopped. A dataset with state_dict/load_state_dict resumes at once without workers, a loader with "
-                "them always."
+                f"{self._explain_rereading()}, so {self.skip} samples are read again and passed over to resume where "
+                "the run stopped. A dataset with state_dict/load_state_dict resumes at once without workers, a loader "
+                "with them always."
             )
         with self._lend():
             while (batches < self.done if presharded else passed < self.skip) and (read := self._read(source, 1)):

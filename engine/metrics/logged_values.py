@@ -143,7 +143,7 @@ class Metrics:
             spec,
             on_step=on_step,
             on_epoch=on_epoch,
-            reduction=_reduction(name, reduce_fx),
+            reduction=_resolve_reduction(name, reduce_fx),
             prog_bar=prog_bar,
             logger=logger is not False,
             suffix=suffix,
@@ -168,7 +168,7 @@ class Metrics:
     def step_values(self, world: World) -> list[tuple[Entry, float]]:
         """The latest step's values over all processes; one exchange. All processes must ask."""
         entries = [entry for entry in self._in_step.values() if entry.on_step and entry.last is not None]
-        return self._reduced(entries, [entry.step_pair() for entry in entries], world)
+        return self._reduce_entries(entries, [entry.step_pair() for entry in entries], world)
 
     def epoch_values(self, world: World) -> list[tuple[Entry, float]]:
         """The values of the epoch over all batches and processes; one exchange. All processes must ask."""
@@ -176,10 +176,10 @@ class Metrics:
         plain = [entry for entry in entries if entry.metric is None]
         # Metric objects and the values of batches are exchanged apart: the same ones on all processes, or they hang.
         others = [entry for entry in self.entries if entry.metric is not None or entry.batches is not None]
-        values = dict(self._reduced(plain, [entry.epoch_pair() for entry in plain], world, others))
+        values = dict(self._reduce_entries(plain, [entry.epoch_pair() for entry in plain], world, others))
         for entry in entries:
             if entry.metric is not None:  # exchanges its own state
-                values[entry] = _computed(entry)
+                values[entry] = _compute_number(entry)
         return [(entry, values[entry]) for entry in entries if entry in values]
 
     def batch_values(self, world: World) -> list[tuple[Place, list[tuple[Entry, float]]]]:
@@ -232,7 +232,7 @@ class Metrics:
         self.evaluation = None
 
     @staticmethod
-    def _reduced(
+    def _reduce_entries(
         entries: list[Entry], pairs: list[tuple[Any, float]], world: World, others: Iterable[Entry] = ()
     ) -> list[tuple[Entry, float]]:
         if world.size > 1:
@@ -316,7 +316,7 @@ def _select_parts(parts: list[Any], world: World) -> list[Any]:
     return [part for part in mine if part]
 
 
-def _reduction(name: str, reduce_fx: Any) -> str:
+def _resolve_reduction(name: str, reduce_fx: Any) -> str:
     """Return the name of a reduction, given by its name or as a function."""
     reduction = getattr(reduce_fx, "__name__", reduce_fx)
     reduction = {"amin": "min", "amax": "max", "avg": "mean"}.get(reduction, reduction)
@@ -345,7 +345,7 @@ def _to_number(name: str, value: Any) -> Any:
         ) from None
 
 
-def _computed(entry: Entry) -> float:
+def _compute_number(entry: Entry) -> float:
     value = entry.metric.compute()
     try:
         return float(value)

@@ -75,10 +75,10 @@ class Agreement:
             self.stop = self.stop_vote
             if not self.immediate and self.watch_finite:
                 taint, self._taint = self._taint, None
-                self._read_later(_packed(None, taint, self._device))
+                self._read_later(_pack_votes(None, taint, self._device))
             return None
         summed = self._strategy.agreement()
-        packed = _packed(summed, self._local_taint, self._device)
+        packed = _pack_votes(summed, self._local_taint, self._device)
         if self.immediate:
             self._read(packed)
         else:
@@ -127,7 +127,7 @@ class Agreement:
         self._local_taint = self._pending = None
 
 
-def _packed(votes: Tensor | None, local_taint: Tensor | None, device: torch.device) -> Tensor:
+def _pack_votes(votes: Tensor | None, local_taint: Tensor | None, device: torch.device) -> Tensor:
     """The summed votes and this process's own taint, to be read at once; in a world of one they are the same."""
     taint = torch.zeros(1, device=device) if local_taint is None else local_taint.reshape(1)
     if votes is None:

@@ -31,7 +31,7 @@ class BuiltSchedule:
 
     def __init__(self, scheduler: Any) -> None:
         self.state: State = copy.deepcopy(scheduler.state_dict())
-        self.arguments: State = dict(_arguments(self.state))
+        self.arguments: State = dict(_iter_arguments(self.state))
         self.effective_arguments = self.arguments
         driven = getattr(scheduler, "optimizer", None)
         self.options = built_options(driven) if isinstance(driven, Optimizer) else []
@@ -60,15 +60,15 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | str | None)
 
 
-def _arguments(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _iter_arguments(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Counter):  # the milestones of `MultiStepLR`
         value = sorted(value.elements())
     if isinstance(value, Mapping):
         for key, item in value.items():
             if key not in _POSITION and (key in _NESTED or not str(key).startswith("_")):
-                yield from _arguments(item, f"{name}.{key}" if name else str(key))
+                yield from _iter_arguments(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
         for number, item in enumerate(value):
-            yield from _arguments(item, f"{name}[{number}]")
+            yield from _iter_arguments(item, f"{name}[{number}]")
     elif _is_plain(value := plain(value)):
         yield name, value

@@ -82,21 +82,21 @@ def differences(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -
         for name, saved_shape in saved["shapes"].items()
         if name in shapes and saved_shape != shapes[name]
     ]
-    if not lines and _grouping(saved["groups"]) != _grouping(_groups_by_name(optimizer, names)):
+    if not lines and _list_group_members(saved["groups"]) != _list_group_members(_name_groups(optimizer, names)):
         lines.append(f"the parameters are in other groups: {len(saved['groups'])} of them in the checkpoint")
     return lines
 
 
-def _groups_by_name(optimizer: Optimizer, names: list[str]) -> list[State]:
+def _name_groups(optimizer: Optimizer, names: list[str]) -> list[State]:
     left = iter(names)
     return [{**group, "params": list(itertools.islice(left, len(group["params"])))} for group in optimizer.param_groups]
 
 
-def _grouping(groups: list[State]) -> list[frozenset[str]]:
+def _list_group_members(groups: list[State]) -> list[frozenset[str]]:
     return [frozenset(group["params"]) for group in groups]
 
 
-def _counterpart(group: State, saved: list[State]) -> State:
+def _find_counterpart(group: State, saved: list[State]) -> State:
     """Return the saved group that a group's parameters were in; the group itself if they were in none or in several."""
     owners = [saved_group for saved_group in saved if not set(group["params"]).isdisjoint(saved_group["params"])]
     return owners[0] if len(owners) == 1 else group
@@ -110,9 +110,9 @@ def numbered(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> S
     """
     parameters = dict(zip(names, parameters_of(optimizer), strict=True))
     index = {name: i for i, name in enumerate(names)}
-    current_groups = _groups_by_name(optimizer, names)
-    alike = _grouping(saved["groups"]) == _grouping(current_groups)
-    options = saved["groups"] if alike else [_counterpart(group, saved["groups"]) for group in current_groups]
+    current_groups = _name_groups(optimizer, names)
+    alike = _list_group_members(saved["groups"]) == _list_group_members(current_groups)
+    options = saved["groups"] if alike else [_find_counterpart(group, saved["groups"]) for group in current_groups]
     groups = [
         {**_read_tensors(saved_group, None), "params": [index[name] for name in group["params"]]}
         for group, saved_group in zip(current_groups, options, strict=True)

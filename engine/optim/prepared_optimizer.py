@@ -134,7 +134,7 @@ class PreparedScheduler:
         steps, skipped = self.since
         if skipped and not steps:
             return
-        self._last_counts = self._counts()
+        self._last_counts = self._count_steps()
         if args or kwargs:
             # Told one value of a metric twice, ReduceLROnPlateau would count an epoch without improvement.
             self.scheduler.step(*args, **kwargs)
@@ -177,7 +177,7 @@ class PreparedScheduler:
     @property
     def since(self) -> tuple[int, int]:
         """The steps that its optimizer has taken, and those it skipped, since this was called last."""
-        steps, skipped = self._counts()
+        steps, skipped = self._count_steps()
         return steps - self._last_counts[0], skipped - self._last_counts[1]
 
     def resume(
@@ -193,7 +193,7 @@ class PreparedScheduler:
                 of processes each then has a batch of another size, and the schedule's steps have another length.
         """
         self.scheduler.load_state_dict(state)
-        steps, skipped = self._counts()
+        steps, skipped = self._count_steps()
         self._last_counts = (steps - since[0], skipped - since[1])
         if batch_size_unchanged and advances != self.advances and not self._convert(advances):
             self.advances = advances  # what the schedule's length is counted in was saved with it
@@ -224,7 +224,7 @@ class PreparedScheduler:
         scheduler.last_epoch, scheduler._step_count = position, position + 1
         return True
 
-    def _counts(self) -> tuple[int, int]:
+    def _count_steps(self) -> tuple[int, int]:
         driven = getattr(self.scheduler, "optimizer", None)
         prepared = [o for o in self._accumulation.optimizers if driven is o or driven is o.optimizer]
         return sum(o.steps_taken for o in prepared), sum(o.skipped for o in prepared)

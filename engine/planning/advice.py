@@ -24,10 +24,10 @@ def advise(plan: Plan, again: Again) -> list[str]:
     """
     if not plan.fits:
         return [_advise_fit(plan, again)]
-    hints = _mixed(plan, again)
+    hints = _suggest_mixed_precision(plan, again)
     if plan.grid["shard"] > 1:
-        hints += _hybrid(plan, again)
-        hints += _half(plan, again)
+        hints += _suggest_hybrid_sharding(plan, again)
+        hints += _suggest_half_gathering(plan, again)
     return hints
 
 
@@ -55,7 +55,7 @@ def _advise_fit(plan: Plan, again: Again) -> str:
         with suppress(ValueError):  # the model has no repeated blocks
             candidate = attempt("compute activations again (activation_checkpointing_policy=True)", recompute=True)
     if not candidate.fits and candidate.micro_batch > 1:
-        candidate = _smaller(candidate, attempt, plan)
+        candidate = _shrink_micro_batch(candidate, attempt, plan)
     if candidate.fits:
         return f"to make it fit, {' and '.join(words)}: then {size(candidate.reserved)} are held"
     states = sum(candidate.states.values())
@@ -68,7 +68,7 @@ def _advise_fit(plan: Plan, again: Again) -> str:
     )
 
 
-def _smaller(candidate: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:
+def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:
     """Fewer samples at once, as many per step."""
     fixed = sum(candidate.states.values())
     room = candidate.gpu.memory / candidate.calibration.reserved - fixed
@@ -80,34 +80,34 @@ def _smaller(candidate: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:
     return attempt(f"take micro-batches of {samples}, {times} accumulated", micro_batch=samples, accumulate=times)
 
 
-def _mixed(plan: Plan, again: Again) -> list[str]:
+def _suggest_mixed_precision(plan: Plan, again: Again) -> list[str]:
     """Multiply matrices in half precision; parameters and optimizer states keep theirs."""
     if plan.precision.name != "32-true":
         return []
     name = "16-mixed" if plan.gpu.name == "v100" else "bf16-mixed"  # Volta has no bfloat16
-    return _compared(plan, again(precision=name), f"mixed precision (precision={name})")
+    return _describe_gain(plan, again(precision=name), f"mixed precision (precision={name})")
 
 
-def _hybrid(plan: Plan, again: Again) -> list[str]:
+def _suggest_hybrid_sharding(plan: Plan, again: Again) -> list[str]:
     """Shard within a machine, replicate over machines: then parameters are gathered by the fast links alone."""
     inside = max(1, plan.gpu.per_machine // plan.grid["tensor"])
     replicas, left = divmod(plan.world_size // plan.grid["tensor"], inside)
     if replicas < 2 or left or inside < 2 or plan.grid["replicate"] > 1:
         return []
     other = again(replicate=replicas)
-    return _compared(plan, other, f"hybrid sharding (data_parallel_replicate={replicas}: shards of {inside})")
+    return _describe_gain(plan, other, f"hybrid sharding (data_parallel_replicate={replicas}: shards of {inside})")
 
 
-def _half(plan: Plan, again: Again) -> list[str]:
+def _suggest_half_gathering(plan: Plan, again: Again) -> list[str]:
     """Gather in the format of the computation."""
     if plan.precision.compute is None or not plan.strategy.gathers_in_storage_dtype:
         return []
     other = again(gather=plan.precision.compute)
     short = str(plan.precision.compute).removeprefix("torch.")
-    return _compared(plan, other, f"gathering in {short} (mixed_precision=MixedPrecisionPolicy({short}, float32))")
+    return _describe_gain(plan, other, f"gathering in {short} (mixed_precision=MixedPrecisionPolicy({short}, float32))")
 
 
-def _compared(plan: Plan, other: Plan, words: str) -> list[str]:
+def _describe_gain(plan: Plan, other: Plan, words: str) -> list[str]:
     gain = plan.band[1] / other.band[1] - 1
     if gain < _WORTH:
         return []

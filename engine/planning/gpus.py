@@ -54,7 +54,9 @@ _TABLE: dict[str, tuple[float, ...]] = {
 }
 
 
-def _gpu(name: str, half: float, tf32: float, single: float, speed: float, size: float, link: float, net: float) -> GPU:
+def _make_gpu(
+    name: str, half: float, tf32: float, single: float, speed: float, size: float, link: float, net: float
+) -> GPU:
     return GPU(
         name=name,
         half=half * 1e12,
@@ -67,7 +69,7 @@ def _gpu(name: str, half: float, tf32: float, single: float, speed: float, size:
     )
 
 
-GPUS = {name: _gpu(name, *numbers) for name, numbers in _TABLE.items()}
+GPUS = {name: _make_gpu(name, *numbers) for name, numbers in _TABLE.items()}
 # Words in a driver's name that make another device of the same chip.
 _OTHERS = {"laptop", "mig", "nvl", "pcie"}
 

@@ -200,23 +200,23 @@ class Meter(TorchDispatchMode):
                 return
             raise ValueError(f"a plan does not know the collective {name!r} yet; please report it.")
         kind, place = _KINDS[name]
-        whole = _flat(out if place < 0 else args[place])
+        whole = _flatten(out if place < 0 else args[place])
         size = sum(tensor.numel() * tensor.element_size() for tensor in whole)
-        ranks = self._ranks(args)
+        ranks = self._find_ranks(args)
         self.launched += 1
         self.traffic.add(kind, size)
         functional = isinstance(args[-1], str)
         end = self.clocks.exchange(ranks, collective_seconds(kind, size, ranks, self.prices.gpu), wait=not functional)
         if functional:
-            for tensor in _flat(out):
+            for tensor in _flatten(out):
                 self._ready[tensor.untyped_storage()._cdata] = end
         elif kind == "reduce_scatter":
-            self.memory.name(_flat(args[1]), GATHERED)
-            self.memory.name(_flat(args[0]), GRADIENTS)
+            self.memory.name(_flatten(args[1]), GATHERED)
+            self.memory.name(_flatten(args[0]), GRADIENTS)
         elif kind == "all_gather":
             self.memory.name(whole, GATHERED)
 
-    def _ranks(self, args: Any) -> tuple[int, ...]:
+    def _find_ranks(self, args: Any) -> tuple[int, ...]:
         for arg in args:
             if isinstance(arg, torch.ScriptObject):
                 return simulation.members(arg)
@@ -226,9 +226,9 @@ class Meter(TorchDispatchMode):
         return self._members[name]
 
 
-def _flat(value: Any) -> list[Tensor]:
+def _flatten(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _flat(item)]
+        return [tensor for item in value for tensor in _flatten(item)]
     return []

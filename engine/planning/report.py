@@ -59,9 +59,9 @@ def screen(
     compiled = ", compiled" if plan.compiled else ""
     rows: list[tuple[str, str]] = [
         *([("gpu", f"{plan.gpu.name}, {gpu_from}")] if gpu_from else []),
-        ("processes", _processes(plan)),
-        ("batch", _batch(plan)),
-        ("steps", _steps(plan, schedule)),
+        ("processes", _describe_processes(plan)),
+        ("batch", _describe_batch(plan)),
+        ("steps", _describe_steps(plan, schedule)),
     ]
     if schedule.rates:
         low, high = min(schedule.rates), max(schedule.rates)
@@ -72,33 +72,33 @@ def screen(
     frozen = plan.parameters - plan.trainable
     rows += [
         ("parameters", f"{plan.parameters:,}" + (f", {frozen:,} of them frozen" if frozen else ", all trained")),
-        ("memory", _fit(plan)),
-        ("", _memory(plan)),
-        ("checkpoint", _checkpoint(plan)),
-        ("exchange", _exchange(plan)),
-        ("step", _time(plan)),
-        ("", _bound(plan)),
+        ("memory", _describe_fit(plan)),
+        ("", _describe_memory(plan)),
+        ("checkpoint", _describe_checkpoint(plan)),
+        ("exchange", _describe_exchange(plan)),
+        ("step", _describe_time(plan)),
+        ("", _describe_bound(plan)),
     ]
     if schedule.steps is not None:
         low_time, _, high_time = (seconds * schedule.steps for seconds in plan.band)
         rows.append(("run", f"{duration(low_time)} to {duration(high_time)} of training"))
     rows += [("advice", hint) for hint in hints]
-    rows.append(("checked", " ".join(_checked(plan))))
+    rows.append(("checked", " ".join(_describe_checks(plan))))
     head = f"plan of {name} on {hardware}, {plan.strategy.name}, {plan.precision.name}{compiled}"
-    return "\n".join([head, "", *(line for label, text in rows for line in _row(label, text, width))])
+    return "\n".join([head, "", *(line for label, text in rows for line in _format_row(label, text, width))])
 
 
-def _row(label: str, text: str, width: int) -> list[str]:
+def _format_row(label: str, text: str, width: int) -> list[str]:
     lines = textwrap.wrap(text, width - _LABEL, break_long_words=False, break_on_hyphens=False)
     return [f"{label if at == 0 else '':<{_LABEL}}{line}" for at, line in enumerate(lines)]
 
 
-def _checked(plan: Plan) -> list[str]:
+def _describe_checks(plan: Plan) -> list[str]:
     alike = plan.checked and not plan.host_bound
     return [CHECKED, *([] if alike else [UNCHECKED]), *([FURTHER] if plan.world_size > 512 else [])]
 
 
-def _processes(plan: Plan) -> str:
+def _describe_processes(plan: Plan) -> str:
     if plan.world_size == 1:
         return "1: nothing is exchanged"
     grid = plan.grid
@@ -107,7 +107,7 @@ def _processes(plan: Plan) -> str:
     return f"{plan.world_size:,} = {replicas} x {grid['shard']:,} shard" + ("" if grid["shard"] == 1 else "s") + shared
 
 
-def _batch(plan: Plan) -> str:
+def _describe_batch(plan: Plan) -> str:
     groups = plan.world_size // plan.grid["tensor"]
     whose = "processes" if plan.grid["tensor"] == 1 else f"groups of {plan.grid['tensor']} processes"
     if groups == 1:
@@ -118,7 +118,7 @@ def _batch(plan: Plan) -> str:
     )
 
 
-def _steps(plan: Plan, schedule: Schedule) -> str:
+def _describe_steps(plan: Plan, schedule: Schedule) -> str:
     epoch_text = "" if schedule.per_epoch is None else f"{schedule.per_epoch:,} per epoch"
     if schedule.samples is not None and schedule.samples < plan.samples:
         epoch_text += f", which has no more than {schedule.samples:,} samples"
@@ -128,12 +128,12 @@ def _steps(plan: Plan, schedule: Schedule) -> str:
     return f"{schedule.steps:,} in all" + (epoch_text and f", {epoch_text}")
 
 
-def _checkpoint(plan: Plan) -> str:
+def _describe_checkpoint(plan: Plan) -> str:
     parts = plan.grid["shard"] * plan.grid["tensor"]
     return f"{size(plan.checkpoint)}" + (f" in {parts:,} parts of {size(plan.checkpoint / parts)}" if parts > 1 else "")
 
 
-def _fit(plan: Plan) -> str:
+def _describe_fit(plan: Plan) -> str:
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     return (
         f"{verdict}: of {size(plan.gpu.memory)} per process {size(plan.peak)} at the peak, with the allocator's share "
@@ -141,12 +141,12 @@ def _fit(plan: Plan) -> str:
     )
 
 
-def _memory(plan: Plan) -> str:
+def _describe_memory(plan: Plan) -> str:
     parts = [(kind, plan.memory[kind]) for kind in CATEGORIES if plan.memory.get(kind, 0) >= plan.peak / 1000]
     return "peak: " + ", ".join(f"{_NAMES.get(kind, kind)} {size(number)}" for kind, number in parts)
 
 
-def _exchange(plan: Plan) -> str:
+def _describe_exchange(plan: Plan) -> str:
     if not plan.traffic.count:
         return "nothing"
     kinds = sorted(plan.traffic.size, key=lambda kind: -plan.traffic.size[kind])
@@ -154,7 +154,7 @@ def _exchange(plan: Plan) -> str:
     return "per step and process: " + ", ".join(parts)
 
 
-def _time(plan: Plan) -> str:
+def _describe_time(plan: Plan) -> str:
     low, likely, high = plan.band
     share = plan.flops / likely / plan.gpu.half
     peak = "less than 1%" if share < 0.01 else f"{share:.0%}"
@@ -164,7 +164,7 @@ def _time(plan: Plan) -> str:
     )
 
 
-def _bound(plan: Plan) -> str:
+def _describe_bound(plan: Plan) -> str:
     """What the step's time goes on."""
     if plan.host_bound:
         low, _, high = (seconds / plan.launched * 1e6 for seconds in plan.host)

@@ -106,14 +106,14 @@ class _Step:
             batches = [self.on.precision.cast(make_batch(self.on.micro_batch)) for _ in range(self.on.accumulate)]
             try:
                 with meter:
-                    optimizer = self._prepared_optimizer()
+                    optimizer = self._prepare_optimizer()
                     self._train(optimizer, batches, order)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise _no_values(error, str(error.func)) from error
+                raise _make_value_error(error, str(error.func)) from error
             except RuntimeError as error:
                 if ".numpy()" not in str(error):
                     raise
-                raise _no_values(error, "numpy()") from error
+                raise _make_value_error(error, "numpy()") from error
 
     def _note_gradients(self) -> list[tuple[Tensor, float]]:
         """Where gradients lie whole: when each is ready, in a backward that is to be reduced."""
@@ -129,7 +129,7 @@ class _Step:
                 parameter.register_post_accumulate_grad_hook(note)
         return order
 
-    def _prepared_optimizer(self) -> Optimizer:
+    def _prepare_optimizer(self) -> Optimizer:
         """With the states that it has after a first step."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         optimizer: Optimizer = self.make_optimizer(trained)
@@ -161,7 +161,7 @@ class _Step:
         begun = clocks.compute.time
         target = self.called if self.on.step is None else simulation.method(self.called, self.model, self.on.step)
         for size in self.on.strategy.buffer_broadcast_bytes(self.model):
-            clocks.spend(self._sent("broadcast", size))
+            clocks.spend(self._note_collective("broadcast", size))
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
             if hasattr(self.called, "set_requires_gradient_sync"):
@@ -189,7 +189,7 @@ class _Step:
         buckets = self.on.strategy.reduction_buckets([p for p, _ in order], ballot=self.on.step is not None)
         if buckets is None:
             if self.on.step is not None and self.on.strategy.sharded and self.on.world_size > 1:
-                self._sent("all_reduce", simulation.VOTES_BYTES)  # while the last backward runs
+                self._note_collective("all_reduce", simulation.VOTES_BYTES)  # while the last backward runs
             return
         done = 0.0
         for bucket in buckets:
@@ -198,11 +198,11 @@ class _Step:
             if len(bucket) > len(members):
                 size += simulation.ballot_bytes(p for p, _ in order)
             begun = max((when for _, when in members), default=order[0][1])
-            done = max(done, begun) + self._sent("all_reduce", size)
+            done = max(done, begun) + self._note_collective("all_reduce", size)
         compute = self.meter.clocks.compute
         compute.time = max(compute.time, done)
 
-    def _sent(self, kind: str, size: int) -> float:
+    def _note_collective(self, kind: str, size: int) -> float:
         """Write a collective of all processes down; returns its seconds."""
         ranks = tuple(range(self.on.strategy.world.size))
         self.meter.traffic.add(kind, size)
@@ -222,7 +222,7 @@ def _give_sizes(called: nn.Module) -> None:
                 part.__dict__[name] = torch.empty_like(value, device="cpu")
 
 
-def _no_values(error: Exception, operation: str) -> ValueError:
+def _make_value_error(error: Exception, operation: str) -> ValueError:
     """Says which line of the user's own asks for what a plan does not have."""
     user_frames = [
         (frame.f_code.co_filename, line)

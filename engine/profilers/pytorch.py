@@ -109,10 +109,10 @@ class PyTorchProfiler(Profiler):
         if self.emit_nvtx:
             if not torch.cuda.is_available():
                 raise ValueError("PyTorchProfiler(emit_nvtx=True) makes ranges for CUDA devices, and there is none.")
-            self.profiler = torch.autograd.profiler.emit_nvtx(**_common(self.profiler_kwargs))
+            self.profiler = torch.autograd.profiler.emit_nvtx(**_select_nvtx_options(self.profiler_kwargs))
         else:
             self.profiler = torch.profiler.profile(
-                schedule=self.plan, on_trace_ready=self._ready, **self.profiler_kwargs
+                schedule=self.plan, on_trace_ready=self._export_cycle, **self.profiler_kwargs
             )
         self.profiler.__enter__()
         if self.record_module_names and self.model is not None:
@@ -168,7 +168,7 @@ class PyTorchProfiler(Profiler):
                 "before its schedule began to record. PyTorchProfiler(schedule=None) records all of them."
             )
 
-    def _ready(self, profiler: Any) -> None:
+    def _export_cycle(self, profiler: Any) -> None:
         """A cycle of the schedule is recorded."""
         rows = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
         on_device = any(activity.name != "CPU" for activity in profiler.activities)
@@ -223,6 +223,6 @@ def _check_names(owner: str, options: dict[str, Any], function: Any, reserved: t
         choose(f"{owner}: argument", name, valid_names)
 
 
-def _common(options: dict[str, Any]) -> dict[str, Any]:
+def _select_nvtx_options(options: dict[str, Any]) -> dict[str, Any]:
     """Those of the arguments that ``emit_nvtx`` has too."""
     return {name: value for name, value in options.items() if name == "record_shapes"}

@@ -103,7 +103,7 @@ class SimpleProfiler(Profiler):
             return ""
         title = f"Profile of {self._stage}" if self._stage else "Profile"
         on_device = self._clock is not None
-        lines = [f"{title}: {_seconds(elapsed)}", *table(self.actions, elapsed, self.extended, on_device)]
+        lines = [f"{title}: {_format_seconds(elapsed)}", *table(self.actions, elapsed, self.extended, on_device)]
         if self.device is not None and self.device.type != "cpu" and not on_device:
             lines.append(f"The process runs ahead of {self.device.type}: these are times of launching, and of waiting.")
         if words := verdict(self.actions, self.advice, on_device):
@@ -120,10 +120,13 @@ def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_devi
     rows = []
     for name in sorted(exclusive, key=lambda name: -exclusive[name]):
         a = actions[name]
-        mean = [_seconds(a.total / a.calls), *((_seconds(a.device_total / a.calls),) if on_device else ())]
-        rows.append([name, str(a.calls), *mean, _seconds(a.longest), _seconds(a.total), share[name]])
+        mean = [
+            _format_seconds(a.total / a.calls),
+            *((_format_seconds(a.device_total / a.calls),) if on_device else ()),
+        ]
+        rows.append([name, str(a.calls), *mean, _format_seconds(a.longest), _format_seconds(a.total), share[name]])
     blanks = [""] * (len(heads) - 3)
-    rows.append(["(elsewhere)", *blanks, _seconds(rest), f"{100 * rest / elapsed:.1f} %"])
+    rows.append(["(elsewhere)", *blanks, _format_seconds(rest), f"{100 * rest / elapsed:.1f} %"])
     if not extended:
         columns = [place for place, head in enumerate(heads) if head in ("action", "mean", "device mean", "total")]
         heads, rows = [heads[i] for i in columns], [[row[i] for i in columns] for row in rows]
@@ -131,7 +134,7 @@ def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_devi
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in [heads, *rows]]
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     """A duration in the unit that fits."""
     if value >= 1:
         return f"{value:.2f} s"

@@ -82,15 +82,17 @@ def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device:
     worst = max(others, key=lambda kind: others[kind], default="")
     if worst and others[worst] / total >= ENOUGH:
         if worst not in _KINDS:
-            return f"Verdict: {subject} spends {_percent(others[worst] / total)} of the time in {worst}."
+            return f"Verdict: {subject} spends {_to_percent(others[worst] / total)} of the time in {worst}."
         does, usual = _KINDS[worst]
-        return f"Verdict: {subject} {does} {_percent(others[worst] / total)} of the time: {advice.get(worst, usual)}."
-    text = f"Verdict: {subject} computes {_percent(spent['computing'] / total)} of the time"
+        return (
+            f"Verdict: {subject} {does} {_to_percent(others[worst] / total)} of the time: {advice.get(worst, usual)}."
+        )
+    text = f"Verdict: {subject} computes {_to_percent(spent['computing'] / total)} of the time"
     if worst:
         does = _KINDS[worst][0] if worst in _KINDS else f"is in {worst}"
-        text += f"; next, it {does} {_percent(others[worst] / total)} of it"
+        text += f"; next, it {does} {_to_percent(others[worst] / total)} of it"
     return text + "."
 
 
-def _percent(share: float) -> str:
+def _to_percent(share: float) -> str:
     return f"{100 * share:.0f} %"

@@ -81,11 +81,11 @@ def put(
     model: nn.Module, source: Opened, strict: bool = True, prefix: str | None = None, rename: Rename | None = None
 ) -> Loaded:
     """Load what was opened into a model; see `load_weights`."""
-    unwrapped = _inside(model)
+    unwrapped = _unwrap_model(model)
     state = unwrapped.state_dict()
     targets = {strip_compile_prefix(name): name for name in state}
-    weights = _renamed(source, prefix, rename, set(targets))
-    weights |= _tied(unwrapped, weights)
+    weights = _rename_weights(source, prefix, rename, set(targets))
+    weights |= _find_tied_values(unwrapped, weights)
     missing = tuple(name for name in targets if name not in weights)
     unexpected = tuple(name for name in weights if name not in targets)
     reshaped = tuple(name for name, key in targets.items() if name in weights and not _fits(weights[name], state[key]))
@@ -95,7 +95,7 @@ def put(
     else:
         fitting = [name for name in weights if name in targets and name not in reshaped]
         if not fitting:
-            raise ValueError(f"{source.place}: nothing in it fits the model.{_advice(weights, targets)}")
+            raise ValueError(f"{source.place}: nothing in it fits the model.{_suggest_prefix(weights, targets)}")
         _say_left_out(source.place, missing, unexpected, reshaped)
     values = {}
     for name in fitting:
@@ -105,11 +105,13 @@ def put(
     try:
         unwrapped.load_state_dict(values, strict=strict)
     except RuntimeError as error:
-        raise ValueError(f"{source.place}: does not fit the model: {error}{_advice(weights, targets)}") from error
+        raise ValueError(
+            f"{source.place}: does not fit the model: {error}{_suggest_prefix(weights, targets)}"
+        ) from error
     return Loaded(tuple(fitting), missing, unexpected, reshaped)
 
 
-def _inside(model: nn.Module) -> nn.Module:
+def _unwrap_model(model: nn.Module) -> nn.Module:
     unwrapped = SingleDevice().unwrap(model)
     empty = [name for name, value in unwrapped.state_dict().items() if getattr(value, "is_meta", False)]
     if empty or is_dispatched(unwrapped):
@@ -121,7 +123,7 @@ def _inside(model: nn.Module) -> nn.Module:
     return unwrapped
 
 
-def _tied(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+def _find_tied_values(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
     """Names for tied parameters, of which a file may hold one name only."""
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -165,17 +167,19 @@ def _compare(
         f"{source.place}: holds another model's weights:\n  "
         + "\n  ".join(line[:300] for line in lines[:30])
         + more
-        + f"\nWith strict=False what fits is loaded.{_advice(weights, targets)}"
+        + f"\nWith strict=False what fits is loaded.{_suggest_prefix(weights, targets)}"
     )
 
 
 def _may_know_other_names(module: nn.Module) -> bool:
     """Whether parts of the model have hooks of their own that change what is loaded, such as a weight norm's."""
     hooks = [hook for part in module.modules() for hook in part._load_state_dict_pre_hooks.values()]
-    return any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed") for hook in map(_bare, hooks))
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith("torch.distributed") for hook in map(_unwrap_hook, hooks)
+    )
 
 
-def _bare(hook: Any) -> Any:
+def _unwrap_hook(hook: Any) -> Any:
     return getattr(hook, "hook", hook)
 
 
@@ -186,12 +190,12 @@ def _say_left_out(place: str, *left: tuple[str, ...]) -> None:
         warn(f"load_weights({place!r}, strict=False) left out what is {'; '.join(reasons)}.")
 
 
-def _renamed(source: Opened, prefix: str | None, rename: Rename | None, model_names: set[str]) -> dict[str, Any]:
+def _rename_weights(source: Opened, prefix: str | None, rename: Rename | None, model_names: set[str]) -> dict[str, Any]:
     values = source.weights | {name: value for name, value in source.others.items() if name.endswith("_extra_state")}
-    change = _renaming(rename)
+    change = _make_renaming(rename)
     result: dict[str, Any] = {}
     if prefix is None:
-        values = _without_wrappers(values, model_names)
+        values = _strip_wrappers(values, model_names)
     elif not any(name.startswith(prefix) for name in values):
         raise ValueError(f"{source.place}: no name begins with prefix={prefix!r}; its names are {some(list(values))}.")
     for name, value in values.items():
@@ -208,7 +212,7 @@ def _renamed(source: Opened, prefix: str | None, rename: Rename | None, model_na
     return result
 
 
-def _renaming(rename: Rename | None) -> Callable[[str], str | None]:
+def _make_renaming(rename: Rename | None) -> Callable[[str], str | None]:
     if rename is None:
         return lambda name: name
     if callable(rename):
@@ -226,7 +230,7 @@ def _renaming(rename: Rename | None) -> Callable[[str], str | None]:
     return change
 
 
-def _without_wrappers(values: dict[str, Any], model_names: set[str]) -> dict[str, Any]:
+def _strip_wrappers(values: dict[str, Any], model_names: set[str]) -> dict[str, Any]:
     """Values under names without what wrappers put there, as far as the model's own names don't have it."""
     values = {strip_compile_prefix(name): value for name, value in values.items()}
     for inside in _INSIDE:
@@ -242,21 +246,21 @@ def _without_wrappers(values: dict[str, Any], model_names: set[str]) -> dict[str
     return values
 
 
-def _advice(weights: Mapping[str, Any], model_names: Mapping[str, Any]) -> str:
+def _suggest_prefix(weights: Mapping[str, Any], model_names: Mapping[str, Any]) -> str:
     """What would make the names fit better, if a prefix does."""
     if len(weights) > 100_000:
         return ""
 
-    def beginnings(names: Mapping[str, Any]) -> set[str]:
+    def list_beginnings(names: Mapping[str, Any]) -> set[str]:
         parts = [name.split(".")[:-1][:6] for name in list(names)[:100]]
         return {".".join(words[:n]) + "." for words in parts for n in range(1, len(words) + 1)}
 
     best, advice = sum(name in model_names for name in weights), ""
-    for begin in sorted(beginnings(weights)):
+    for begin in sorted(list_beginnings(weights)):
         count = sum(name.startswith(begin) and name.removeprefix(begin) in model_names for name in weights)
         if count > best:
             best, advice = count, f" prefix={begin!r} makes {count} of the model's {len(model_names)} names fit."
-    for begin in sorted(beginnings(model_names)):
+    for begin in sorted(list_beginnings(model_names)):
         count = sum(begin + name in model_names for name in weights)
         if count > best:
             best, advice = (

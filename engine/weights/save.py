@@ -142,9 +142,9 @@ def write_weights(
     directory = Path(os.path.abspath(directory))
     refuse_checkpoint(directory)
     filesystem.make_directory(directory)
-    shards = _shards(tensors, limit)
+    shards = _split_shards(tensors, limit)
     kind, other = _KINDS if safe else _KINDS[::-1]
-    files = _free_names(directory, *kind, len(shards))
+    files = _choose_free_names(directory, *kind, len(shards))
     size = sum(map(nbytes, tensors.values()))
     placed = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
     placed |= {} if safe else {alias: placed[name] for alias, name in aliases.items()}
@@ -191,7 +191,7 @@ def nbytes(tensor: Whole) -> int:
     return tensor.shape.numel() * tensor.dtype.itemsize
 
 
-def _shards(tensors: Mapping[str, Whole], limit: int) -> list[list[str]]:
+def _split_shards(tensors: Mapping[str, Whole], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     shard_bytes = 0
     for name, tensor in tensors.items():
@@ -203,7 +203,7 @@ def _shards(tensors: Mapping[str, Whole], limit: int) -> list[list[str]]:
     return shards
 
 
-def _free_names(directory: Path, stem: str, ending: str, number: int) -> list[str]:
+def _choose_free_names(directory: Path, stem: str, ending: str, number: int) -> list[str]:
     """The names for so many shards; of several, names that no file has. One file replaces another in one move."""
     if number == 1:
         return [f"{stem}.{ending}"]

@@ -102,7 +102,7 @@ def _open(path: Path, sha256: str | None, *, digests: bool = True) -> Opened:
         if path.is_dir():
             if sha256 is not None:
                 raise ValueError("sha256= is the digest of one file; name the file")
-            return _folder(path, digests)
+            return _open_folder(path, digests)
         if not path.is_file():
             raise ValueError(
                 f"{'is no plain file' if os.path.lexists(path) else 'does not exist'}. {_ACCEPTED_SOURCES}"
@@ -111,13 +111,13 @@ def _open(path: Path, sha256: str | None, *, digests: bool = True) -> Opened:
             check_digest(path, sha256)
         with path.open("rb") as file:
             start = file.read(1)
-        return Opened(place, *_index(path)) if start == b"{" else Opened(place, *_file(path))
+        return Opened(place, *_open_index(path)) if start == b"{" else Opened(place, *_open_file(path))
     except (ValueError, OSError, MemoryError, RecursionError) as error:
         text = str(error) or type(error).__name__
         raise ValueError(text if text.startswith(place) else f"{place}: {text.rstrip('.')}.") from error
 
 
-def _folder(path: Path, digests: bool) -> Opened:
+def _open_folder(path: Path, digests: bool) -> Opened:
     if (path / MANIFEST).is_file():
         saved, extra = OpenCheckpoint(path), extra_part(0)
         saved.verify() if digests else check_files(path, saved.manifest, digests=False)
@@ -145,7 +145,7 @@ def _folder(path: Path, digests: bool) -> Opened:
     return _open(path / candidates[0], None, digests=digests)
 
 
-def _index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _open_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     # Hugging Face's cache holds links only. What must not lead elsewhere is the content, see below.
     document = filesystem.read_json(path.resolve(), _MAX_INDEX_BYTES)
     places = document.get("weight_map") if isinstance(document, dict) else None
@@ -160,7 +160,7 @@ def _index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         if not (path.parent / file).is_file():
             lost = [name[:80] for name, place in places.items() if place == file]
             raise ValueError(f"names {file[:80]}, which is missing beside it, for {some(lost)}")
-        inside, beside, _ = _file(path.parent / file)
+        inside, beside, _ = _open_file(path.parent / file)
         names_by_file[file] = set(inside)
         weights |= {name: piece for name, piece in inside.items() if places.get(name) == file}
         others |= beside
@@ -170,7 +170,7 @@ def _index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return weights, others
 
 
-def _file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | None]:
+def _open_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | None]:
     with path.open("rb") as stream:
         head = stream.read(512)
     # First of all: the length of a safetensors header may well begin with the byte that a pickle begins with.
@@ -194,7 +194,7 @@ def state_in(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     document = file.reader.container(file.document)
     if not isinstance(document, dict):
-        raise ValueError(f"it holds no dict of tensors but {_called(document)}; save model.state_dict()")
+        raise ValueError(f"it holds no dict of tensors but {_name_kind(document)}; save model.state_dict()")
     key = next((key for key in _STATE_KEYS if isinstance(file.reader.container(document.get(key)), dict)), "")
     before = set(file.reader.dropped)
     state = file.reader.mapping(document[key] if key else document, key)
@@ -209,15 +209,15 @@ def state_in(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
     if not weights and not key:
         raise ValueError(
             f"it holds no tensors by name, nor any under {', '.join(_STATE_KEYS)}. It holds "
-            f"{some([str(name)[:60] for name in document])}{_whole_module(document)}"
+            f"{some([str(name)[:60] for name in document])}{_describe_module(document)}"
         )
     return weights, others
 
 
-def _called(document: Any) -> str:
+def _name_kind(document: Any) -> str:
     return getattr(document, "name", None) or f"a {type(document).__name__}"
 
 
-def _whole_module(document: dict[Any, Any]) -> str:
+def _describe_module(document: dict[Any, Any]) -> str:
     objects = [f"{key} is a {value.name}" for key, value in document.items() if hasattr(value, "name")]
     return f" ({some(objects)}, an object that only its own program can make): save its state_dict()" if objects else ""
