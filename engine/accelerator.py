@@ -34,7 +34,7 @@ from .configuration import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from .data import CombinedLoader, JointLoader, Loader, mover, skip_first_batches, with_seedable_sampler
+from .data import CombinedLoader, JointLoader, Loader, choose_mover, replace_random_sampler, skip_first_batches
 from .garbage_collection import collect, is_memory_short
 from .optim import (
     Accumulation,
@@ -378,7 +378,7 @@ class Accelerator(Process):
         stream = self.stream
         assert stream is not None
         if move is None and (self.device_placement if device_placement is None else device_placement):
-            move = mover(self.device, self.precision)
+            move = choose_mover(self.device, self.precision)
         if self.use_seedable_sampler:
             loader = self._replace_random_samplers(loader, shard)
         prepared = (JointLoader if isinstance(loader, CombinedLoader) else Loader)(
@@ -407,9 +407,9 @@ class Accelerator(Process):
         if shared:
             seed = self.world.broadcast(seed)
         if not isinstance(loader, CombinedLoader):
-            return with_seedable_sampler(loader, seed)
+            return replace_random_sampler(loader, seed)
         combined = copy.copy(loader)
-        combined.flattened = [with_seedable_sampler(source, seed) for source in loader.flattened]
+        combined.flattened = [replace_random_sampler(source, seed) for source in loader.flattened]
         return combined
 
     @property

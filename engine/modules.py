@@ -49,12 +49,12 @@ def forget(model: nn.Module) -> None:
             part._compiled_call_impl = None
 
 
-def unused(model: nn.Module) -> list[str]:
+def list_unused(model: nn.Module) -> list[str]:
     """The compiled parts of ``model`` that have never been called: other methods of them run as they are."""
     return [name for name, part in model.named_modules() if getattr(part._compiled_call_impl, "unused", False)]
 
 
-def compiled_names(model: nn.Module) -> list[str]:
+def list_compiled_names(model: nn.Module) -> list[str]:
     """The names of the modules in ``model`` that run compiled; its class's name is its own."""
     parts = ((name, part) for name, part in model.named_modules() if part._compiled_call_impl is not None)
     return [name or type(part).__name__ for name, part in parts]

@@ -18,13 +18,13 @@ def strip_compile_prefix(name: str) -> str:
     return name.replace(_COMPILED, "")
 
 
-def untied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def split_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors, each once, and which name stands for which of the others."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in weights.items():
-        first_name = first.setdefault(view_key(tensor), name)
+        first_name = first.setdefault(make_view_key(tensor), name)
         if first_name == name:
             tensors[name] = tensor
         else:
@@ -32,7 +32,7 @@ def untied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str
     return tensors, aliases
 
 
-def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+def make_view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What two tensors have in common exactly when they are the same view of the same memory, as tied weights are.
 
     Args:

@@ -93,7 +93,7 @@ class RandomStream:
         return host_state() if self._lent else dict(self.state)
 
     def go_to(self, state: State) -> None:
-        """Go on from a state that `now` returned, inside `drawing` or out."""
+        """Go on from a state that `get_state` returned, inside `drawing` or out."""
         if self._lent:
             set_host_state(state)
         else:

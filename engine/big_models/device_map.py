@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from ...common.messages import announce, nearest
-from ..checkpoint import some
+from ..checkpoint import abbreviate
 from .device_map_report import device_map_plan
 from .memory import Device, format_bytes, get_max_memory, is_accelerator, resolve
-from .module_sizes import Dtypes, Part, model_parts
-from .module_tensors import READ_FROM_OUTSIDE, named_tensors, tied_names
+from .module_sizes import Dtypes, Part, split_model
+from .module_tensors import READ_FROM_OUTSIDE, group_tied_names, named_tensors
 
 DeviceMap = dict[str, Device]
 
@@ -54,7 +54,7 @@ def infer_auto_device_map(
     """
     room: dict[Device, int | None] = {**get_max_memory(max_memory)}
     room.setdefault("disk", None)
-    parts = model_parts(model, no_split_module_classes, dtype, special_dtypes)
+    parts = split_model(model, no_split_module_classes, dtype, special_dtypes)
     placed = _fill(parts, room, None, offload_buffers, fallback_allocation)
     mains = [*(device for device in room if is_accelerator(device) and room[device]), "cpu"]
     if any(device == "disk" or (not is_accelerator(device) and len(mains) > 1) for device in placed.values()):
@@ -163,7 +163,7 @@ def get_balanced_memory(
     """
     full = get_max_memory(max_memory)
     used = [device for device in full if is_accelerator(device) and full[device] > 0]
-    parts = model_parts(model, no_split_module_classes, dtype, special_dtypes)
+    parts = split_model(model, no_split_module_classes, dtype, special_dtypes)
     total = sum(part.size for part in parts)
     if low_zero and len(used) > 1:
         first, *used = used
@@ -196,7 +196,7 @@ def get_balanced_memory(
     return limit_memory(high) | {used[-1]: full[used[-1]]}
 
 
-def device_of(device_map: Mapping[str, Device], name: str) -> Device | None:
+def look_up_device(device_map: Mapping[str, Device], name: str) -> Device | None:
     """The device that a map gives to a module or tensor: that of its nearest name upwards."""
     while name not in device_map:
         if not name:
@@ -219,10 +219,12 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
             raise ValueError(f"device_map: the model has no module or tensor {name!r}.{nearest(name, valid_names)}")
         if device != "disk":
             resolve(device)
-    missed = [name for name in tensors if device_of(device_map, name) is None]
+    missed = [name for name in tensors if look_up_device(device_map, name) is None]
     if missed:
-        raise ValueError(f"device_map: gives no device to {some(missed)}. Add them, or '' for all that is not named.")
-    for names in tied_names(tensors):
+        raise ValueError(
+            f"device_map: gives no device to {abbreviate(missed)}. Add them, or '' for all that is not named."
+        )
+    for names in group_tied_names(tensors):
         _check_together(device_map, names, "are one tensor")
     for path, module in model.named_modules():
         if isinstance(module, READ_FROM_OUTSIDE):
@@ -231,9 +233,9 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
 
 
 def _check_together(device_map: Mapping[str, Device], names: list[str], why: str) -> None:
-    first = device_of(device_map, names[0])
+    first = look_up_device(device_map, names[0])
     for name in names:
-        if (device := device_of(device_map, name)) != first:
+        if (device := look_up_device(device_map, name)) != first:
             raise ValueError(
                 f"device_map: {names[0]!r} and {name!r} {why}, but lie on {first} and {device}. Give both one device."
             )

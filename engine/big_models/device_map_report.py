@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..parameter_names import view_key
+from ..parameter_names import make_view_key
 from .memory import Device, format_bytes, get_max_memory
-from .module_sizes import Dtypes, tensor_bytes
-from .module_tensors import named_tensors, tied_names
+from .module_sizes import Dtypes, measure_tensors
+from .module_tensors import group_tied_names, named_tensors
 
 
 def device_map_plan(
@@ -32,14 +32,14 @@ def device_map_plan(
         dtype: What floating point weights will be loaded as. Default: what they are.
         special_dtypes: Dtypes of single tensors by name.
     """
-    tensors, bytes_of = named_tensors(model), tensor_bytes(model, dtype, special_dtypes)
+    tensors, bytes_of = named_tensors(model), measure_tensors(model, dtype, special_dtypes)
     sizes: dict[str, int] = dict.fromkeys(device_map, 0)
     counted_keys = set()
     for name, tensor in tensors.items():
         entry = name
         while entry and entry not in sizes:
             entry = entry.rpartition(".")[0]
-        if entry in sizes and (key := view_key(tensor)) not in counted_keys:
+        if entry in sizes and (key := make_view_key(tensor)) not in counted_keys:
             counted_keys.add(key)
             sizes[entry] += bytes_of[key]
     rows = [("module", "device", "size")]
@@ -53,7 +53,7 @@ def device_map_plan(
         used = sum(size for name, size in sizes.items() if device_map[name] == device)
         totals.append((str(device), format_bytes(used), format_bytes(room[device]) if device in room else "no limit"))
     lines = [*_format_table(rows), "", *_format_table(totals)]
-    lines += [f"tied: {' = '.join(names)}" for names in tied_names(tensors) if len(names) > 1]
+    lines += [f"tied: {' = '.join(names)}" for names in group_tied_names(tensors) if len(names) > 1]
     return "\n".join(lines)
 
 

@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import MemoryPiece, Piece, Weights, some
+from ..checkpoint import MemoryPiece, Piece, Weights, abbreviate
 from ..weights import open_weights
-from .device_map import check_device_map, device_of
+from .device_map import check_device_map, look_up_device
 from .hooks import Home, Loan, StandIn, Station, UserCpuOffloadHook
 from .memory import Device, accelerators, is_accelerator, resolve
 from .module_sizes import check_class_names
 from .module_tensors import (
     READ_FROM_OUTSIDE,
-    class_names,
+    copy_attributes,
+    group_tied_names,
     is_buffer,
     iter_direct_tensors,
-    like,
+    list_class_names,
     named_tensors,
     put,
     put_by_name,
-    tied_names,
 )
 from .offload_file import check_shapes, write_weights
 
@@ -69,11 +69,11 @@ def dispatch_model(
     refuse_twice(model)
     check_device_map(model, device_map)
     weights: Weights = {name: MemoryPiece(tensor) for name, tensor in (state_dict or {}).items()}
-    main = main_of(device_map, main_device)
+    main = resolve_main_device(device_map, main_device)
     on_disk = {
         name: tensor
         for name, tensor in named_tensors(model).items()
-        if device_of(device_map, name) == "disk" and (offload_buffers or not is_buffer(tensor))
+        if look_up_device(device_map, name) == "disk" and (offload_buffers or not is_buffer(tensor))
     }
     if on_disk:
         weights |= _disk_weights(on_disk, offload_dir)
@@ -176,7 +176,7 @@ def remove_hook_from_submodules(model: nn.Module) -> nn.Module:
                 values = torch.empty(loan.shape.shape, dtype=loan.shape.dtype)
                 with torch.no_grad():
                     loan.piece.fill(values)
-                brought[key] = like(loan.shape, values)
+                brought[key] = copy_attributes(loan.shape, values)
             put(loan.module, loan.name, brought[key])
     if hasattr(model, "hf_device_map"):
         del model.hf_device_map
@@ -188,7 +188,7 @@ def _find_hooks(model: nn.Module) -> list[Station | Home]:
     return [hook for hook in hooks if isinstance(hook, Station | Home)]
 
 
-def main_of(device_map: Mapping[str, Device], main_device: Device | None = None) -> torch.device:
+def resolve_main_device(device_map: Mapping[str, Device], main_device: Device | None = None) -> torch.device:
     """Where offloaded modules run: on the first accelerator of the map unless said otherwise, else on the CPU."""
     if main_device is None:
         main_device = next((device for device in device_map.values() if is_accelerator(device)), "cpu")
@@ -212,7 +212,7 @@ def dispatch(
     """
     refuse_twice(model)
     tensors = named_tensors(model)
-    places = {name: device_of(device_map, name) for name in tensors}
+    places = {name: look_up_device(device_map, name) for name in tensors}
 
     def is_away(device: Device | None) -> bool:
         return all_away or device == "disk" or (not is_accelerator(device or "cpu") and main.type != "cpu")
@@ -221,14 +221,14 @@ def dispatch(
     _check_values({name: t for name, t in tensors.items() if str(places[name]).split(":")[0] != "meta"}, weights)
 
     def runs_on(name: str) -> torch.device:
-        device = device_of(device_map, name)
+        device = look_up_device(device_map, name)
         return main if device is None or is_away(device) else resolve(device)
 
     lent = _locate_values(tensors, away, weights)
-    for names in tied_names(tensors):
+    for names in group_tied_names(tensors):
         old, device = tensors[names[0]], runs_on(names[0])
         if names[0] not in lent and old.device != device:
-            put_by_name(model, names, like(old, old.detach().to(device)))
+            put_by_name(model, names, copy_attributes(old, old.detach().to(device)))
     if lent or force_hooks or len({runs_on(name) for name in device_map}) > 1:
         _install(model, runs_on, lent, set(device_map), main, skip_keys, preload_module_classes)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
@@ -250,11 +250,11 @@ def _check_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -
     check_shapes(tensors, weights)
     empty = [
         names[0]
-        for names in tied_names(tensors)
+        for names in group_tied_names(tensors)
         if tensors[names[0]].is_meta and not any(name in weights for name in names)
     ]
     if empty:
-        raise ValueError(f"the model has no values for {some(empty)}. Load a checkpoint that has them.")
+        raise ValueError(f"the model has no values for {abbreviate(empty)}. Load a checkpoint that has them.")
 
 
 def _locate_values(
@@ -262,7 +262,7 @@ def _locate_values(
 ) -> dict[str, Piece]:
     """Where the values of each offloaded tensor are; the same for all names of a tied one."""
     away_names, lent = set(away), dict[str, Piece]()
-    for names in tied_names(tensors):
+    for names in group_tied_names(tensors):
         if names[0] in away_names:
             piece = next((weights[name] for name in names if name in weights), None)
             lent |= dict.fromkeys(names, piece or MemoryPiece(tensors[names[0]].detach().to("cpu")))
@@ -273,10 +273,10 @@ def _disk_weights(tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] 
     """Where the values are that shall lie on the disk: in a checkpoint already, or else written there now."""
     if folder is None:
         raise ValueError(
-            f"device_map puts {some(list(tensors))} on the disk: give offload_dir, the folder to write them into."
+            f"device_map puts {abbreviate(list(tensors))} on the disk: give offload_dir, the folder to write them into."
         )
     weights = open_weights(folder) if any(tensor.is_meta for tensor in tensors.values()) else {}
-    firsts = [names[0] for names in tied_names(tensors)]
+    firsts = [names[0] for names in group_tied_names(tensors)]
     real = {name: tensors[name] for name in firsts if not tensors[name].is_meta}
     return weights | (write_weights(folder, real) if real else {})
 
@@ -301,11 +301,11 @@ def _install(
     whole = check_class_names(model, "preload_module_classes", preload_module_classes)
     skip = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
     shapes: dict[str, Tensor] = {}
-    for names in tied_names(tensors := named_tensors(model)):
+    for names in group_tied_names(tensors := named_tensors(model)):
         if names[0] in lent:
             shape = tensors[names[0]].detach().to("meta")
-            shapes |= dict.fromkeys(names, like(tensors[names[0]], shape))
-            put_by_name(model, names, like(tensors[names[0]], shape.as_subclass(StandIn), plain=True))
+            shapes |= dict.fromkeys(names, copy_attributes(tensors[names[0]], shape))
+            put_by_name(model, names, copy_attributes(tensors[names[0]], shape.as_subclass(StandIn), plain=True))
     moves = any(runs_on(name).type != "cpu" for name in [*entries, *tensors])
     loans: dict[str, list[Loan]] = {}
     stations: dict[str, nn.Module] = {}
@@ -315,7 +315,7 @@ def _install(
         if module in visited:
             return
         visited.add(module)
-        if around is None and (isinstance(module, READ_FROM_OUTSIDE) or class_names(module) & whole):
+        if around is None and (isinstance(module, READ_FROM_OUTSIDE) or list_class_names(module) & whole):
             around = path
         owned = list(iter_direct_tensors(module))
         if around in (None, path) and (around == path or (moves and (owned or path in entries))):

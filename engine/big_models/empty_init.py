@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from .module_tensors import like
+from .module_tensors import copy_attributes
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> Any:
@@ -69,7 +69,7 @@ class _Redirect:
             return None
         original, moved = self._moved.get(id(tensor), (None, None))
         if original is None or original() is not tensor:
-            moved = like(tensor, tensor.detach().to(self.device))
+            moved = copy_attributes(tensor, tensor.detach().to(self.device))
             self._moved[id(tensor)] = (weakref.ref(tensor), moved)
         return moved
 

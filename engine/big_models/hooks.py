@@ -14,7 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..checkpoint import MemoryPiece, Piece
-from .module_tensors import is_buffer, like, put
+from .module_tensors import copy_attributes, is_buffer, put
 
 
 class StandIn(Tensor):
@@ -68,7 +68,7 @@ class Loan:
     def lend(self, values: Tensor, grad: bool) -> None:
         """Give the module the values. Where gradients are computed, one for them is refused."""
         self._mark = (id(values), values._version)
-        new = like(self.shape, values)
+        new = copy_attributes(self.shape, values)
         if grad and new.requires_grad:
             new.register_hook(_refuse_gradient)
         put(self.module, self.name, new)

@@ -195,7 +195,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _list_entries(path: Path) -> list[str]:
-    return filesystem.names(path) if _is_folder(path) else []
+    return filesystem.list_names(path) if _is_folder(path) else []
 
 
 def _read_listed_files(path: Path, target: Path) -> Collection[str] | None:
@@ -215,7 +215,7 @@ def _find_foreign_entries(
 
     Directories without any file are nothing.
     """
-    for name in filesystem.names(path / inside):
+    for name in filesystem.list_names(path / inside):
         entry = inside + name
         if not _is_folder(path / entry):
             if entry not in listed_files:
@@ -224,7 +224,7 @@ def _find_foreign_entries(
             into is not None and _is_folder(into / entry)
         ):
             yield from _find_foreign_entries(path, listed_files, into, f"{entry}/")
-        elif any(True for _ in filesystem.leaves(path / entry)):
+        elif any(True for _ in filesystem.list_leaves(path / entry)):
             yield entry
 
 
@@ -256,10 +256,10 @@ def _clear(path: Path, listed_files: Collection[str]) -> None:
     mark = path / UNFINISHED
     if os.path.lexists(path / MANIFEST):
         filesystem.replace(path / MANIFEST, mark)
-    for name in sorted(filesystem.leaves(path)):  # no name from a manifest is followed anywhere
+    for name in sorted(filesystem.list_leaves(path)):  # no name from a manifest is followed anywhere
         if name in listed_files and name != UNFINISHED:
             filesystem.unlink(path / name)
-    for folder in filesystem.names(path):
+    for folder in filesystem.list_names(path):
         _drop_empty(path / folder)
     if os.path.lexists(mark):
         filesystem.unlink(mark)
@@ -269,7 +269,7 @@ def _clear(path: Path, listed_files: Collection[str]) -> None:
 
 def _drop_empty(path: Path) -> None:
     if _is_folder(path):
-        for name in filesystem.names(path):
+        for name in filesystem.list_names(path):
             _drop_empty(path / name)
         if is_empty(path):
             filesystem.rmdir(path)

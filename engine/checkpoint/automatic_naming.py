@@ -11,7 +11,7 @@ from ...common.messages import warn
 from ...strategies import World
 from ..configuration import ProjectConfiguration
 from . import filesystem, store
-from .open_checkpoint import OpenCheckpoint, first_intact
+from .open_checkpoint import OpenCheckpoint, find_first_intact
 from .train_state import STATE
 
 _NAME = re.compile(r"checkpoint_(\d+)")
@@ -28,10 +28,10 @@ def _require_folder(project: ProjectConfiguration, method: str) -> Path:
 
 
 def _list_numbers(folder: Path, pattern: re.Pattern[str] = _NAME) -> list[int]:
-    return sorted(int(match[1]) for name in filesystem.names(folder) if (match := pattern.fullmatch(name)))
+    return sorted(int(match[1]) for name in filesystem.list_names(folder) if (match := pattern.fullmatch(name)))
 
 
-def next_target(project: ProjectConfiguration) -> Path:
+def choose_next_target(project: ProjectConfiguration) -> Path:
     """Where the next checkpoint goes.
 
     Raises:
@@ -48,7 +48,9 @@ def next_target(project: ProjectConfiguration) -> Path:
     return folder / f"checkpoint_{project.iteration}"
 
 
-def newest(world: World, project: ProjectConfiguration, resumable: bool = True) -> tuple[OpenCheckpoint, list[str]]:
+def find_newest(
+    world: World, project: ProjectConfiguration, resumable: bool = True
+) -> tuple[OpenCheckpoint, list[str]]:
     """Return the checkpoint of the highest number that is intact, and one sentence for each that had to be skipped.
 
     Nothing is cleared away: another process may be saving here. All processes must call it.
@@ -62,7 +64,7 @@ def newest(world: World, project: ProjectConfiguration, resumable: bool = True) 
         ValueError: if there is none; a RuntimeError on the processes other than rank zero.
     """
     skipped: list[str] = []
-    opened = first_intact(world, _open_from_highest(project, resumable, skipped), skipped)
+    opened = find_first_intact(world, _open_from_highest(project, resumable, skipped), skipped)
     with world.together():
         if opened is None and world.is_main:
             folder = _require_folder(project, "load_state")
@@ -88,7 +90,7 @@ def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: 
             skipped.append(f"{path}: it holds weights only, so no run can go on from it")
 
 
-def iteration_after(project: ProjectConfiguration, loaded: Path) -> int:
+def compute_next_iteration(project: ProjectConfiguration, loaded: Path) -> int:
     """The number of the checkpoint that comes after a resume from ``loaded``: above all that stand there."""
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         return project.iteration

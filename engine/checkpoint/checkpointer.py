@@ -100,20 +100,20 @@ class Checkpointer:
         accelerator, world = self._accelerator, self._accelerator.world
         world.meet("accelerator.save_state")
         accelerator.finish_saving()
-        info = snapshot.described(accelerator, info or {})
+        info = snapshot.describe_save(accelerator, info or {})
         project = accelerator.project_configuration
         numbering = project if output_dir is None else None
         with world.together():
-            path = Path(output_dir) if output_dir is not None else automatic_naming.next_target(project)
+            path = Path(output_dir) if output_dir is not None else automatic_naming.choose_next_target(project)
             targets = [Path(os.path.abspath(target)) for target in (path, *also)]
             snapshot.check(accelerator, targets, parts or {})
         if self.save_hooks and len(targets) > 1:
             raise ValueError("save_state(also=...): what a save_state pre-hook writes would be in one of them only.")
         copying = None
-        with snapshot.staged(accelerator, targets[0]), world.together():
+        with snapshot.discard_on_failure(accelerator, targets[0]), world.together():
             files = snapshot.collect(accelerator, targets[0], parts or {}, weights_only)
             if not blocking:
-                optimizer_files = snapshot.of_optimizers(files)
+                optimizer_files = snapshot.select_optimizer_files(files)
                 optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
                 files, copying = self.host_copies.copy_tensors(files, optimizer_files, optimizers)
         if numbering is not None:
@@ -188,7 +188,7 @@ class Checkpointer:
         if load_kwargs:
             raise ValueError(f"load_state(load_kwargs={dict(load_kwargs)!r}): checkpoints are read in one way only.")
         if input_dir is None:
-            opened, skipped = automatic_naming.newest(world, project, state)
+            opened, skipped = automatic_naming.find_newest(world, project, state)
             for text in skipped:
                 warn(f"load_state skipped a checkpoint: {text}")
         else:
@@ -196,7 +196,7 @@ class Checkpointer:
         info = load.load(accelerator, opened, models=models, state=state, strict=strict, schedule=schedule)
         if state:
             accelerator.steps = info["step"]
-            project.iteration = world.broadcast(automatic_naming.iteration_after(project, opened.path))
+            project.iteration = world.broadcast(automatic_naming.compute_next_iteration(project, opened.path))
         return info
 
     # -- weights for other programs ------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Checkpointer:
         safe_serialization: bool = True,
     ) -> None:
         """Write a model's weights for other programs to load."""
-        limit = export.byte_size(max_shard_size)
+        limit = export.parse_byte_size(max_shard_size)
         if any(map(is_sharded, model.parameters())):
             self._accelerator.world.meet("accelerator.save_model")
         weights = self._accelerator.get_state_dict(model)

@@ -57,7 +57,7 @@ FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|safetensors)")
 
 
 def is_inside(name: str) -> bool:
-    """Whether a path, as `leaves` returns it, stays in its directory on every system."""
+    """Whether a path, as `list_leaves` returns it, stays in its directory on every system."""
     parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
     plain = name == PurePosixPath(name).as_posix() and not PureWindowsPath(name).anchor
     return bool(parts) and plain and ".." not in parts and "\0" not in name
@@ -195,7 +195,7 @@ def delete(path: Path, first: str = "") -> None:
     rmdir(path)
 
 
-def names(directory: Path) -> list[str]:
+def list_names(directory: Path) -> list[str]:
     """What is in a directory, sorted; nothing if it isn't one."""
     try:
         return sorted(os.listdir(directory))
@@ -203,12 +203,12 @@ def names(directory: Path) -> list[str]:
         return []
 
 
-def leaves(directory: Path, inside: str = "") -> Iterator[str]:
+def list_leaves(directory: Path, inside: str = "") -> Iterator[str]:
     """All that is in a directory and in those below, but for directories: by path, with ``/``. No link is followed."""
-    for name in names(directory):
+    for name in list_names(directory):
         path = directory / name
         if os.path.isdir(path) and not os.path.islink(path):
-            yield from leaves(path, f"{inside}{name}/")
+            yield from list_leaves(path, f"{inside}{name}/")
         else:
             yield inside + name
 

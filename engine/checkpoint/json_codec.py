@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from ...strategies.distributed import is_sharded
-from ..parameter_names import view_key
+from ..parameter_names import make_view_key
 from .filesystem import CODES
 
 __all__ = ["MAX_DEPTH", "Record", "check_tensor", "decode", "encode"]
@@ -253,7 +253,7 @@ class _Encoder:
         return {"$array": self._name_tensor(self._arrays[-1], path)}
 
     def _name_tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
-        key = view_key(tensor)
+        key = make_view_key(tensor)
         if key not in self._names:
             dotted_path = ".".join(path).encode(errors="replace").decode() or "tensor"
             spellings = itertools.chain([dotted_path], (f"{dotted_path}~{n}" for n in itertools.count(2)))

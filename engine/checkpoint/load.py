@@ -22,7 +22,7 @@ from . import model_check
 from .manifest import Manifest
 from .open_checkpoint import OpenCheckpoint
 from .safetensors_file import Stored
-from .save import in_order, run_metadata, scheduler_kinds
+from .save import list_scheduler_kinds, run_metadata, sort_loaders
 from .train_state import (
     OptimizerState,
     RankState,
@@ -85,7 +85,7 @@ def load(
         weights = _select_fitting_weights(accelerator, opened, chosen, strict)
         if shared is not None:
             optimizers = _select_fitting_optimizers(accelerator, opened, exactly)
-            shared = cast(TrainState, in_memory(shared, {"registered": layouts}, {}))
+            shared = cast(TrainState, load_into_memory(shared, {"registered": layouts}, {}))
             _choose_schedule(accelerator, opened.path, optimizers, shared, schedule)
             for loader, saved in zip(_list_training_loaders(accelerator), shared["loaders"], strict=False):
                 loader.check(saved)
@@ -119,7 +119,7 @@ def _load_training(
     if of_rank is not None:
         random = of_rank["random"]
         set_random_state(random)
-        for loader, states in zip(in_order(accelerator.loaders), random.get("loaders", ()), strict=False):
+        for loader, states in zip(sort_loaders(accelerator.loaders), random.get("loaders", ()), strict=False):
             loader.load_reading_state(states)
 
 
@@ -199,8 +199,10 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Stored) or any(map(_holds_tensors, items))
 
 
-def weight_differences(model: nn.Module, opened: OpenCheckpoint, complete: bool) -> list[str]:
-    """Return the names and shapes in which a checkpoint's first model is not ``model``; see `architecture.differences`.
+def compare_weights(model: nn.Module, opened: OpenCheckpoint, complete: bool) -> list[str]:
+    """Return the names and shapes in which a checkpoint's first model is not ``model``.
+
+    See `model_check.list_differences`.
 
     Raises:
         ValueError: if it is damaged.
@@ -210,10 +212,10 @@ def weight_differences(model: nn.Module, opened: OpenCheckpoint, complete: bool)
     saved = opened.open_part(model_part(0))
     if opened.has(extra_part(0)):
         saved = saved | opened.read_part(extra_part(0))
-    return model_check.differences(model, saved, complete)
+    return model_check.list_differences(model, saved, complete)
 
 
-def in_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any:
+def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any:
     """Return a state with its tensors read.
 
     Args:
@@ -231,11 +233,11 @@ def in_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any
         return np.array(saved)  # it lies on the file
     if type(saved) is dict:
         layouts = like if isinstance(like, Mapping) else {}
-        return {name: in_memory(value, layouts.get(name), once) for name, value in saved.items()}
+        return {name: load_into_memory(value, layouts.get(name), once) for name, value in saved.items()}
     if type(saved) in (list, tuple):
         alike = isinstance(like, list | tuple) and len(like) == len(saved)
         pairs = zip(saved, like if alike else [None] * len(saved), strict=True)
-        return type(saved)(in_memory(value, layout, once) for value, layout in pairs)
+        return type(saved)(load_into_memory(value, layout, once) for value, layout in pairs)
     return saved
 
 
@@ -293,18 +295,18 @@ def _select_fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint,
     for number, prepared in enumerate(accelerator.optimizers):
         optimizer = prepared.optimizer
         saved = _merge_optimizer_state(opened, number)
-        names = optimizer_state.parameter_names(optimizer, accelerator.unwrapped_models)
-        if lines := optimizer_state.differences(saved, optimizer, names):
+        names = optimizer_state.name_parameters(optimizer, accelerator.unwrapped_models)
+        if lines := optimizer_state.list_differences(saved, optimizer, names):
             text = f"{path} was saved with another optimizer:\n  " + "\n  ".join(lines[:30])
             if strict:
                 raise ValueError(
                     f"{text}\nTo take what fits, load with strict=False (in a task: strict_loading = False)."
                 )
             warn(f"{text}\nWhat does not fit begins anew.")
-            if saved["class"] != optimizer_state.class_of(optimizer):
+            if saved["class"] != optimizer_state.name_class(optimizer):
                 continue
         options = saved.get("built")
-        state = optimizer_state.numbered(saved, optimizer, names)
+        state = optimizer_state.decode_by_name(saved, optimizer, names)
         groups = len(saved["groups"])
         loads.append(LoadedOptimizer(optimizer, state, options if isinstance(options, list) else None, groups))
     return loads
@@ -374,7 +376,7 @@ def _check_counts(accelerator: Accelerator, state: TrainState, opened: OpenCheck
 
 def _check_kinds(accelerator: Accelerator, state: TrainState, path: Path, strict: bool) -> None:
     """See that schedulers are of the classes that were saved, and the same objects registered."""
-    kinds = scheduler_kinds(accelerator.schedulers)
+    kinds = list_scheduler_kinds(accelerator.schedulers)
     pairs = zip(kinds, state["scheduler_kinds"], strict=False)
     lines = [f"scheduler: {old} in the checkpoint, {new} in this run" for new, old in pairs if new != old]
     registered = state["registered"]
@@ -419,7 +421,7 @@ def _say_other_formats(accelerator: Accelerator, opened: OpenCheckpoint) -> None
 
 
 def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
-    kinds = scheduler_kinds(accelerator.schedulers)
+    kinds = list_scheduler_kinds(accelerator.schedulers)
     samples = run_metadata(accelerator)["global_batch_size"]
     batch_size_unchanged = samples is not None and samples == manifest.info.get("global_batch_size")
     states = zip(*(state[name] for name in _OF_SCHEDULERS), strict=True)

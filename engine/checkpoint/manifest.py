@@ -55,7 +55,7 @@ class Manifest:
         return {*self.files, *self.others}
 
     @classmethod
-    def of(
+    def build(
         cls,
         files: dict[str, dict[str, Any]],
         info: Mapping[str, Any],

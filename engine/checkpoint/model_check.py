@@ -27,7 +27,7 @@ def _list_part_kinds(model: nn.Module) -> dict[str, str]:
     return {name: own_class(part).__qualname__ for name, part in names if name}
 
 
-def notes(model: nn.Module) -> dict[str, str]:
+def make_notes(model: nn.Module) -> dict[str, str]:
     """What a checkpoint notes of a model, for `compare`."""
     return {_NOTE: json.dumps(_list_part_kinds(model), separators=(",", ":"))}
 
@@ -43,7 +43,7 @@ def compare(model: nn.Module, noted: Mapping[str, str], path: Path) -> None:
 
     Args:
         model: the one that is about to load them.
-        noted: what `notes` returned when they were saved.
+        noted: what `make_notes` returned when they were saved.
         path: where they are.
     """
     try:
@@ -95,7 +95,7 @@ def check_weights(model: nn.Module, weights: dict[str, Any], path: Path | str, s
     return {name: value for name, value in weights.items() if name in state and name not in {**reshaped, **untied}}
 
 
-def differences(model: nn.Module, weights: Mapping[str, Any], complete: bool) -> list[str]:
+def list_differences(model: nn.Module, weights: Mapping[str, Any], complete: bool) -> list[str]:
     """Return the names and shapes in which ``weights`` are not those of ``model``, one line each; values are not read.
 
     Args:
@@ -161,7 +161,7 @@ def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: Path) 
         warn(f"{path} was saved by a model of another format, so the run does not go on exactly:\n  {text}")
 
 
-def not_finite(model: nn.Module) -> list[str]:
+def find_not_finite(model: nn.Module) -> list[str]:
     """The names of tensors that no checkpoint should hold, of this process's part of a model; empty for a sound one.
 
     A trained parameter must be finite. Of everything else NaN is refused alone: masks and ranges hold infinities.

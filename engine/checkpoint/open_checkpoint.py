@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ...strategies import World
 from . import filesystem, store
 from .manifest import MANIFEST, Manifest, read_manifest, read_source
-from .parts import Part, files_of, has_part, open_files
+from .parts import Part, has_part, list_part_files, open_files
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class OpenCheckpoint:
     def part(self, name: str) -> Part:
         """Return a part with its files opened, the same object each time."""
         if name not in self._parts:
-            self._check_marks(files_of(name, self.manifest.files))
+            self._check_marks(list_part_files(name, self.manifest.files))
             self._parts[name] = open_files(self.path, self.manifest.files, name)
         return self._parts[name]
 
@@ -152,7 +152,7 @@ def open_together(world: World, path: str | os.PathLike[str]) -> OpenCheckpoint:
     return shared
 
 
-def first_intact(world: World, candidates: Iterator[OpenCheckpoint], skipped: list[str]) -> OpenCheckpoint | None:
+def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skipped: list[str]) -> OpenCheckpoint | None:
     """Verify candidates until one is intact; returns that one on every process, or None.
 
     Args:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...strategies.distributed import is_sharded, piece_of
-from ..parameter_names import untied
+from ..parameter_names import split_tied
 from . import filesystem
 from .json_codec import check_tensor, decode, encode
 from .manifest import read_manifest
-from .safetensors_file import ALIASES, OFFSETS, SHAPES, Stored, open_tensors, with_aliases
+from .safetensors_file import ALIASES, OFFSETS, SHAPES, Stored, add_aliases, open_tensors
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHARD = re.compile(r"(.+)-shard-\d{5,}")
@@ -97,7 +97,7 @@ def _encode_json(name: str, document: Any) -> bytes:
     return text
 
 
-def size_of(content: bytes | TensorFile) -> int:
+def estimate_size(content: bytes | TensorFile) -> int:
     """About how many bytes a file will have; a header takes a little more."""
     return len(content) if isinstance(content, bytes) else sum(t.nbytes for t in content.tensors.values())
 
@@ -119,10 +119,10 @@ def write_files(folder: Path, files: Files) -> dict[str, filesystem.Entry]:
 
 def has_part(files: Iterable[str], name: str) -> bool:
     """Whether a part is among a checkpoint's files."""
-    return bool(files_of(name, files))
+    return bool(list_part_files(name, files))
 
 
-def files_of(name: str, files: Iterable[str]) -> list[str]:
+def list_part_files(name: str, files: Iterable[str]) -> list[str]:
     """Return the names of a part's files, the one that rank zero wrote first."""
     part_files = []
     for file in files:
@@ -194,7 +194,7 @@ def open_files(path: Path, files: Mapping[str, filesystem.Entry], name: str) -> 
     Raises:
         ValueError: The checkpoint has no such part, or its content is damaged.
     """
-    names = files_of(name, files)
+    names = list_part_files(name, files)
     flat = bool(_MODEL.fullmatch(name))
     if not names or (not flat and f"{name}.json" not in names):
         raise ValueError(f"{path}: has no part {name!r}. Its files are {', '.join(sorted(files))}.")
@@ -204,7 +204,7 @@ def open_files(path: Path, files: Mapping[str, filesystem.Entry], name: str) -> 
     if not flat:
         return Part(path, name, filesystem.read_json(path / f"{name}.json", _MAX_JSON_BYTES), stored, notes)
     with _report_damage(path, name):
-        return Part(path, name, None, with_aliases(stored, notes), notes)
+        return Part(path, name, None, add_aliases(stored, notes), notes)
 
 
 def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
@@ -241,4 +241,4 @@ def _fold(part: str, state: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{part}.{name}: is a {type(tensor).__name__}, not a tensor; store it in another part.")
         check_tensor(tensor, f"{part}.{name}")
-    return untied(state)
+    return split_tied(state)

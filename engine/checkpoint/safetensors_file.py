@@ -117,7 +117,7 @@ class FilePiece:
             file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise ValueError(f"{self.path}: weights lie in it, and it can't be opened: {error.strerror}.") from error
-        if mark_of(file.fileno()) != self.mark:
+        if read_mark(file.fileno()) != self.mark:
             file.close()
             raise ValueError(f"{self.path}: was changed after the model was loaded from it. Load the model again.")
         return file
@@ -168,7 +168,7 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
         with safe_open(path, framework="pt") as checked:  # it checks the header: every offset lies in the file
             notes = dict(checked.metadata() or {})
         with path.open("rb") as file:
-            mark = mark_of(file.fileno())
+            mark = read_mark(file.fileno())
             header = json.loads(file.read(8 + length)[8:])
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not a whole safetensors file: {error}.") from error
@@ -184,7 +184,7 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
     return weights, notes
 
 
-def whole_model(path: Path) -> Weights:
+def read_whole_model(path: Path) -> Weights:
     """The tensors of a file that is a model by itself, also under the names of those they are tied to.
 
     Raises:
@@ -194,12 +194,12 @@ def whole_model(path: Path) -> Weights:
     if OFFSETS in notes:
         raise ValueError(f"{path}: holds the shards of one process. Name the folder, or export it to one file first.")
     try:
-        return with_aliases(weights, notes)
+        return add_aliases(weights, notes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: its note of tied weights is damaged: {error!r}.") from error
 
 
-def with_aliases(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> dict[str, Any]:
+def add_aliases(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> dict[str, Any]:
     """Tensors, also under the names of those they are tied to, as the header of their file notes them.
 
     Raises:
@@ -208,13 +208,13 @@ def with_aliases(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> dict[s
     return {**tensors, **{alias: tensors[name] for alias, name in json.loads(notes.get(ALIASES, "{}")).items()}}
 
 
-def mark_of(descriptor: int) -> tuple[int, ...]:
+def read_mark(descriptor: int) -> tuple[int, ...]:
     """What changes when an open file does: its size, time and number."""
     status = os.fstat(descriptor)
     return (status.st_size, status.st_mtime_ns, status.st_ino)
 
 
-def some(names: list[str]) -> str:
+def abbreviate(names: list[str]) -> str:
     """The first names of a list, and how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 

@@ -18,11 +18,11 @@ from ...strategies import World
 from ...strategies.distributed import is_sharded, local
 from ..metrics import metric_state
 from ..optim import PreparedScheduler, optimizer_state
-from ..parameter_names import strip_compile_prefix, view_key
+from ..parameter_names import make_view_key, strip_compile_prefix
 from ..rng import random_state
 from . import model_check, store
 from .json_codec import decode, encode
-from .parts import Files, TensorFile, encode_part, size_of
+from .parts import Files, TensorFile, encode_part, estimate_size
 from .train_state import (
     STATE,
     OptimizerState,
@@ -53,7 +53,7 @@ class Counts:
 
     def state_dict(self) -> dict[str, Any]:
         """All processes must ask."""
-        return metric_state.state(self._objects, set(), self._world)
+        return metric_state.collect_states(self._objects, set(), self._world)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take it back, on any number of processes."""
@@ -102,7 +102,7 @@ def check(accelerator: Accelerator, targets: list[Path], parts: dict[str, Any]) 
 
 
 @contextmanager
-def staged(accelerator: Accelerator, target: Path) -> Iterator[None]:
+def discard_on_failure(accelerator: Accelerator, target: Path) -> Iterator[None]:
     """Delete what a hook has written beside ``target`` if anything fails in this block."""
     try:
         yield
@@ -155,13 +155,13 @@ def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weigh
             files |= encode_part(name, content, rank)
     if not weights_only:
         with attempts:
-            files |= optimizer_files(accelerator)
+            files |= encode_optimizers(accelerator)
         with attempts:  # asked on every process: what is registered may exchange something to know its state
             files |= encode_part(STATE, _collect_shared_state(accelerator), rank)
         with attempts:
             has_rank_buffers = rank > 0 and accelerator.strategy.own_buffers
-            files |= rank_files(
-                rank, rank_random_state(accelerator), _collect_buffers(accelerator) if has_rank_buffers else []
+            files |= encode_rank_state(
+                rank, collect_rank_random_state(accelerator), _collect_buffers(accelerator) if has_rank_buffers else []
             )
     attempts.end()
     if not weights_only:
@@ -173,20 +173,22 @@ def _collect_model_files(accelerator: Accelerator, number: int, model: nn.Module
     """Return the files of one model that this process writes."""
     rank = accelerator.process_index
     tensors, extra = _split_tensors(weights)
-    notes = model_check.notes(accelerator.strategy.unwrap(model))
+    notes = model_check.make_notes(accelerator.strategy.unwrap(model))
     files = encode_part(model_part(number), tensors, rank, notes)
     return files | (encode_part(extra_part(number), extra, rank) if extra else {})
 
 
-def optimizer_files(accelerator: Accelerator) -> Files:
+def encode_optimizers(accelerator: Accelerator) -> Files:
     """Return the files of the optimizers' states that this process writes. Call it on all processes."""
     rank, strategy, attempts = accelerator.process_index, accelerator.strategy, Attempts()
     files: Files = {}
     for number, prepared in enumerate(accelerator.optimizers):
         with attempts:
             optimizer = prepared.optimizer
-            names = optimizer_state.parameter_names(optimizer, accelerator.unwrapped_models)
-            state: OptimizerState = optimizer_state.named(strategy.optimizer_state(optimizer), optimizer, names)
+            names = optimizer_state.name_parameters(optimizer, accelerator.unwrapped_models)
+            state: OptimizerState = optimizer_state.encode_by_name(
+                strategy.optimizer_state(optimizer), optimizer, names
+            )
             state["built"] = prepared.effective_options
             if strategy.keeps_apart(optimizer):
                 files |= encode_part(optimizer_part(number, rank), state)
@@ -200,12 +202,12 @@ def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
     """Warn of parameters that an optimizer steps, and whose values are in no file."""
     models = accelerator.unwrapped_models
     optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
-    unknown = {id(p): p for optimizer in optimizers for p in optimizer_state.of_no_model(optimizer, models)}
+    unknown = {id(p): p for optimizer in optimizers for p in optimizer_state.find_unowned_parameters(optimizer, models)}
     if not unknown or accelerator.checkpointer.save_hooks:  # a hook may write them
         return
     written = [content for content in files.values() if isinstance(content, TensorFile)]
-    saved = {view_key(tensor) for content in written for tensor in content.tensors.values()}
-    shapes = [tuple(p.shape) for p in unknown.values() if view_key(local(p.detach())) not in saved]
+    saved = {make_view_key(tensor) for content in written for tensor in content.tensors.values()}
+    shapes = [tuple(p.shape) for p in unknown.values() if make_view_key(local(p.detach())) not in saved]
     if shapes:
         more = f" and {len(shapes) - 5} more" if len(shapes) > 5 else ""
         warn(
@@ -215,23 +217,23 @@ def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
         )
 
 
-def of_optimizers(files: Files) -> set[str]:
+def select_optimizer_files(files: Files) -> set[str]:
     """Return the names of the ``files`` that hold an optimizer's state."""
     return {name for name in files if name.startswith(optimizer_part(0))}
 
 
-def rank_random_state(accelerator: Accelerator) -> RandomState:
+def collect_rank_random_state(accelerator: Accelerator) -> RandomState:
     """Return the state of all that this process alone draws from: its generators, and its datasets' generators."""
-    readers = [loader.reading_state() for loader in in_order(accelerator.loaders)]
+    readers = [loader.reading_state() for loader in sort_loaders(accelerator.loaders)]
     return cast(RandomState, {**random_state(), "loaders": readers})
 
 
-def in_order(loaders: list[Loader]) -> list[Loader]:
+def sort_loaders(loaders: list[Loader]) -> list[Loader]:
     """Return the loaders of training first, as others may come and go."""
     return sorted(loaders, key=lambda loader: loader.evaluation)
 
 
-def rank_files(rank: int, random: RandomState, buffers: list[dict[str, Tensor]]) -> Files:
+def encode_rank_state(rank: int, random: RandomState, buffers: list[dict[str, Tensor]]) -> Files:
     """Return the files with the state that process ``rank`` does not share.
 
     Args:
@@ -290,7 +292,7 @@ def _explain_error(error: Exception, target: Path, files: Files) -> Exception:
     """Return the error, that of a full disk with the free and the needed bytes."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
-    needed = f"It needs {sum(size_of(content) for content in files.values()):,} bytes"
+    needed = f"It needs {sum(estimate_size(content) for content in files.values()):,} bytes"
     with suppress(OSError):
         folder = next(parent for parent in target.parents if os.path.exists(parent))
         needed += f", {shutil.disk_usage(folder).free:,} are free"
@@ -334,7 +336,7 @@ def _collect_shared_state(accelerator: Accelerator) -> TrainState:
     attempts.end()
     return TrainState(
         schedulers=[scheduler.state_dict() for scheduler in accelerator.schedulers],
-        scheduler_kinds=scheduler_kinds(accelerator.schedulers),
+        scheduler_kinds=list_scheduler_kinds(accelerator.schedulers),
         schedules_built=[built.effective_arguments for built in accelerator.schedules_built],
         steps_since=[s.since if isinstance(s, PreparedScheduler) else (0, 0) for s in accelerator.schedulers],
         scheduler_advances=[s.advances if isinstance(s, PreparedScheduler) else 1 for s in accelerator.schedulers],
@@ -342,23 +344,23 @@ def _collect_shared_state(accelerator: Accelerator) -> TrainState:
         loaders=[loader.state_dict() for loader in accelerator.loaders if not loader.evaluation],
         evaluation_loaders=[loader.state_dict() for loader in accelerator.loaders if loader.evaluation],
         stream=None if accelerator.rng.stream is None else accelerator.rng.stream.state,
-        reduction_orders=reduction_orders(accelerator),
+        reduction_orders=list_reduction_orders(accelerator),
         registered=registered,
     )
 
 
-def scheduler_kinds(schedulers: list[Any]) -> list[str]:
+def list_scheduler_kinds(schedulers: list[Any]) -> list[str]:
     """Return the names of the schedulers' classes, without modules: a script's may have another one next time."""
     wrapped = (s.scheduler if isinstance(s, PreparedScheduler) else s for s in schedulers)
     return [type(scheduler).__qualname__ for scheduler in wrapped]
 
 
-def reduction_orders(accelerator: Accelerator) -> list[list[int]]:
+def list_reduction_orders(accelerator: Accelerator) -> list[list[int]]:
     """Return each model's reduction order; see `Strategy.reduction_order`."""
     return [accelerator.strategy.reduction_order(model) for model in accelerator.models]
 
 
-def described(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
+def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the manifest's notes: metadata of the run, and what the user adds.
 
     Raises:

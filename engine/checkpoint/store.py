@@ -103,7 +103,7 @@ def commit(
     sequence = 1 + max((manifest.sequence for manifest, _ in _scan(target.parent)[0]), default=0)
     entries = {name: dict(files[name]) for name in sorted(files)}
     written = _settle(source, set(files)) if others else {}
-    data = Manifest.of(entries, info, sequence, written).to_json()
+    data = Manifest.build(entries, info, sequence, written).to_json()
     for name, entry in entries.items():
         filesystem.check_file(source, name, entry, digests=False)
     for stray in sorted(set(os.listdir(source)) - set(files)):  # of a killed attempt: its manifest, perhaps
@@ -127,7 +127,7 @@ def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
     """Bring to the disk what others wrote into a directory beside ``files``; returns its entries for a manifest."""
     entries = {}
     folders = {source}
-    for name in filesystem.leaves(source):
+    for name in filesystem.list_leaves(source):
         path = source / name
         if name in files or name == UNFINISHED:
             continue
@@ -264,7 +264,7 @@ class CheckpointStore:
         Returns:
             What was done, one sentence each; empty if there was nothing to do.
         """
-        matches = [atomic_swap.BESIDE.fullmatch(name) for name in filesystem.names(self.directory)]
+        matches = [atomic_swap.BESIDE.fullmatch(name) for name in filesystem.list_names(self.directory)]
         names = sorted({match[1] for match in matches if match})
         return [sentence for name in names for sentence in atomic_swap.recover(self.directory / name)]
 
@@ -272,7 +272,7 @@ class CheckpointStore:
 def _scan(directory: Path) -> tuple[list[tuple[Manifest, Path]], list[str]]:
     """The readable manifests, the newest last, and what is wrong with the others."""
     checkpoints, problems = [], []
-    for name in filesystem.names(directory):
+    for name in filesystem.list_names(directory):
         path, match = directory / name, atomic_swap.BESIDE.fullmatch(name)
         if (
             os.path.islink(path)
@@ -293,7 +293,9 @@ def _scan(directory: Path) -> tuple[list[tuple[Manifest, Path]], list[str]]:
 
 def _looks_like_checkpoint(path: Path) -> bool:
     with suppress(OSError):  # what nobody may look into is not ours
-        return os.path.isfile(path / MANIFEST) or any(file.endswith(".safetensors") for file in filesystem.names(path))
+        return os.path.isfile(path / MANIFEST) or any(
+            file.endswith(".safetensors") for file in filesystem.list_names(path)
+        )
     return False
 
 

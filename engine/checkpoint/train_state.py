@@ -119,7 +119,7 @@ OptimizerState = TypedDict(
         "built": NotRequired[Any],
     },
 )
-"""The part of one optimizer: its state under the names of its parameters, see `optimizer_state.named`."""
+"""The part of one optimizer: its state under the names of its parameters, see `optimizer_state.encode_by_name`."""
 
 Form = TypeVar("Form", TrainState, RankState, OptimizerState, CallbackStates)
 

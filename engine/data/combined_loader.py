@@ -12,7 +12,7 @@ from ...common.validation import choose
 from ..collectives import with_items
 from ..nested import honor_type
 from .loader import Loader
-from .sharded_sampler import sized
+from .sharded_sampler import get_length
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 _ENDED = object()
@@ -112,16 +112,16 @@ class CombinedLoader:
             return itertools.islice(self._flattened[number], self.limit_of(number))
 
         last, index = 0, -1
-        for batches, numbers in rows(self.mode, start, [0] * len(self._flattened)):
+        for batches, numbers in read_rows(self.mode, start, [0] * len(self._flattened)):
             sequential = self.mode == "sequential"
             number = numbers[0] if sequential else 0
             last, index = number, index + 1 if number == last else 0
             yield (batches[0] if sequential else self.in_form(batches)), index, number
 
     def __len__(self) -> int:
-        lengths = [sized(loader) for loader in self._flattened]
+        lengths = [get_length(loader) for loader in self._flattened]
         limits = map(self.limit_of, range(len(lengths)))
-        count = joint_length(self.mode, [least(*pair) for pair in zip(lengths, limits, strict=True)])
+        count = compute_joint_length(self.mode, [find_least(*pair) for pair in zip(lengths, limits, strict=True)])
         if count is None:
             raise TypeError(f"CombinedLoader(mode={self.mode!r}) has an iterable without a length, so it has none.")
         return count
@@ -167,21 +167,21 @@ def _fill_form(form: Any, values: Iterator[Any], outermost: bool = False) -> Any
     return next(values)
 
 
-def least(*counts: int | None) -> int | None:
+def find_least(*counts: int | None) -> int | None:
     return min((count for count in counts if count is not None), default=None)
 
 
-def joint_length(mode: str, lengths: list[int | None]) -> int | None:
+def compute_joint_length(mode: str, lengths: list[int | None]) -> int | None:
     """Batches of an epoch; None where a length that it follows from is not known."""
     if mode == "min_size":
-        return least(*lengths)
+        return find_least(*lengths)
     defined_lengths = [length for length in lengths if length is not None]
     if len(defined_lengths) < len(lengths):
         return None
     return sum(defined_lengths) if mode == "sequential" else max(defined_lengths)
 
 
-def rows(
+def read_rows(
     mode: str, start: Callable[[int, bool], Iterator[Any]], passes: list[int]
 ) -> Iterator[tuple[list[Any], list[int]]]:
     """Read several iterables in one of the modes.

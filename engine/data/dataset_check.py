@@ -28,7 +28,7 @@ _PLAIN = (bool, int, float, str, bytes, os.PathLike, np.generic)
 
 def fingerprint(dataset: Any) -> str:
     """Return a digest of a dataset's kind, and of an excerpt of what it holds in memory for each sample."""
-    parts: list[Any] = [type(dataset).__name__, sized(dataset)]
+    parts: list[Any] = [type(dataset).__name__, get_length(dataset)]
     parts += map(_take_excerpt, _iter_columns(dataset))
     parts += [fingerprint(inner) for inner in _list_inner_datasets(dataset)]
     return digest(parts)
@@ -43,7 +43,7 @@ def share_data(dataset: Any, world: World) -> bool:
     Raises:
         ValueError: on every rank, if their samples differ and some are on several ranks, or cannot be told apart.
     """
-    identities = world.gather_objects((sized(dataset), fingerprint(dataset)))
+    identities = world.gather_objects((get_length(dataset), fingerprint(dataset)))
     if len(set(identities)) == 1:
         return True
     sketches = world.gather_objects(_sketch_samples(dataset))
@@ -76,7 +76,7 @@ def say_other_length(saved: int | None, current: int | None) -> None:
         )
 
 
-def sized(value: Any) -> int | None:
+def get_length(value: Any) -> int | None:
     """``len(value)``, or None where it has none."""
     if not isinstance(value, Sized):
         return None
@@ -97,10 +97,10 @@ def _iter_columns(dataset: Any) -> Iterator[Any]:
     if _is_table(dataset):
         yield _read_table_indices(dataset) if dataset._indices is not None else _digest_table_ends(dataset)
         return
-    count = sized(dataset)
+    count = get_length(dataset)
     for _, value in sorted(getattr(dataset, "__dict__", {}).items()):
         for column in value if isinstance(value, tuple) else (value,):  # a TensorDataset's
-            if sized(column) == count and _is_column(column):
+            if get_length(column) == count and _is_column(column):
                 yield column
 
 

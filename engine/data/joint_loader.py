@@ -9,10 +9,10 @@ from typing import Any
 
 from ...strategies import World
 from ..rng import RandomStream, State, isolated_random_state, random_state, seed_everything, seed_from
-from .combined_loader import CombinedLoader, joint_length, least, rows
+from .combined_loader import CombinedLoader, compute_joint_length, find_least, read_rows
 from .loader import Cursor, Loader
 from .micro_batches import GroupPlanner, Micro
-from .sampler_rng import states_of
+from .sampler_rng import read_states
 
 
 class JointBatches:
@@ -40,14 +40,14 @@ class JointBatches:
 
     def length(self, limit: int | None) -> int | None:
         """Batches of an epoch, no more than ``limit``; None where that is not known."""
-        return least(joint_length(self.mode, [loader.length for loader in self.loaders]), limit)
+        return find_least(compute_joint_length(self.mode, [loader.length for loader in self.loaders]), limit)
 
     def behind(self) -> int:
         """Batches of this epoch that follow from where each loader stands."""
         firsts = [loader for loader, ended in zip(self.loaders, self.passes, strict=True) if not ended]
         lengths = [loader.length for loader in firsts]
         ahead = [None if n is None else n - loader.batches for n, loader in zip(lengths, firsts, strict=True)]
-        total, left = self.length(None), joint_length(self.mode, ahead) if ahead else 0
+        total, left = self.length(None), compute_joint_length(self.mode, ahead) if ahead else 0
         if total is None or left is None:
             return max((loader.batches for loader in firsts), default=0)
         return total - left
@@ -88,7 +88,7 @@ class JointBatches:
             # A plain loop over zip() begins all of them before it reads a batch.
             return self.loaders[number].begun() if together else iter(self.loaders[number])
 
-        for batches, numbers in rows(self.mode, start, self.passes):
+        for batches, numbers in read_rows(self.mode, start, self.passes):
             micros = [self.loaders[number].micro for number in numbers]
             samples = sum(micro.samples for micro in micros)
             everyone = samples if alone else sum(micro.everyone for micro in micros)
@@ -238,7 +238,7 @@ class JointLoader(Loader):
         within = state["loaders"] if isinstance(state, dict) else []
         for loader, loader_state in zip(self.loaders, within, strict=False):
             loader.load_reading_state(
-                {**loader_state, "generators": states_of(loader._reads)}
+                {**loader_state, "generators": read_states(loader._reads)}
             )  # which are put back already
 
     def check(self, state: dict[str, Any]) -> None:

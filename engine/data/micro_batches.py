@@ -53,7 +53,7 @@ def share(count: int, rank: int, size: int) -> slice:
     return slice(start, start + base + (rank < extra))
 
 
-def steady(iterator: Iterator[Any]) -> Iterator[Any]:
+def avoid_rewind(iterator: Iterator[Any]) -> Iterator[Any]:
     """Return an iterator over the same items that ``iter`` leaves as it is.
 
     ``itertools.islice``, ``zip`` and ``for`` call ``iter`` on what they are given. A user-defined iterator whose

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from ...common.messages import warn
 from ...strategies import World
 from ..rng import RandomStream, host_state, set_host_state
-from .source_libraries import parts_of
+from .source_libraries import iter_parts
 
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -37,14 +37,14 @@ class Draws:
     ) -> None:
         self.stream = stream
         reachable_samplers = _find_nested(samplers, Sampler, ("sampler", "batch_sampler"))
-        datasets = [part for root in _find_nested([dataset], Dataset) for part in (root, *parts_of(root))]
-        self.private = generators_of([source, *reachable_samplers, *datasets])
+        datasets = [part for root in _find_nested([dataset], Dataset) for part in (root, *iter_parts(root))]
+        self.private = collect_generators([source, *reachable_samplers, *datasets])
         self.counting_epochs = [part for part in {id(d): d for d in datasets}.values() if _counts_epochs(part)]
-        self.stateful = [sampler for sampler in reachable_samplers if stateful(sampler) is not None]
+        self.stateful = [sampler for sampler in reachable_samplers if get_stateful(sampler) is not None]
         self._counting = [
             sampler
             for sampler in reachable_samplers
-            if stateful(sampler) is None
+            if get_stateful(sampler) is None
             and not hasattr(sampler, "set_epoch")
             and hasattr(sampler, "__dict__")
             and type(sampler).__module__ != Sampler.__module__  # torch's own count nothing
@@ -83,7 +83,7 @@ class Draws:
 
     def private_states(self) -> list[Any]:
         """Where the private generators are now."""
-        return states_of(self.private)
+        return read_states(self.private)
 
     def load_private(self, states: list[Any]) -> None:
         """Put the private generators back."""
@@ -108,8 +108,8 @@ class Draws:
         return {"stream": host_state(), "generators": self.private_states()}
 
     @contextmanager
-    def gone_to(self, state: dict[str, Any] | None) -> Iterator[None]:
-        """Inside, what is drawn is drawn from where `here` was, and leaves no trace."""
+    def replay_from(self, state: dict[str, Any] | None) -> Iterator[None]:
+        """Inside, what is drawn is drawn from where `read_host_state` was, and leaves no trace."""
         before = self.read_host_state()
         try:
             if state is not None:
@@ -125,7 +125,7 @@ class Draws:
         if "loaders" in state:
             return f"the checkpoint was saved with {len(state['loaders'])} combined loaders, this is a single one"
         saved, samplers = state["generators"], state.get("samplers")
-        if not fitting(self.private, saved):
+        if not match_generators(self.private, saved):
             other = " of other kinds" if len(saved) == len(self.private) else ""
             text = f"the checkpoint's loader drew from {len(saved)} generators of its own"
             return f"{text}, this one has {len(self.private)}{other}"
@@ -174,9 +174,9 @@ def preserve_loader_state(loader: Any) -> Iterator[None]:
     batches = getattr(loader, "batch_sampler", None)
     samplers = _find_nested([getattr(loader, "sampler", None), batches], Sampler, ("sampler", "batch_sampler"))
     owners = [*samplers, *_find_nested([getattr(loader, "dataset", None)], Dataset)]
-    generators = generators_of([loader, *owners])
-    drawn = states_of(generators)
-    states = [(owner, copy.deepcopy(owner.state_dict())) for owner in owners if stateful(owner) is not None]
+    generators = collect_generators([loader, *owners])
+    drawn = read_states(generators)
+    states = [(owner, copy.deepcopy(owner.state_dict())) for owner in owners if get_stateful(owner) is not None]
     counts = [(owner, {k: v for k, v in getattr(owner, "__dict__", {}).items() if type(v) is int}) for owner in owners]
     try:
         yield
@@ -189,7 +189,7 @@ def preserve_loader_state(loader: Any) -> Iterator[None]:
         load_states(generators, drawn)
 
 
-def stateful(value: Any) -> Any:
+def get_stateful(value: Any) -> Any:
     """``value``, if it can say and take back where it is; else None."""
     if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
         return None
@@ -208,16 +208,16 @@ def _counts_epochs(dataset: Any) -> bool:
         not (isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset))
         and type(getattr(dataset, "__dict__", {}).get("epoch")) is int
         and not hasattr(dataset, "set_epoch")
-        and stateful(dataset) is None
+        and get_stateful(dataset) is None
     )
 
 
-def generators_within(dataset: Any) -> list[Any]:
+def find_generators(dataset: Any) -> list[Any]:
     """The generators among the attributes of a dataset, and of the datasets that it holds."""
-    return generators_of(_find_nested([dataset], Dataset))
+    return collect_generators(_find_nested([dataset], Dataset))
 
 
-def generators_of(owners: Iterable[Any]) -> list[Any]:
+def collect_generators(owners: Iterable[Any]) -> list[Any]:
     """The generators among the attributes of ``owners``, each once."""
     generators: dict[int, Any] = {}
     for owner in owners:
@@ -248,18 +248,18 @@ def _iter_attributes(owner: Any) -> Iterable[tuple[str, Any]]:
             yield name, value
 
 
-def states_of(generators: list[Any]) -> list[Any]:
+def read_states(generators: list[Any]) -> list[Any]:
     """Where generators are now."""
     return [_read_state(generator) for generator in generators]
 
 
 def load_states(generators: list[Any], states: list[Any]) -> None:
-    """Put generators back to what `states_of` returned."""
+    """Put generators back to what `read_states` returned."""
     for generator, state in zip(generators, states, strict=True):
         _restore_state(generator, state)
 
 
-def fitting(generators: list[Any], states: list[Any]) -> bool:
+def match_generators(generators: list[Any], states: list[Any]) -> bool:
     """Whether ``states`` are those of as many generators, of the same kinds."""
     return len(generators) == len(states) and all(map(_accepts_state, generators, states))
 

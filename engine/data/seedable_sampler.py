@@ -44,7 +44,7 @@ class SeedableRandomSampler(RandomSampler):
         self.seed, self.epoch = state_dict["seed"], state_dict["epoch"]
 
 
-def with_seedable_sampler(loader: Any, seed: int) -> Any:
+def replace_random_sampler(loader: Any, seed: int) -> Any:
     """Return a shallow copy of a loader in which `SeedableRandomSampler` replaces torch's ``RandomSampler``.
 
     Args:

@@ -21,8 +21,8 @@ from torch.utils.data import (
 from ...strategies import World
 from ..rng import RandomStream, State, seed_from
 from .batch_digest import digest
-from .dataset_check import share_data, sized
-from .micro_batches import GroupPlanner, Micro, share, steady
+from .dataset_check import get_length, share_data
+from .micro_batches import GroupPlanner, Micro, avoid_rewind, share
 from .rank_shares import RankShares, Share, compare_across_ranks
 from .sampler_rng import Draws, preserve_loader_state
 from .seedable_sampler import SeedableRandomSampler
@@ -188,13 +188,13 @@ class ShardedBatches:
             return True
         before = self.draws.stream.get_state()
         with self.draws.stream.drawing(), preserve_loader_state(self._loader):
-            first = list(itertools.islice(steady(iter(self.sampler)), _COMPARED))
+            first = list(itertools.islice(avoid_rewind(iter(self.sampler)), _COMPARED))
         self.draws.stream.go_to(before)
         return compare_across_ranks(digest(first), type(self.sampler).__name__, "indices", world)
 
     def share(self) -> Share:
         """How long this rank's own data is."""
-        count = sized(self.sampler)
+        count = get_length(self.sampler)
         if count is None:
             return Share(None, self.batch_size, None)
         samples = count - count % self.batch_size if self.drop_last and self.plain else count
@@ -212,7 +212,7 @@ class ShardedBatches:
 
     def length(self, limit: int | None) -> int | None:
         """As `total`; without a length the limit, if there is one."""
-        return limit if sized(self.sampler) is None else self.total(limit)
+        return limit if get_length(self.sampler) is None else self.total(limit)
 
     @property
     def width(self) -> int:
@@ -227,7 +227,7 @@ class ShardedBatches:
     @property
     def left_out(self) -> int:
         """Samples of each epoch that ``drop_last`` leaves out: those of a last, short global batch."""
-        count = sized(self.sampler)
+        count = get_length(self.sampler)
         return count % self.width if self.drop_last and count is not None else 0
 
     def items(self, samples: int, batches: int) -> int:
@@ -236,7 +236,7 @@ class ShardedBatches:
 
     def batches_of(self, items: int) -> int:
         """Batches of this process that ``items`` of the user's sampler stand for: with those to come, an epoch's."""
-        count = sized(self.sampler)
+        count = get_length(self.sampler)
         if count is None or self.planner.shares is not None:
             return -(-items // self.full)
         return self._count_batches(count) - self._count_batches(max(0, count - items))
@@ -291,7 +291,7 @@ class ShardedBatches:
         if type(self.sampler) is RandomSampler and self.sampler.generator is not None:
             # It draws once more at its end, which workers reach at another time than the loop does.
             return iter(list(self.sampler))
-        source = steady(iter(self.sampler))
+        source = avoid_rewind(iter(self.sampler))
         if self.draws_at_once:
             return source
         # A sampler that draws as it goes has a stream of its own from here, or the workers' reading ahead and the

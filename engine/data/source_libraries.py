@@ -15,14 +15,14 @@ def split_over(dataset: Any) -> int:
     return int(getattr(distributed, "world_size", 0))
 
 
-def state_gap(dataset: Any) -> str:
+def explain_state_gap(dataset: Any) -> str:
     """Why the state of a stream, which it has, does not say where it is; "" where it does.
 
     Hugging Face: ``IterableDataset.state_dict`` names both cases.
     """
     if _name_library(dataset) != "datasets":
         return ""
-    names = {type(part).__name__: part for part in parts_of(dataset)}
+    names = {type(part).__name__: part for part in iter_parts(dataset)}
     if _SHUFFLE_BUFFER in names:
         return f"the state of {type(dataset).__name__} leaves out what its shuffle buffer holds"
     formatting = getattr(dataset, "_formatting", None)
@@ -31,13 +31,13 @@ def state_gap(dataset: Any) -> str:
     return ""
 
 
-def not_repeatable(dataset: Any) -> str:
+def explain_not_repeatable(dataset: Any) -> str:
     """Why a stream without a state yields other samples when it is read again; "" where that is not known."""
     if any(kind.__module__.partition(".")[0] == "streaming" for kind in type(dataset).__mro__):
         return "StreamingDataset counts its epochs by itself; read it through streaming.StreamingDataLoader"
     if _name_library(dataset) != "webdataset":
         return ""
-    for part in parts_of(dataset):
+    for part in iter_parts(dataset):
         arguments = getattr(part, "kw", {})
         if getattr(getattr(part, "f", None), "__name__", "") == "_shuffle":
             seed_arguments = (arguments.get("seed"), arguments.get("rng"), *getattr(part, "args", ())[2:])
@@ -48,7 +48,7 @@ def not_repeatable(dataset: Any) -> str:
     return ""
 
 
-def parts_of(dataset: Any) -> Iterator[Any]:
+def iter_parts(dataset: Any) -> Iterator[Any]:
     """The objects of the dataset's own library that it is made of, itself first; of another library none."""
     library, visited, waiting = _name_library(dataset), set[int](), [dataset]
     for part in waiting if library in ("datasets", "webdataset") else ():  # which grows

@@ -15,10 +15,10 @@ from ...common.messages import announce, warn
 from ...strategies import World
 from ..rng import RandomStream, State, seed_from
 from .batch_digest import digest
-from .micro_batches import GroupPlanner, Micro, steady
+from .micro_batches import GroupPlanner, Micro, avoid_rewind
 from .rank_shares import RankShares, Share, compare_across_ranks
-from .sampler_rng import Draws, stateful
-from .sharded_sampler import sized
+from .sampler_rng import Draws, get_stateful
+from .sharded_sampler import get_length
 from .source_libraries import split_over
 from .worker_seeding import TORCH_SEEDED, SeededStream, seed_epoch
 
@@ -33,13 +33,13 @@ class Counted:
         return len(samples), self.collate(samples)
 
 
-def ordinal(number: int) -> str:
+def format_ordinal(number: int) -> str:
     """Return ``"2nd"``, ``"3rd"``, ``"4th"`` ..."""
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 
 
-def other_batches(source: Any) -> ValueError:
+def make_batches_error(source: Any) -> ValueError:
     """What is wrong with a loader whose own ``__iter__`` yields fewer or more batches than it was given."""
     return ValueError(
         f"{type(source).__name__} does not yield one batch for each that is read for it, so it can be neither sharded "
@@ -155,13 +155,13 @@ class StreamedBatches:
         if shares is not None:
             count = shares.batches
         else:
-            count = sized(self.source)
+            count = get_length(self.source)
             count = None if count is None else -(-count // self.planner.size)
         return count if limit is None else limit if count is None else min(limit, count)
 
     def share(self) -> Share:
         """How long this rank's own data is; where batches hold unknown numbers of samples, batches weigh the same."""
-        return Share(None, self.counted or 1, sized(self.source))
+        return Share(None, self.counted or 1, get_length(self.source))
 
     def agree(self, world: World) -> None:
         """Find out what the ranks read, as far as that is known before the first batch. All ranks must ask."""
@@ -194,7 +194,7 @@ class StreamedBatches:
 
     def batches_of(self, items: int) -> int:
         """Batches of this process that ``items`` stand for: with those to come, an epoch's."""
-        size, read, count = self.planner.size, -(-items // (self.counted or 1)), sized(self.source)
+        size, read, count = self.planner.size, -(-items // (self.counted or 1)), get_length(self.source)
         if count is None or size < self.planner.world_size:
             return -(-read // self.planner.world_size)
         return -(-count // size) - -(-max(0, count - read) // size)
@@ -258,7 +258,7 @@ class StreamedBatches:
             self.workers = self.draws.read_host_state()
             yield
         else:
-            with self.draws.gone_to(self.workers):
+            with self.draws.replay_from(self.workers):
                 yield
 
     def started(self) -> None:
@@ -268,7 +268,7 @@ class StreamedBatches:
 
     def batches(self, source: Iterator[Any]) -> Iterator[Any]:
         """Yield this process's micro-batches; their facts are in ``micros``."""
-        source = steady(source)
+        source = avoid_rewind(source)
         stands, self._stands = self._stands, None
         self._ended = False
         if self.compare is not None:
@@ -345,8 +345,8 @@ class StreamedBatches:
             self.disable_sharding(world)
         elif isinstance(self.source, DataLoader):
             announce(
-                f"all {world.size} ranks read the whole of {self._name} and keep every {ordinal(world.size)} batch. "
-                "Split the stream by rank to read only a share of it: in __iter__, or with "
+                f"all {world.size} ranks read the whole of {self._name} and keep every {format_ordinal(world.size)} "
+                "batch. Split the stream by rank to read only a share of it: in __iter__, or with "
                 "datasets.distributed.split_dataset_by_node(dataset, rank, world_size)."
             )
 
@@ -398,14 +398,14 @@ class StreamedBatches:
         if self.counted is None:
             return [*pushed, *((1, item) for item in items)]
         if len(items) > len(self.sizes) or (len(items) < count and len(items) < len(self.sizes)):
-            raise other_batches(self.source)
+            raise make_batches_error(self.source)
         return [*pushed, *((self.sizes.popleft(), item) for item in items)]
 
     def _explain_rereading(self) -> str:
         dataset = getattr(self.source, "dataset", None)
         if self.gap:
             return self.gap
-        if stateful(dataset) is None:
+        if get_stateful(dataset) is None:
             return "the stream has no state of its own"
         if self.stateful is None:
             return f"the state of {type(dataset).__name__} is in its workers, where it can't be asked for"

@@ -62,9 +62,9 @@ class Metrics:
                 yield batch
                 continue
             objects = [*metric_state.find(owner).values()]
-            part_ids = metric_state.parts_of(objects)
+            part_ids = metric_state.collect_part_ids(objects)
             objects += [e.metric for e in self.entries if e.metric is not None and id(e.metric) not in part_ids]
-            with metric_state.unchanged(objects):
+            with metric_state.preserve_counts(objects):
                 yield batch
 
     @property
@@ -241,7 +241,7 @@ class Metrics:
             return []
         flat = [value for value, _ in pairs] + [weight for _, weight in pairs]
         if world.size > 1 or any(isinstance(value, Tensor) for value in flat):
-            packed = stack(flat)
+            packed = stack_numbers(flat)
             parts = [part.tolist() for part in world.all_gather(packed.to(world.device) if world.size > 1 else packed)]
         else:
             parts = [flat]
@@ -263,7 +263,7 @@ class Metrics:
         objects = {} if owner is None else metric_state.find(owner)
         done = [e.metric for e in self.entries] if over else []
         done += [] if self.evaluation is None else [e.metric for e in self.evaluation.entries]
-        counts = metric_state.state(objects, metric_state.parts_of(done), world)
+        counts = metric_state.collect_states(objects, metric_state.collect_part_ids(done), world)
         if over:
             return {"values": {}, "metrics": {}, "latest": {}, "objects": counts}
         shown = {e.name: {key: getattr(e, key) for key in SHOWN} for e in self._in_step.values()}
@@ -273,7 +273,7 @@ class Metrics:
             for e in self._in_step.values()
             if e.metric is not None and (e.on_epoch or id(e.metric) in object_ids)
         }
-        places = metric_state.places(logged, objects, owner)
+        places = metric_state.find_places(logged, objects, owner)
         entries = self._in_step.values()
         sums = {e.name: e.part() for e in entries if e.on_epoch and e.metric is None}
         newest = {e.name: e.latest() for e in entries if e.on_step and e.last is not None}
@@ -448,7 +448,7 @@ class Entry:
         self.weights.clear()
         if not weighted_pairs:
             return
-        values = stack([value for value, _ in weighted_pairs])
+        values = stack_numbers([value for value, _ in weighted_pairs])
         weights = torch.tensor([w for _, w in weighted_pairs], dtype=values.dtype, device=values.device)
         if self.reduction == "mean":
             folded = (values * weights).sum()
@@ -488,13 +488,13 @@ class Entry:
         elif weighted_pairs and self.reduction == "mean":
             self.last = sum(value * weight for value, weight in weighted_pairs) / self.last_weight
         elif weighted_pairs:
-            self.last = FOLDS[self.reduction](stack([value for value, _ in weighted_pairs])).item()
+            self.last = FOLDS[self.reduction](stack_numbers([value for value, _ in weighted_pairs])).item()
 
     def take(self, parts: Iterable[Any]) -> None:
         """Go on from one `part`, or from those of several processes."""
         for total, weight, values, weights in parts:
             if total is not None:
-                total_tensor = stack([total])[0]
+                total_tensor = stack_numbers([total])[0]
                 self.total = total_tensor if self.total is None else COMBINE[self.reduction](self.total, total_tensor)
                 self.total_weight += weight
             self.values += values
@@ -512,7 +512,7 @@ class Entry:
         if self.reduction != "mean":
             return self.last, self.last_weight
         # In float64, where weighing a float32 and dividing it again gives the same number.
-        return stack([self.last])[0] * self.last_weight, self.last_weight
+        return stack_numbers([self.last])[0] * self.last_weight, self.last_weight
 
     def label(self, form: str) -> str:
         """The name under which the ``"step"`` or ``"epoch"`` value is shown."""
@@ -544,7 +544,7 @@ class BatchValues:
             self._latest[newest[0]] = newest[1]
 
     def _fold(self) -> None:
-        values = stack([value for value, _ in self._latest.values()])
+        values = stack_numbers([value for value, _ in self._latest.values()])
         self._folded.append((list(self._latest), values, [weight for _, weight in self._latest.values()]))
         self._latest.clear()
 
@@ -569,7 +569,7 @@ COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def stack(values: list[Any]) -> Tensor:
+def stack_numbers(values: list[Any]) -> Tensor:
     """0-d tensors and numbers as one vector of float64 (float32 on MPS, which has no other)."""
     device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
     dtype = torch.float32 if device.type == "mps" else torch.float64

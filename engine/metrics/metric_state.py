@@ -69,12 +69,12 @@ def _has_states(part: Any) -> bool:
     return isinstance(attributes.get("_defaults"), dict) and isinstance(attributes.get("_reductions"), dict)
 
 
-def parts_of(metrics: Iterable[Any]) -> set[int]:
+def collect_part_ids(metrics: Iterable[Any]) -> set[int]:
     """The identities of ``metrics`` and of the metrics inside of them."""
     return {id(part) for m in metrics for part in (m.modules() if isinstance(m, nn.Module) else (m,))}
 
 
-def places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Module | None) -> dict[str, str]:
+def find_places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Module | None) -> dict[str, str]:
     """Where among ``objects`` the metrics are that were logged, by the name they have there; warns of the others."""
     places_by_id = {id(metric): place for place, metric in objects.items()}
     logged_places = {}
@@ -89,7 +89,7 @@ def places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Module | N
     return logged_places
 
 
-def state(objects: dict[str, Any], empty: set[int], world: World) -> dict[str, list[Any] | None]:
+def collect_states(objects: dict[str, Any], empty: set[int], world: World) -> dict[str, list[Any] | None]:
     """What each object has counted on each process, by place. All processes must ask.
 
     Args:
@@ -103,7 +103,7 @@ def state(objects: dict[str, Any], empty: set[int], world: World) -> dict[str, l
 
 
 def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: World) -> None:
-    """Give the objects back what `state` returned, on any number of processes.
+    """Give the objects back what `collect_states` returned, on any number of processes.
 
     Raises:
         ValueError: if the number is another one and a metric's states can't be shared out anew.
@@ -122,7 +122,7 @@ def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: Wor
 
 
 @contextmanager
-def unchanged(metrics: Iterable[Any]) -> Iterator[None]:
+def preserve_counts(metrics: Iterable[Any]) -> Iterator[None]:
     """A context after which metric objects hold what they held before it."""
     before = [(metric, copy.deepcopy(_copy_state(metric)), getattr(metric, "_computed", None)) for metric in metrics]
     try:

@@ -34,26 +34,26 @@ class BuiltSchedule:
         self.arguments: State = dict(_iter_arguments(self.state))
         self.effective_arguments = self.arguments
         driven = getattr(scheduler, "optimizer", None)
-        self.options = built_options(driven) if isinstance(driven, Optimizer) else []
+        self.options = copy_plain_options(driven) if isinstance(driven, Optimizer) else []
 
 
-def built_options(optimizer: Optimizer) -> list[State]:
+def copy_plain_options(optimizer: Optimizer) -> list[State]:
     """Return the plain options of an optimizer's groups, such as ``lr`` and ``weight_decay``."""
     return [
         {
-            name: plain(value)
+            name: to_plain(value)
             for name, value in group.items()
-            if name not in _IMPLEMENTATION_OPTIONS and _is_plain(plain(value))
+            if name not in _IMPLEMENTATION_OPTIONS and _is_plain(to_plain(value))
         }
         for group in optimizer.param_groups
     ]
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return an option as plain data: a tensor of one element as its number, a tuple as a list."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else None
-    return list(map(plain, value)) if isinstance(value, list | tuple) else value
+    return list(map(to_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def _is_plain(value: Any) -> bool:
@@ -70,5 +70,5 @@ def _iter_arguments(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
         for number, item in enumerate(value):
             yield from _iter_arguments(item, f"{name}[{number}]")
-    elif _is_plain(value := plain(value)):
+    elif _is_plain(value := to_plain(value)):
         yield name, value

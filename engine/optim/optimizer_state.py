@@ -17,12 +17,12 @@ from ..parameter_names import strip_compile_prefix
 State = dict[str, Any]
 
 
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+def list_parameters(optimizer: Optimizer) -> list[Tensor]:
     """Its parameters, in the order in which torch counts them in a state."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def parameter_names(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[str]:
+def name_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[str]:
     """A name for each of its parameters: the model's own, or ``parameter 3`` for the fourth if no model has it."""
     names_by_id: dict[int, str] = {}
     for number, model in enumerate(models):
@@ -30,34 +30,34 @@ def parameter_names(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[s
             names_by_id.setdefault(
                 id(parameter), strip_compile_prefix(name) if number == 0 else f"{number}:{strip_compile_prefix(name)}"
             )
-    return [names_by_id.get(id(p), f"parameter {index}") for index, p in enumerate(parameters_of(optimizer))]
+    return [names_by_id.get(id(p), f"parameter {index}") for index, p in enumerate(list_parameters(optimizer))]
 
 
-def of_no_model(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[Tensor]:
+def find_unowned_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[Tensor]:
     """Those of its parameters that no model has."""
     model_ids = {id(parameter) for model in models for parameter in model.parameters()}
-    return [parameter for parameter in parameters_of(optimizer) if id(parameter) not in model_ids]
+    return [parameter for parameter in list_parameters(optimizer) if id(parameter) not in model_ids]
 
 
-def class_of(optimizer: Optimizer) -> str:
+def name_class(optimizer: Optimizer) -> str:
     """The name of its class."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def named(state: State, optimizer: Optimizer, names: list[str]) -> OptimizerState:
+def encode_by_name(state: State, optimizer: Optimizer, names: list[str]) -> OptimizerState:
     """A state as ``optimizer.state_dict()`` returns it, by name.
 
     Args:
         state: its tensors may be this process's parts.
         optimizer: whose it is.
-        names: what `parameter_names` returned.
+        names: what `name_parameters` returned.
     """
     others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     slots = state["state"]
     return {
-        "class": class_of(optimizer),
-        "shapes": {name: list(p.shape) for name, p in zip(names, parameters_of(optimizer), strict=True)},
-        "formats": {name: p.dtype for name, p in zip(names, parameters_of(optimizer), strict=True)},
+        "class": name_class(optimizer),
+        "shapes": {name: list(p.shape) for name, p in zip(names, list_parameters(optimizer), strict=True)},
+        "formats": {name: p.dtype for name, p in zip(names, list_parameters(optimizer), strict=True)},
         "groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
         "slots": {names[i]: slots[i] for i in range(len(names)) if i in slots},
         "unnamed": {key: value for key, value in slots.items() if not _is_index(key, names)},
@@ -69,12 +69,12 @@ def _is_index(key: Any, names: list[str]) -> bool:
     return isinstance(key, int) and 0 <= key < len(names)
 
 
-def differences(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> list[str]:
-    """What keeps a state that `named` returned from being this optimizer's, one line each."""
+def list_differences(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> list[str]:
+    """What keeps a state that `encode_by_name` returned from being this optimizer's, one line each."""
     lines = []
-    if saved["class"] != class_of(optimizer):
-        lines.append(f"optimizer: {saved['class']} in the checkpoint, {class_of(optimizer)} in this run")
-    shapes = {name: list(p.shape) for name, p in zip(names, parameters_of(optimizer), strict=True)}
+    if saved["class"] != name_class(optimizer):
+        lines.append(f"optimizer: {saved['class']} in the checkpoint, {name_class(optimizer)} in this run")
+    shapes = {name: list(p.shape) for name, p in zip(names, list_parameters(optimizer), strict=True)}
     lines += [f"missing: {name}" for name in shapes if name not in saved["shapes"]]
     lines += [f"unexpected: {name}" for name in saved["shapes"] if name not in shapes]
     lines += [
@@ -102,13 +102,13 @@ def _find_counterpart(group: State, saved: list[State]) -> State:
     return owners[0] if len(owners) == 1 else group
 
 
-def numbered(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> State:
-    """A state that `named` returned, as ``optimizer.load_state_dict`` wants it: this process's parts of it.
+def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> State:
+    """A state that `encode_by_name` returned, as ``optimizer.load_state_dict`` wants it: this process's parts of it.
 
     Where the two differ it is what fits: the slots of parameters of the same name and shape, the others begin anew; and
     the options of the one saved group that a group's parameters were in, as a schedule counts on the rate it has left.
     """
-    parameters = dict(zip(names, parameters_of(optimizer), strict=True))
+    parameters = dict(zip(names, list_parameters(optimizer), strict=True))
     index = {name: i for i, name in enumerate(names)}
     current_groups = _name_groups(optimizer, names)
     alike = _list_group_members(saved["groups"]) == _list_group_members(current_groups)
@@ -129,7 +129,7 @@ def keep_formats(optimizer: Optimizer, state: State) -> None:
 
     torch 2.13 spares the step count alone: NAdam keeps a float32 product beside float64 parameters.
     """
-    for index, parameter in enumerate(parameters_of(optimizer)):
+    for index, parameter in enumerate(list_parameters(optimizer)):
         slots = optimizer.state.get(parameter, {})
         for name, saved in state["state"].get(index, {}).items():
             slot = slots.get(name)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...common.messages import warn
-from .built_options import built_options
+from .built_options import copy_plain_options
 
 if TYPE_CHECKING:
     from .accumulation import Accumulation
@@ -34,7 +34,7 @@ class PreparedOptimizer(Optimizer):
 
     def __init__(self, optimizer: Optimizer, accumulation: Accumulation) -> None:
         self.optimizer = optimizer
-        self.built = self.effective_options = built_options(optimizer)
+        self.built = self.effective_options = copy_plain_options(optimizer)
         self.steps_taken = 0
         self.skipped = 0
         self._accumulation = accumulation

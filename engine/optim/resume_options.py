@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from ...common.messages import announce, warn
 from ...common.validation import choose
 from ..checkpoint import TrainState
-from .built_options import BuiltSchedule, State, plain
+from .built_options import BuiltSchedule, State, to_plain
 from .prepared_optimizer import PreparedOptimizer
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class LoadedOptimizer(NamedTuple):
     Attributes:
         optimizer: the user's own.
         state: for its ``load_state_dict``.
-        options: what `built_options` was when the saved run began; None if the checkpoint does not say.
+        options: what `copy_plain_options` was when the saved run began; None if the checkpoint does not say.
         groups: how many groups of parameters it has in the checkpoint.
     """
 
@@ -46,7 +46,7 @@ class LoadedOptimizer(NamedTuple):
 
 def _to_numbers(value: Any) -> list[int | float]:
     """Return a list of numbers as it is; of anything else, which a damaged file may hold, nothing."""
-    numbers = plain(value)
+    numbers = to_plain(value)
     return numbers if isinstance(numbers, list) and all(isinstance(item, int | float) for item in numbers) else []
 
 

@@ -57,11 +57,11 @@ def _advise_fit(plan: Plan, again: Again) -> str:
     if not candidate.fits and candidate.micro_batch > 1:
         candidate = _shrink_micro_batch(candidate, attempt, plan)
     if candidate.fits:
-        return f"to make it fit, {' and '.join(words)}: then {size(candidate.reserved)} are held"
+        return f"to make it fit, {' and '.join(words)}: then {format_size(candidate.reserved)} are held"
     states = sum(candidate.states.values())
-    tried = f"; {', '.join(words)}: {size(candidate.reserved)} still" if words else ""
+    tried = f"; {', '.join(words)}: {format_size(candidate.reserved)} still" if words else ""
     if states > candidate.gpu.memory:
-        return f"parameters and optimizer alone are {size(states)} per process{tried}. Take more processes."
+        return f"parameters and optimizer alone are {format_size(states)} per process{tried}. Take more processes."
     return (
         f"nothing simple makes it fit{tried}. Take a smaller micro-batch or shorter samples, more processes, or share "
         "the work on one sample (tensor_parallel_size)."
@@ -111,12 +111,12 @@ def _describe_gain(plan: Plan, other: Plan, words: str) -> list[str]:
     gain = plan.band[1] / other.band[1] - 1
     if gain < _WORTH:
         return []
-    room = "" if other.fits else f", but would not fit ({size(other.reserved)} held)"
+    room = "" if other.fits else f", but would not fit ({format_size(other.reserved)} held)"
     faster = f"{gain:.0%} faster" if gain < 1 else f"{1 + gain:.1f} times as fast"
-    return [f"{words} would be {faster}, with {size(other.reserved)} held{room}"]
+    return [f"{words} would be {faster}, with {format_size(other.reserved)} held{room}"]
 
 
-def size(number: float) -> str:
+def format_size(number: float) -> str:
     """Bytes, as people say them."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if number < 1023.5 or unit == "TiB":

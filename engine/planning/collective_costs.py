@@ -20,7 +20,7 @@ STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1,
 """How often each byte goes round."""
 
 
-def collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gpu: GPU) -> float:
+def estimate_collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gpu: GPU) -> float:
     """How long a collective of ``size`` bytes takes once all of ``ranks`` are ready.
 
     Args:

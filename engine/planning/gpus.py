@@ -74,7 +74,7 @@ GPUS = {name: _make_gpu(name, *numbers) for name, numbers in _TABLE.items()}
 _OTHERS = {"laptop", "mig", "nvl", "pcie"}
 
 
-def gpu_called(name: str | GPU) -> GPU:
+def find_gpu(name: str | GPU) -> GPU:
     """The kind called ``name``.
 
     Raises:
@@ -89,11 +89,11 @@ def detect_gpu() -> GPU | None:
     """The kind that this machine has, with its memory as the driver tells it; None without one that is known."""
     if not torch.cuda.is_available():
         return None
-    gpu = gpu_of_driver(torch.cuda.get_device_name())
+    gpu = match_driver_name(torch.cuda.get_device_name())
     return gpu and replace(gpu, memory=float(torch.cuda.get_device_properties(0).total_memory))
 
 
-def gpu_of_driver(name: str) -> GPU | None:
+def match_driver_name(name: str) -> GPU | None:
     """The kind that a driver calls ``name``, such as ``"NVIDIA H100 80GB HBM3"``; None for an unknown one."""
     words = re.findall("[a-z0-9]+", name.lower().replace("rtx 4090", "rtx4090"))
     if _OTHERS & set(words):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...strategies import simulation
 from .clocks import Clocks
-from .collective_costs import collective_seconds
+from .collective_costs import estimate_collective_seconds
 from .op_costs import Prices
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -206,7 +206,9 @@ class Meter(TorchDispatchMode):
         self.launched += 1
         self.traffic.add(kind, size)
         functional = isinstance(args[-1], str)
-        end = self.clocks.exchange(ranks, collective_seconds(kind, size, ranks, self.prices.gpu), wait=not functional)
+        end = self.clocks.exchange(
+            ranks, estimate_collective_seconds(kind, size, ranks, self.prices.gpu), wait=not functional
+        )
         if functional:
             for tensor in _flatten(out):
                 self._ready[tensor.untyped_storage()._cdata] = end

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .advice import size
+from .advice import format_size
 from .meter import ACTIVATIONS, CATEGORIES, PARAMETERS
 from .plan import Plan
 
@@ -65,7 +65,7 @@ def screen(
     ]
     if schedule.rates:
         low, high = min(schedule.rates), max(schedule.rates)
-        drawn = curve(schedule.rates, min(40, width // 2 - 10))
+        drawn = draw_curve(schedule.rates, min(40, width // 2 - 10))
         rows.append(("schedule", f"{drawn}  learning rate {low:.3g} to {high:.3g}"))
     elif schedule.words:
         rows.append(("schedule", schedule.words))
@@ -81,7 +81,7 @@ def screen(
     ]
     if schedule.steps is not None:
         low_time, _, high_time = (seconds * schedule.steps for seconds in plan.band)
-        rows.append(("run", f"{duration(low_time)} to {duration(high_time)} of training"))
+        rows.append(("run", f"{format_duration(low_time)} to {format_duration(high_time)} of training"))
     rows += [("advice", hint) for hint in hints]
     rows.append(("checked", " ".join(_describe_checks(plan))))
     head = f"plan of {name} on {hardware}, {plan.strategy.name}, {plan.precision.name}{compiled}"
@@ -130,27 +130,31 @@ def _describe_steps(plan: Plan, schedule: Schedule) -> str:
 
 def _describe_checkpoint(plan: Plan) -> str:
     parts = plan.grid["shard"] * plan.grid["tensor"]
-    return f"{size(plan.checkpoint)}" + (f" in {parts:,} parts of {size(plan.checkpoint / parts)}" if parts > 1 else "")
+    return f"{format_size(plan.checkpoint)}" + (
+        f" in {parts:,} parts of {format_size(plan.checkpoint / parts)}" if parts > 1 else ""
+    )
 
 
 def _describe_fit(plan: Plan) -> str:
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     return (
-        f"{verdict}: of {size(plan.gpu.memory)} per process {size(plan.peak)} at the peak, with the allocator's share "
-        f"about {size(plan.reserved)}"
+        f"{verdict}: of {format_size(plan.gpu.memory)} per process {format_size(plan.peak)} at the peak, "
+        f"with the allocator's share about {format_size(plan.reserved)}"
     )
 
 
 def _describe_memory(plan: Plan) -> str:
     parts = [(kind, plan.memory[kind]) for kind in CATEGORIES if plan.memory.get(kind, 0) >= plan.peak / 1000]
-    return "peak: " + ", ".join(f"{_NAMES.get(kind, kind)} {size(number)}" for kind, number in parts)
+    return "peak: " + ", ".join(f"{_NAMES.get(kind, kind)} {format_size(number)}" for kind, number in parts)
 
 
 def _describe_exchange(plan: Plan) -> str:
     if not plan.traffic.count:
         return "nothing"
     kinds = sorted(plan.traffic.size, key=lambda kind: -plan.traffic.size[kind])
-    parts = [f"{plan.traffic.count[kind]:,} {kind} of {size(plan.traffic.size[kind])} together" for kind in kinds]
+    parts = [
+        f"{plan.traffic.count[kind]:,} {kind} of {format_size(plan.traffic.size[kind])} together" for kind in kinds
+    ]
     return "per step and process: " + ", ".join(parts)
 
 
@@ -159,8 +163,9 @@ def _describe_time(plan: Plan) -> str:
     share = plan.flops / likely / plan.gpu.half
     peak = "less than 1%" if share < 0.01 else f"{share:.0%}"
     return (
-        f"{duration(low)} to {duration(high)}, {rounded(plan.samples / high)} to {rounded(plan.samples / low)} samples "
-        f"per second; {peak} of the peak arithmetic, what is computed again included"
+        f"{format_duration(low)} to {format_duration(high)}, "
+        f"{format_rounded(plan.samples / high)} to {format_rounded(plan.samples / low)} samples per second; "
+        f"{peak} of the peak arithmetic, what is computed again included"
     )
 
 
@@ -169,21 +174,21 @@ def _describe_bound(plan: Plan) -> str:
     if plan.host_bound:
         low, _, high = (seconds / plan.launched * 1e6 for seconds in plan.host)
         return (
-            f"bound by the host, which sends {plan.launched:,} operations in {rounded(low)} to {rounded(high)} us each "
-            f"(a guess); the GPU needs {duration(plan.seconds)} for them"
+            f"bound by the host, which sends {plan.launched:,} operations in {format_rounded(low)} to "
+            f"{format_rounded(high)} us each (a guess); the GPU needs {format_duration(plan.seconds)} for them"
         )
     shares = sorted(((seconds / plan.seconds, category) for category, seconds in plan.spent.items()), reverse=True)
     return ", ".join(f"{share:.0%} {category}" for share, category in shares if share >= 0.005)
 
 
-def rounded(number: float) -> str:
+def format_rounded(number: float) -> str:
     """A number to three digits, as people write it."""
     if number and abs(number) < 1e-3:
         return f"{number:.3g}"
     return f"{float(f'{number:.3g}'):,.6f}".rstrip("0").rstrip(".")
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds, as people say them."""
     # Each up to what is rounded to the first of the next unit.
     for limit, unit, unit_seconds in (
@@ -193,11 +198,11 @@ def duration(seconds: float) -> str:
         (7170, "min", 60),
     ):
         if seconds < limit:
-            return f"{rounded(seconds / unit_seconds)} {unit}"
-    return f"{rounded(seconds / 3600)} h" if seconds < 172000 else f"{rounded(seconds / 86400)} days"
+            return f"{format_rounded(seconds / unit_seconds)} {unit}"
+    return f"{format_rounded(seconds / 3600)} h" if seconds < 172000 else f"{format_rounded(seconds / 86400)} days"
 
 
-def curve(values: Sequence[float], width: int = 40) -> str:
+def draw_curve(values: Sequence[float], width: int = 40) -> str:
     """Numbers as a row of bars, the first to the last."""
     if not values:
         return ""

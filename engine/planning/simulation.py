@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ...strategies import built_in_place, simulation
 from .clocks import Clocks
-from .collective_costs import collective_seconds
+from .collective_costs import estimate_collective_seconds
 from .meter import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, Memory, Meter
 from .op_costs import Prices
 from .plan import WAITING, Conditions, Plan
@@ -206,7 +206,7 @@ class _Step:
         """Write a collective of all processes down; returns its seconds."""
         ranks = tuple(range(self.on.strategy.world.size))
         self.meter.traffic.add(kind, size)
-        return collective_seconds(kind, size, ranks, self.meter.prices.gpu)
+        return estimate_collective_seconds(kind, size, ranks, self.meter.prices.gpu)
 
 
 def _give_sizes(called: nn.Module) -> None:

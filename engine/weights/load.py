@@ -13,9 +13,9 @@ from ...common.messages import warn
 from ...strategies import SingleDevice
 from ...strategies.distributed import cut_like
 from ..big_models import is_dispatched
-from ..checkpoint import read_tensor, some
+from ..checkpoint import abbreviate, read_tensor
 from ..parameter_names import strip_compile_prefix
-from .sources import Opened, Source, opened
+from .sources import Opened, Source, open_source
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 
@@ -73,7 +73,7 @@ def load_weights(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"load_weights loads into a module, not a {type(model).__name__}.")
-    with opened(source, sha256) as opened_source:
+    with open_source(source, sha256) as opened_source:
         return put(model, opened_source, strict, prefix, rename)
 
 
@@ -115,7 +115,7 @@ def _unwrap_model(model: nn.Module) -> nn.Module:
     unwrapped = SingleDevice().unwrap(model)
     empty = [name for name, value in unwrapped.state_dict().items() if getattr(value, "is_meta", False)]
     if empty or is_dispatched(unwrapped):
-        lacking = some(empty) if empty else "parts of it"
+        lacking = abbreviate(empty) if empty else "parts of it"
         raise ValueError(
             f"load_weights: the model has no memory for {lacking}: it was built empty, or spread over devices. "
             "Use load_checkpoint_and_dispatch, or model.to_empty(device=...) first."
@@ -185,7 +185,7 @@ def _unwrap_hook(hook: Any) -> Any:
 
 def _say_left_out(place: str, *left: tuple[str, ...]) -> None:
     words = ("not in it, so the model keeps its own", "not in the model", "of another shape")
-    reasons = [f"{word}: {some(list(names))}" for word, names in zip(words, left, strict=True) if names]
+    reasons = [f"{word}: {abbreviate(list(names))}" for word, names in zip(words, left, strict=True) if names]
     if reasons:
         warn(f"load_weights({place!r}, strict=False) left out what is {'; '.join(reasons)}.")
 
@@ -197,7 +197,9 @@ def _rename_weights(source: Opened, prefix: str | None, rename: Rename | None, m
     if prefix is None:
         values = _strip_wrappers(values, model_names)
     elif not any(name.startswith(prefix) for name in values):
-        raise ValueError(f"{source.place}: no name begins with prefix={prefix!r}; its names are {some(list(values))}.")
+        raise ValueError(
+            f"{source.place}: no name begins with prefix={prefix!r}; its names are {abbreviate(list(values))}."
+        )
     for name, value in values.items():
         if prefix is not None and not name.startswith(prefix):
             continue

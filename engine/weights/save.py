@@ -21,7 +21,7 @@ from torch import Tensor
 from ...common.messages import warn
 from ...strategies.distributed import Whole, is_sharded
 from ..checkpoint import MANIFEST, check_tensor, encode, filesystem
-from ..parameter_names import untied
+from ..parameter_names import split_tied
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{unit}": base**power
@@ -31,7 +31,7 @@ _UNITS = {"": 1, "B": 1} | {
 _KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 
 
-def byte_size(size: int | str) -> int:
+def parse_byte_size(size: int | str) -> int:
     """Return a number of bytes, given as one or as ``"500MB"``, ``"2GiB"``.
 
     Raises:
@@ -60,7 +60,7 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
         if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
             raise TypeError(f"safe_serialization=True takes a dict of tensors by name, not {type(obj).__name__}.")
         _check(obj, any_dtype=False)
-        tensors, aliases = untied(obj)
+        tensors, aliases = split_tied(obj)
 
         def write(target: Any) -> None:
             if isinstance(target, str):
@@ -72,7 +72,7 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
                 target.write(to_bytes(plain, {"format": "pt", **aliases}))
     else:
         encode(obj, "obj")  # only to see that it is data
-        obj = readable(obj, "obj")
+        obj = make_readable(obj, "obj")
 
         def write(target: Any) -> None:
             torch.save(obj, target)
@@ -121,7 +121,7 @@ def save_weights(weights: Mapping[str, Any], directory: Path, limit: int, safe: 
     if others:
         raise TypeError(f"{others[0]} in the model's state is no tensor; weights are tensors only. Use save_state.")
     _check(weights, any_dtype=not safe)
-    write_weights(*untied(weights), directory, limit, safe)
+    write_weights(*split_tied(weights), directory, limit, safe)
 
 
 def write_weights(
@@ -235,7 +235,7 @@ def _drop_others(directory: Path, stem: str, ending: str, new_files: set[str]) -
     """Delete what the new files replace, and what killed processes left of theirs."""
     ours = re.compile(rf"{stem}(-v\d+)?(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?")
     entries = {f"{stem}.{ending}", f"{stem}.{ending}.index.json"} - new_files
-    existing = filesystem.names(directory)
+    existing = filesystem.list_names(directory)
     for name in entries.intersection(existing):  # loaders would take it for the weights, so it may not stay
         filesystem.unlink(directory / name)
         filesystem.fsync(directory)
@@ -258,7 +258,7 @@ _ADVICE: dict[type, str] = {
 }
 
 
-def readable(value: Any, place: str) -> Any:
+def make_readable(value: Any, place: str) -> Any:
     """What ``torch.load(weights_only=True)`` reads: numpy's numbers become Python's, a defaultdict a plain dict.
 
     Args:
@@ -272,7 +272,10 @@ def readable(value: Any, place: str) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if kind in (dict, defaultdict, OrderedDict, Counter):
-        pairs = [(readable(key, f"a key of {place}"), readable(item, f"{place}.{key}")) for key, item in value.items()]
+        pairs = [
+            (make_readable(key, f"a key of {place}"), make_readable(item, f"{place}.{key}"))
+            for key, item in value.items()
+        ]
         old = [part for pair in value.items() for part in pair]
         return (
             value
@@ -280,7 +283,7 @@ def readable(value: Any, place: str) -> Any:
             else dict(pairs)
         )
     if kind in (list, tuple, set):
-        items = [readable(item, f"{place}.{number}") for number, item in enumerate(value)]
+        items = [make_readable(item, f"{place}.{number}") for number, item in enumerate(value)]
         return value if _has_identical_items(value, items) else kind(items)
     if is_sharded(value):
         raise TypeError(f"{place}: is one process's part of a tensor; save accelerator.get_state_dict(model).")

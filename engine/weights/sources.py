@@ -18,12 +18,12 @@ from ..checkpoint import (
     MANIFEST,
     OpenCheckpoint,
     Weights,
+    abbreviate,
     check_files,
     extra_part,
     filesystem,
     model_part,
-    some,
-    whole_model,
+    read_whole_model,
 )
 from .download import check_digest, fetch, is_url
 from .torch_files import TorchFile, View
@@ -60,7 +60,7 @@ class Opened:
 
 
 @contextmanager
-def opened(source: Source, sha256: str | None = None) -> Iterator[Opened]:
+def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
     """Find the weights in a source; see `load_weights`. What was downloaded is deleted at the end.
 
     Raises:
@@ -123,7 +123,7 @@ def _open_folder(path: Path, digests: bool) -> Opened:
         saved.verify() if digests else check_files(path, saved.manifest, digests=False)
         others = saved.read_part(extra) if saved.has(extra) else {}
         return Opened(str(path), saved.open_part(model_part(0)), others, checkpoint=saved)
-    names = filesystem.names(path)
+    names = filesystem.list_names(path)
     if ".metadata" in names:
         raise ValueError(
             "is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle that runs what it says. If "
@@ -159,14 +159,14 @@ def _open_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ValueError(f"{file!r:.80} is not the name of a file beside it")
         if not (path.parent / file).is_file():
             lost = [name[:80] for name, place in places.items() if place == file]
-            raise ValueError(f"names {file[:80]}, which is missing beside it, for {some(lost)}")
+            raise ValueError(f"names {file[:80]}, which is missing beside it, for {abbreviate(lost)}")
         inside, beside, _ = _open_file(path.parent / file)
         names_by_file[file] = set(inside)
         weights |= {name: piece for name, piece in inside.items() if places.get(name) == file}
         others |= beside
     lost = [name for name, file in places.items() if name not in names_by_file[file]]
     if lost:
-        raise ValueError(f"names tensors that are not in their files: {some(lost)}")
+        raise ValueError(f"names tensors that are not in their files: {abbreviate(lost)}")
     return weights, others
 
 
@@ -175,10 +175,10 @@ def _open_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | 
         head = stream.read(512)
     # First of all: the length of a safetensors header may well begin with the byte that a pickle begins with.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size:
-        return whole_model(path), {}, None
+        return read_whole_model(path), {}, None
     if head[:4] == b"PK\x03\x04" or head[:1] == b"\x80":
         file = TorchFile(path)
-        return (*state_in(file), file)
+        return (*read_state_dict(file), file)
     if head[257:262] == b"ustar":
         raise ValueError(f"{path}: is a tar archive, as torch.save wrote before 2016; save it again with a newer torch")
     format_name = next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)
@@ -186,7 +186,7 @@ def _open_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | 
     raise ValueError(f"{path}: {problem}. {_ACCEPTED_SOURCES}.")
 
 
-def state_in(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of a state dict in a file of ``torch.save``, and what else is in it.
 
     Raises:
@@ -205,11 +205,11 @@ def state_in(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
         wrong = [f"{place} is {name}" for place, name in bad.items()]
         wrong += [f"{n} is a {type(v).__name__}" for n, v in others.items() if not n.endswith("_extra_state")]
         if wrong:
-            raise ValueError(f"there is more than tensors among its weights: {some([w[:120] for w in wrong])}")
+            raise ValueError(f"there is more than tensors among its weights: {abbreviate([w[:120] for w in wrong])}")
     if not weights and not key:
         raise ValueError(
             f"it holds no tensors by name, nor any under {', '.join(_STATE_KEYS)}. It holds "
-            f"{some([str(name)[:60] for name in document])}{_describe_module(document)}"
+            f"{abbreviate([str(name)[:60] for name in document])}{_describe_module(document)}"
         )
     return weights, others
 
@@ -220,4 +220,8 @@ def _name_kind(document: Any) -> str:
 
 def _describe_module(document: dict[Any, Any]) -> str:
     objects = [f"{key} is a {value.name}" for key, value in document.items() if hasattr(value, "name")]
-    return f" ({some(objects)}, an object that only its own program can make): save its state_dict()" if objects else ""
+    return (
+        f" ({abbreviate(objects)}, an object that only its own program can make): save its state_dict()"
+        if objects
+        else ""
+    )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint import FilePiece, MemoryPiece, Piece, mark_of
+from ..checkpoint import FilePiece, MemoryPiece, Piece, read_mark
 from . import pickle_reader
 from .pickle_types import Reader, Unknown
 
@@ -86,7 +86,7 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as file:
-            self._mark = mark_of(file.fileno())
+            self._mark = read_mark(file.fileno())
             size = os.fstat(file.fileno()).st_size
             self._places: dict[str, tuple[int, int]] = {}
             self._storages: dict[str, Storage] = {}

@@ -15,7 +15,7 @@ from ...engine.checkpoint import (
     STATE,
     Manifest,
     OpenCheckpoint,
-    first_intact,
+    find_first_intact,
     has_part,
     open_callback_states,
     open_together,
@@ -199,7 +199,7 @@ def _newest(trainer: Trainer, search: Search, recover: bool, resumable: bool) ->
         resumable: leave out those that hold weights only.
     """
     candidates = _candidates(trainer, search, recover, resumable)
-    return first_intact(trainer.accelerator.world, candidates, search.skipped)
+    return find_first_intact(trainer.accelerator.world, candidates, search.skipped)
 
 
 def _candidates(trainer: Trainer, search: Search, recover: bool, resumable: bool) -> Iterator[OpenCheckpoint]:

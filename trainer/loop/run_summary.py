@@ -11,7 +11,7 @@ from torch import nn
 
 from ...callbacks import ModelCheckpoint, RunReport, folders
 from ...common.messages import announce
-from ...engine import CheckpointStore, Loader, compiled_names
+from ...engine import CheckpointStore, Loader, list_compiled_names
 from ...engine.checkpoint import STATE, has_part
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def describe_fit(trainer: Trainer, loader: Loader) -> str:
         lines.append("configure_optimizers returned None: nothing is trained")
     else:
         lines.append((_steps if trainer.task.automatic_optimization else _manual_steps)(trainer))
-    if names := compiled_names(trainer.task):
+    if names := list_compiled_names(trainer.task):
         lines.append(f"torch.compile: {', '.join(names)}, each compiled by its first calls, which take longer")
     lines.append(_parameters(trainer.task))
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from processes import run
 from safetensors.torch import save_file
 from torch import nn
 from treadle.engine.checkpoint.safetensors_file import read_tensor
-from treadle.engine.weights.sources import opened
+from treadle.engine.weights.sources import open_source
 
 import treadle
 
@@ -167,7 +167,7 @@ def test_every_layout_and_dtype(new, tmp_path):
         state["tagged"] = nn.Parameter(torch.ones(3))
         state["tagged"].tag = 1
     torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=new)
-    with opened(tmp_path / "x.pt") as found:
+    with open_source(tmp_path / "x.pt") as found:
         assert found.weights.keys() == state.keys()
         for name, value in torch.load(tmp_path / "x.pt", weights_only=True).items():
             read = read_tensor(found.weights[name])
