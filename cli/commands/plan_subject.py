@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...engine.planning import Decoder, Schedule, choose_sizes, next_token_loss, tokens
+from ...engine.planning import Decoder, Schedule, next_token_loss, sizes_of, tokens
 from ...strategies import Strategy, simulation
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def of_model(options: argparse.Namespace) -> Subject:
     Raises:
         ValueError: for a name that is none, with the nearest known.
     """
-    sizes = choose_sizes(options.model)
+    sizes = sizes_of(options.model)
     if options.length is not None:
         sizes = replace(sizes, length=options.length)
     return Subject(

@@ -44,7 +44,7 @@ MODELS = {
 }
 
 
-def choose_sizes(name: str) -> Sizes:
+def sizes_of(name: str) -> Sizes:
     """The sizes of the model called ``name``; ``7b`` will do for ``llama-7b``.
 
     Raises:
