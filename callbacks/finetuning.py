@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..common.messages import announce
 from ..common.validation import check_bool, check_int, check_number
-from ..engine import own_name
+from ..engine import strip_compile_prefix
 from ..engine.checkpoint import open_callback_states
 from .callback import Callback
 
@@ -291,10 +291,12 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _describe(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
     """What is trained, in which groups, and which layers are in evaluation mode, by names."""
-    names = {id(parameter): own_name(name) for name, parameter in task.named_parameters()}
+    names = {id(parameter): strip_compile_prefix(name) for name, parameter in task.named_parameters()}
     return {
-        "trained": [own_name(name) for name, parameter in task.named_parameters() if parameter.requires_grad],
-        "evaluation": [own_name(name) for name, part in task.named_modules() if not part.training],
+        "trained": [
+            strip_compile_prefix(name) for name, parameter in task.named_parameters() if parameter.requires_grad
+        ],
+        "evaluation": [strip_compile_prefix(name) for name, part in task.named_modules() if not part.training],
         "groups": [
             [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
             for optimizer in trainer.optimizers
@@ -305,7 +307,7 @@ def _describe(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
 def _make(made: dict[str, Any], trainer: Trainer, task: TaskModule) -> None:
     """Bring about what `_describe` described."""
     trained, evaluation = set(made["trained"]), set(made["evaluation"])
-    parameters = {own_name(name): parameter for name, parameter in task.named_parameters()}
+    parameters = {strip_compile_prefix(name): parameter for name, parameter in task.named_parameters()}
     here = _describe(trainer, task)["groups"]
     for optimizer, now, then in zip(trainer.optimizers, here, made["groups"], strict=False):
         if then[: len(now)] != now:
@@ -318,4 +320,4 @@ def _make(made: dict[str, Any], trainer: Trainer, task: TaskModule) -> None:
     for name, parameter in parameters.items():
         parameter.requires_grad = name in trained
     for name, part in task.named_modules():
-        part.training = own_name(name) not in evaluation
+        part.training = strip_compile_prefix(name) not in evaluation

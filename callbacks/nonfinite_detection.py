@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.validation import check_bool
-from ..engine import own_name
+from ..engine import strip_compile_prefix
 from ..strategies.distributed import local
 from .callback import Callback
 
@@ -46,7 +46,7 @@ class NonFiniteWatch(Callback):
         """Begin to look."""
         for name, part in pl_module.named_modules() if self.outputs else ():
             if part is not pl_module:
-                label = f"{own_name(name)} ({type(part).__name__})"
+                label = f"{strip_compile_prefix(name)} ({type(part).__name__})"
                 self._handles.append(part.register_forward_hook(partial(self._look, label)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
@@ -61,7 +61,7 @@ class NonFiniteWatch(Callback):
             for name, parameter in reversed(list(pl_module.named_parameters())):
                 if parameter.grad is not None:
                     finite = torch.isfinite(local(parameter.grad)).all()
-                    found.append((f"the gradient of {own_name(name)}", finite))
+                    found.append((f"the gradient of {strip_compile_prefix(name)}", finite))
         if not found:
             return
         device = trainer.accelerator.device

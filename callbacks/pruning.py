@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 from ..common.messages import announce
 from ..common.validation import check_bool, check_int, choose
-from ..engine import own_name
+from ..engine import strip_compile_prefix
 from ..engine.checkpoint import open_callback_states
 from ._pruning import Pruned, unpruned
 from .callback import Callback
@@ -151,7 +151,7 @@ class ModelPruning(Callback):
         saved: Mapping[str, Any] | None = None
         if trainer.opened_checkpoint is not None:
             saved = open_callback_states(trainer.opened_checkpoint)["added"].get(_KEY)
-        names = {id(part): own_name(name) for name, part in pl_module.named_modules()}
+        names = {id(part): strip_compile_prefix(name) for name, part in pl_module.named_modules()}
         pairs = self._asked or unpruned(pl_module, self._names)
         for part, name in pairs:
             there = id(part) in names and (hasattr(part, name) or f"{name}_orig" in part._parameters)

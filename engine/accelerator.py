@@ -34,7 +34,7 @@ from .configuration import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from .data import CombinedLoader, JointLoader, Loader, mover, skip_first_batches, with_seedable_sampler
+from .data import CombinedLoader, JointLoader, Loader, choose_mover, replace_random_sampler, skip_first_batches
 from .garbage_collection import collect, is_memory_short
 from .optim import (
     Accumulation,
@@ -47,12 +47,12 @@ from .optim import (
 )
 from .process_state import AcceleratorState, GradientState, Process
 from .profilers import profile
-from .rank_consistency import check_same, check_same_loaders, check_same_model
+from .rank_consistency import check_loaders_match, check_model_matches, check_values_match
 from .rng import RandomStream
 from .run_rng import RunRng
 from .trackers import GeneralTracker, Trackers, tracker_sources
 
-_NOT_HERE = {
+_UNSUPPORTED = {
     "lomo_backward": "LOMO steps inside backward; use any optimizer whose step comes after it.",
     "maybe_context_parallel": "a sequence is not split over processes here.",
     "deepspeed_ulysses_dl_adapter": "a sequence is not split over processes here.",
@@ -217,12 +217,12 @@ class Accelerator(Process):
             if isinstance(value, nn.Module)
         }
         prepared = tuple(
-            models[id(value)] if id(value) in models else self._prepare_one(value, place)
+            models[id(value)] if id(value) in models else self._prepare_object(value, place)
             for value, place in zip(objects, placement, strict=True)
         )
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def _prepare_one(self, value: Any, place: bool | None) -> Any:
+    def _prepare_object(self, value: Any, place: bool | None) -> Any:
         if value is None:
             return None
         if isinstance(value, Optimizer):
@@ -260,8 +260,8 @@ class Accelerator(Process):
             ValueError: if it is elsewhere, and may not be moved.
         """
         module = self.strategy.unwrap(model)
-        trained = _trained_parameters(module)
-        index = next((n for n, inner in enumerate(self.own_models) if inner is module), None)
+        trained = _collect_trained_ids(module)
+        index = next((n for n, inner in enumerate(self.unwrapped_models) if inner is module), None)
         if index is not None and self._trained.get(id(module)) == trained:
             return self.models[index]
         if self.verify_device_map(module):
@@ -279,9 +279,9 @@ class Accelerator(Process):
         else:
             if trained or step:
                 self.compare_settings()
-                check_same_model(module, self.world)
+                check_model_matches(module, self.world)
             wrapped = self.strategy.replicate(model) if by_hand else self.strategy.wrap(model, step)
-        self._trained[id(module)] = _trained_parameters(module)
+        self._trained[id(module)] = _collect_trained_ids(module)
         if index is None:
             self.models.append(wrapped)
         else:
@@ -298,11 +298,11 @@ class Accelerator(Process):
             ValueError: on every rank, with the settings that differ, their values and ranks.
         """
         if not self._compared:
-            values = self._settings() if settings is None else settings
-            check_same("the ranks are configured differently", values, self.world)
+            values = self._collect_settings() if settings is None else settings
+            check_values_match("the ranks are configured differently", values, self.world)
             self._compared = True
 
-    def _settings(self) -> dict[str, Any]:
+    def _collect_settings(self) -> dict[str, Any]:
         return {
             "strategy": self.strategy.name,
             "mixed_precision": self.mixed_precision,
@@ -378,9 +378,9 @@ class Accelerator(Process):
         stream = self.stream
         assert stream is not None
         if move is None and (self.device_placement if device_placement is None else device_placement):
-            move = mover(self.device, self.precision)
+            move = choose_mover(self.device, self.precision)
         if self.use_seedable_sampler:
-            loader = self._with_seedable_samplers(loader, shard)
+            loader = self._replace_random_samplers(loader, shard)
         prepared = (JointLoader if isinstance(loader, CombinedLoader) else Loader)(
             loader,
             world=self.data_world,
@@ -395,21 +395,21 @@ class Accelerator(Process):
         )
         if shard:
             sources = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
-            check_same_loaders(sources, self.data_world)
+            check_loaders_match(sources, self.data_world)
         prepared.agree(self.data_world)
         self.loaders.append(prepared)
         return prepared
 
-    def _with_seedable_samplers(self, loader: Any, shared: bool) -> Any:
+    def _replace_random_samplers(self, loader: Any, shared: bool) -> Any:
         seed = self.dataloader_config.data_seed
         if seed is None:
             seed = torch.initial_seed()
         if shared:
             seed = self.world.broadcast(seed)
         if not isinstance(loader, CombinedLoader):
-            return with_seedable_sampler(loader, seed)
+            return replace_random_sampler(loader, seed)
         combined = copy.copy(loader)
-        combined.flattened = [with_seedable_sampler(source, seed) for source in loader.flattened]
+        combined.flattened = [replace_random_sampler(source, seed) for source in loader.flattened]
         return combined
 
     @property
@@ -649,7 +649,7 @@ class Accelerator(Process):
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     @property
-    def own_models(self) -> list[nn.Module]:
+    def unwrapped_models(self) -> list[nn.Module]:
         """The user's own modules inside the prepared models."""
         return [self.strategy.unwrap(model) for model in self.models]
 
@@ -1050,12 +1050,12 @@ class Accelerator(Process):
         return self.strategy.sharded
 
     def __getattr__(self, name: str) -> Any:
-        reason = _NOT_HERE.get(name)
+        reason = _UNSUPPORTED.get(name)
         raise AttributeError(f"Accelerator has no {name!r}{'' if reason is None else ': ' + reason}")
 
     def __repr__(self) -> str:
         return f"Accelerator:\n{self.state!r}"
 
 
-def _trained_parameters(module: nn.Module) -> frozenset[int]:
+def _collect_trained_ids(module: nn.Module) -> frozenset[int]:
     return frozenset(id(p) for p in module.parameters() if p.requires_grad)

@@ -49,10 +49,10 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
     if empty:
         rows = [t[:0] for t in rows]
     if world.size == 1:
-        return _rebuilt(value, rows, [_items(other, empty) for other in others])
+        return _rebuild(value, rows, [_to_items(other, empty) for other in others])
     grads = ["" if t.requires_grad else " without gradient" for t in rows] if sync_grads else [""] * len(rows)
     mine = [(tuple(t.shape[1:]), f"{t.dtype}{grad}", t.shape[0]) for t, grad in zip(rows, grads, strict=True)]
-    parts = world.gather_objects((mine, [_items(other, empty) for other in others]))
+    parts = world.gather_objects((mine, [_to_items(other, empty) for other in others]))
     forms = [([form[:2] for form in shapes], len(lists)) for shapes, lists in parts]
     if any(form != forms[0] for form in forms):
         listed = "; ".join(
@@ -64,13 +64,13 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
             f"{listed}. gather_for_metrics(..., use_gather_object=True) takes anything."
         )
     gathered = [
-        _concatenated(tensor, [shapes[number][2] for shapes, _ in parts], world) for number, tensor in enumerate(rows)
+        _gather_rows(tensor, [shapes[number][2] for shapes, _ in parts], world) for number, tensor in enumerate(rows)
     ]
     lists = [[item for _, every in parts for item in every[number]] for number in range(len(others))]
-    return _rebuilt(value, gathered, lists)
+    return _rebuild(value, gathered, lists)
 
 
-def _concatenated(rows: Tensor, counts: list[int], world: World) -> Tensor:
+def _gather_rows(rows: Tensor, counts: list[int], world: World) -> Tensor:
     longest = max(counts)
     if rows.shape[0] != longest:
         rows = torch.cat((rows, rows.new_zeros((longest - rows.shape[0], *rows.shape[1:]))))
@@ -110,26 +110,26 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
     """
     if world.size == 1:
         return value
-    own: list[str] = []
-    apply_to_collection(value, Tensor, lambda t: own.append(_form(t, sync_grads)))
-    forms = world.gather_objects(own)
-    if any(form != own for form in forms):
-        each = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
+    local_forms: list[str] = []
+    apply_to_collection(value, Tensor, lambda t: local_forms.append(_describe_form(t, sync_grads)))
+    forms = world.gather_objects(local_forms)
+    if any(form != local_forms for form in forms):
+        by_rank = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
         raise ValueError(
-            f"all_gather stacks tensors, which needs the same shapes and formats on every process, but got {each}. "
+            f"all_gather stacks tensors, which needs the same shapes and formats on every process, but got {by_rank}. "
             "Accelerator.gather concatenates batches of different sizes; DataLoader(drop_last=True) leaves the last, "
             "short one out."
         )
 
-    def one(tensor: Tensor) -> Tensor:
+    def gather_tensor(tensor: Tensor) -> Tensor:
         if sync_grads and tensor.requires_grad:
             return _AllGather.apply(tensor, world)
         return torch.stack(world.all_gather(tensor.detach()))
 
-    return apply_to_collection(value, Tensor, one)
+    return apply_to_collection(value, Tensor, gather_tensor)
 
 
-def _form(tensor: Tensor, sync_grads: bool) -> str:
+def _describe_form(tensor: Tensor, sync_grads: bool) -> str:
     without = " without gradient" if sync_grads and not tensor.requires_grad else ""
     return f"{tuple(tensor.shape)} {tensor.dtype}{without}"
 
@@ -157,19 +157,19 @@ def with_items(value: Any, items: dict[Any, Any]) -> Any:
     return copied
 
 
-def _rebuilt(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
+def _rebuild(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
     next_tensor, next_other = iter(tensors), iter(others)
     return _walk(value, lambda _: next(next_tensor), lambda _: next(next_other))
 
 
 def holds_tensor(value: Any) -> bool:
     """Whether there is a tensor anywhere in ``value``."""
-    seen: list[Tensor] = []
-    apply_to_collection(value, Tensor, seen.append)
-    return bool(seen)
+    tensors: list[Tensor] = []
+    apply_to_collection(value, Tensor, tensors.append)
+    return bool(tensors)
 
 
-def _items(value: Any, empty: bool = False) -> list[Any]:
+def _to_items(value: Any, empty: bool = False) -> list[Any]:
     if empty:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
@@ -177,7 +177,7 @@ def _items(value: Any, empty: bool = False) -> list[Any]:
 
 def gather_objects(value: Any, world: World) -> list[Any]:
     """Every process's items, in rank order: lists are joined, anything else is one item."""
-    return [item for part in world.gather_objects(_items(value)) for item in part]
+    return [item for part in world.gather_objects(_to_items(value)) for item in part]
 
 
 def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
@@ -190,7 +190,7 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
     if world.size > 1 and world.debug is None and reduction != "none":
         _check_forms("reduce", value, world)  # gloo returns what was in memory, NCCL hangs
 
-    def one(tensor: Tensor) -> Tensor:
+    def reduce_tensor(tensor: Tensor) -> Tensor:
         result = tensor.detach().clone()
         if reduction == "none":
             return result
@@ -198,16 +198,16 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
             result = result.double()
         return world.all_reduce(result, reduction) * scale if scale != 1.0 else world.all_reduce(result, reduction)
 
-    return apply_to_collection(value, Tensor, one)
+    return apply_to_collection(value, Tensor, reduce_tensor)
 
 
 def _check_forms(name: str, value: Any, world: World) -> None:
-    own: list[str] = []
-    apply_to_collection(value, Tensor, lambda t: own.append(_form(t, False)))
-    forms = world.gather_objects(own)
-    if any(form != own for form in forms):
-        each = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
-        raise ValueError(f"{name} needs tensors of the same shapes and formats on every process, but got {each}.")
+    local_forms: list[str] = []
+    apply_to_collection(value, Tensor, lambda t: local_forms.append(_describe_form(t, False)))
+    forms = world.gather_objects(local_forms)
+    if any(form != local_forms for form in forms):
+        by_rank = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
+        raise ValueError(f"{name} needs tensors of the same shapes and formats on every process, but got {by_rank}.")
 
 
 def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, pad_first: bool) -> Any:
@@ -220,25 +220,25 @@ def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, p
         return value
     tensors: list[Tensor] = []
     apply_to_collection(value, Tensor, tensors.append)
-    lengths = world.gather_objects([t.shape[dim] if _has(t, dim) else 0 for t in tensors])
-    if any(len(every) != len(tensors) for every in lengths):
+    lengths = world.gather_objects([t.shape[dim] if _has_dimension(t, dim) else 0 for t in tensors])
+    if any(len(rank_lengths) != len(tensors) for rank_lengths in lengths):
         counts = ", ".join(f"rank {rank}: {len(every)}" for rank, every in enumerate(lengths))
         raise ValueError(f"pad_across_processes needs the same number of tensors on every process, not {counts}.")
     longest = iter([max(every) for every in zip(*lengths, strict=True)])
 
-    def one(tensor: Tensor) -> Tensor:
-        wanted = next(longest)
-        if not _has(tensor, dim) or tensor.shape[dim] == wanted:
+    def pad_tensor(tensor: Tensor) -> Tensor:
+        length = next(longest)
+        if not _has_dimension(tensor, dim) or tensor.shape[dim] == length:
             return tensor
         shape = list(tensor.shape)
-        shape[dim] = wanted - tensor.shape[dim]
+        shape[dim] = length - tensor.shape[dim]
         filler = tensor.new_full(shape, pad_index)
         return torch.cat((filler, tensor) if pad_first else (tensor, filler), dim=dim)
 
-    return apply_to_collection(value, Tensor, one)
+    return apply_to_collection(value, Tensor, pad_tensor)
 
 
-def _has(tensor: Tensor, dim: int) -> bool:
+def _has_dimension(tensor: Tensor, dim: int) -> bool:
     return -tensor.ndim <= dim < tensor.ndim
 
 
@@ -283,14 +283,14 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
         TypeError: for what is no collection (a str, a number), or has no order (a set).
         ValueError: for a dict whose values differ in length.
     """
-    count, inputs = _counted(inputs)
+    count, inputs = _count_inputs(inputs)
     if not apply_padding or not count:
-        return _taken(inputs, share(count, rank, size))
-    each = -(-count // size)
-    return _taken(inputs, [min(i, count - 1) for i in range(rank * each, (rank + 1) * each)])
+        return _select(inputs, share(count, rank, size))
+    share_size = -(-count // size)
+    return _select(inputs, [min(i, count - 1) for i in range(rank * share_size, (rank + 1) * share_size)])
 
 
-def _counted(inputs: Any) -> tuple[int, Any]:
+def _count_inputs(inputs: Any) -> tuple[int, Any]:
     """How many inputs there are, and the inputs in a form that can be cut."""
     if isinstance(inputs, str | bytes | bytearray):
         raise TypeError(
@@ -303,15 +303,15 @@ def _counted(inputs: Any) -> tuple[int, Any]:
             "give sorted(inputs)."
         )
     if isinstance(inputs, Mapping):
-        return _counted_fields(inputs)
+        return _count_fields(inputs)
     if hasattr(inputs, "_fields"):  # a named tuple
-        count, fields = _counted_fields(inputs._asdict())
+        count, fields = _count_fields(inputs._asdict())
         return count, type(inputs)(**fields)
     if isinstance(inputs, Tensor | np.ndarray):
         if not inputs.ndim:
             raise TypeError("split_between_processes got a single number (a 0-d tensor): there is nothing to split.")
         return inputs.shape[0], inputs
-    if isinstance(inputs, Sized) and (isinstance(inputs, list | tuple | range) or _cut_by_index(inputs)):
+    if isinstance(inputs, Sized) and (isinstance(inputs, list | tuple | range) or _is_indexable(inputs)):
         return len(inputs), inputs
     try:
         listed = list(inputs)
@@ -322,25 +322,25 @@ def _counted(inputs: Any) -> tuple[int, Any]:
     return len(listed), listed
 
 
-def _cut_by_index(inputs: Any) -> bool:
+def _is_indexable(inputs: Any) -> bool:
     """Data frames, Hugging Face's datasets, and torch's."""
-    if hasattr(inputs, "iloc") or _selects(inputs):
+    if hasattr(inputs, "iloc") or _has_row_select(inputs):
         return True
     if hasattr(inputs, "columns"):
         raise TypeError("split_between_processes would go through this table by columns: give its rows as a list.")
     return isinstance(inputs, Dataset) and not isinstance(inputs, IterableDataset)
 
 
-def _selects(inputs: Any) -> bool:
+def _has_row_select(inputs: Any) -> bool:
     # Other tables have a `select` too, for columns.
     return callable(getattr(inputs, "select", None)) and hasattr(inputs, "__getitems__")
 
 
-def _counted_fields(inputs: Any) -> tuple[int, Any]:
+def _count_fields(inputs: Any) -> tuple[int, Any]:
     counted = {}
     for key, value in inputs.items():
         try:
-            counted[key] = _counted(value)
+            counted[key] = _count_inputs(value)
         except TypeError as error:
             raise TypeError(
                 f"split_between_processes got a {type(inputs).__name__} whose {key!r} can't be split: {error}"
@@ -352,19 +352,19 @@ def _counted_fields(inputs: Any) -> tuple[int, Any]:
     return next(iter(counts.values()), 0), with_items(inputs, {key: value for key, (_, value) in counted.items()})
 
 
-def _taken(inputs: Any, which: slice | list[int]) -> Any:
+def _select(inputs: Any, selection: slice | list[int]) -> Any:
     if isinstance(inputs, Mapping):
-        return with_items(inputs, {key: _taken(value, which) for key, value in inputs.items()})
+        return with_items(inputs, {key: _select(value, selection) for key, value in inputs.items()})
     if hasattr(inputs, "_fields"):
-        return type(inputs)(*(_taken(value, which) for value in inputs))
+        return type(inputs)(*(_select(value, selection) for value in inputs))
     if isinstance(inputs, Tensor | np.ndarray):
-        return inputs[which]
+        return inputs[selection]
     if hasattr(inputs, "iloc"):
-        return inputs.iloc[which]
+        return inputs.iloc[selection]
     if isinstance(inputs, list | tuple | range):
-        if isinstance(which, slice):
-            return inputs[which]
-        items = [inputs[i] for i in which]
+        if isinstance(selection, slice):
+            return inputs[selection]
+        items = [inputs[i] for i in selection]
         return type(inputs)(items) if isinstance(inputs, list | tuple) else items
-    indices = range(len(inputs))[which] if isinstance(which, slice) else which
-    return inputs.select(indices) if _selects(inputs) else Subset(inputs, indices)
+    indices = range(len(inputs))[selection] if isinstance(selection, slice) else selection
+    return inputs.select(indices) if _has_row_select(inputs) else Subset(inputs, indices)

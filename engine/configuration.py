@@ -220,7 +220,7 @@ class TorchDynamoPlugin(KwargsHandler):
             return
         blocks = [block for parent in model.modules() if isinstance(parent, nn.ModuleList) for block in parent]
         modules = blocks if self.use_regional_compilation and blocks else [model]
-        compile_modules(modules, self._compiler, self._arguments())
+        compile_modules(modules, self._make_compiler, self._collect_arguments())
 
     def compile_parts(self, model: nn.Module, strategy: Strategy) -> None:
         """Compile the parts that the steps of ``model`` call; what an earlier run has compiled otherwise is undone.
@@ -244,13 +244,13 @@ class TorchDynamoPlugin(KwargsHandler):
                 f"{type(model).__name__} has no module with parameters in it, so nothing is compiled: put "
                 "torch.compile around what its steps call."
             )
-        options = None if users is not None else self._arguments()
-        compile_modules(parts, users or self._compiler, options, hooks_outside=hooks_outside)
+        options = None if users is not None else self._collect_arguments()
+        compile_modules(parts, users or self._make_compiler, options, hooks_outside=hooks_outside)
 
-    def _compiler(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(function, **self._arguments())  # type: ignore[no-any-return]
+    def _make_compiler(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function, **self._collect_arguments())  # type: ignore[no-any-return]
 
-    def _arguments(self) -> dict[str, Any]:
+    def _collect_arguments(self) -> dict[str, Any]:
         return {
             "backend": self.backend,
             "mode": self.mode,

@@ -30,24 +30,24 @@ def collect(device: torch.device) -> None:
 
 def is_memory_short(device: torch.device) -> bool:
     """Tell whether this process holds a large share of the device's memory, or of main memory. Takes 0.1 ms."""
-    if _allocated(device) > DEVICE_SHARE * _total(device):
+    if _read_allocated_bytes(device) > DEVICE_SHARE * _read_total_bytes(device):
         return True
-    return _resident() > HOST_SHARE * _main_memory()
+    return _read_resident_bytes() > HOST_SHARE * _read_main_memory()
 
 
-def _allocated(device: torch.device) -> int:
+def _read_allocated_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return torch.mps.current_allocated_memory() if device.type == "mps" else 0
 
 
-def _total(device: torch.device) -> int:
+def _read_total_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return torch.mps.recommended_max_memory() if device.type == "mps" else 0
 
 
-def _resident() -> int:
+def _read_resident_bytes() -> int:
     """Main memory that this process holds, in bytes; 0 where the system has no /proc."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -55,7 +55,7 @@ def _resident() -> int:
         return 0
 
 
-def _main_memory() -> int:
+def _read_main_memory() -> int:
     """Main memory in bytes: the machine's, or the container's limit."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:

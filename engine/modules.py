@@ -27,13 +27,13 @@ def compile_modules(
     """
     shared: dict[Any, Callable[..., Any]] = {}
     for module in modules:
-        if is_users(module) or (options is not None and _options(module) == options):
+        if is_users(module) or (options is not None and _get_compile_options(module) == options):
             continue
         alike = (type(module), repr(module), tuple((p.shape, p.dtype) for p in module.parameters()))
         if alike not in shared:
-            shared[alike] = compiler(_frame(_forward if hooks_outside else _call, type(module).__name__))
-        run = _with_forward if hooks_outside else _plain
-        module._compiled_call_impl = _lazily(module, run(module, shared[alike]), options)  # type: ignore[assignment]
+            shared[alike] = compiler(_copy_function(_forward if hooks_outside else _call, type(module).__name__))
+        run = _bind_forward if hooks_outside else _bind_compiled
+        module._compiled_call_impl = _note_first_call(module, run(module, shared[alike]), options)  # type: ignore[assignment]
 
 
 def is_users(module: nn.Module) -> bool:
@@ -45,22 +45,22 @@ def is_users(module: nn.Module) -> bool:
 def forget(model: nn.Module) -> None:
     """Undo what `compile_modules` did to the parts of ``model`` on the word of an option."""
     for part in model.modules():
-        if _options(part) is not None:
+        if _get_compile_options(part) is not None:
             part._compiled_call_impl = None
 
 
-def unused(model: nn.Module) -> list[str]:
+def list_unused(model: nn.Module) -> list[str]:
     """The compiled parts of ``model`` that have never been called: other methods of them run as they are."""
     return [name for name, part in model.named_modules() if getattr(part._compiled_call_impl, "unused", False)]
 
 
-def compiled_names(model: nn.Module) -> list[str]:
+def list_compiled_names(model: nn.Module) -> list[str]:
     """The names of the modules in ``model`` that run compiled; its class's name is its own."""
     parts = ((name, part) for name, part in model.named_modules() if part._compiled_call_impl is not None)
     return [name or type(part).__name__ for name, part in parts]
 
 
-def _options(module: nn.Module) -> Any:
+def _get_compile_options(module: nn.Module) -> Any:
     return getattr(module._compiled_call_impl, "options", None)
 
 
@@ -76,20 +76,20 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 
-def _frame(function: Any, name: str) -> Callable[..., Any]:
+def _copy_function(function: Any, name: str) -> Callable[..., Any]:
     """A copy of ``function`` with code of its own: torch keeps at most eight graphs for one code, of all modules."""
     return FunctionType(function.__code__.replace(co_name=f"{function.__name__}_{name}"), function.__globals__)
 
 
-def _plain(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _bind_compiled(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return compiled(module, *args, **kwargs)
 
     return call
 
 
-def _with_forward(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    attributes, plain = module.__dict__, _plain(module, compiled)
+def _bind_forward(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    attributes, plain = module.__dict__, _bind_compiled(module, compiled)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Only for the call: a copy of the module would compute with this one's parameters else.
@@ -102,7 +102,7 @@ def _with_forward(module: nn.Module, compiled: Callable[..., Any]) -> Callable[.
     return call
 
 
-def _lazily(module: nn.Module, call: Any, options: Any) -> Callable[..., Any]:
+def _note_first_call(module: nn.Module, call: Any, options: Any) -> Callable[..., Any]:
     """``call``, which also notes that it was called at all."""
 
     def first(*args: Any, **kwargs: Any) -> Any:

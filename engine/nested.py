@@ -81,10 +81,10 @@ def send_to_device(
     return tensor.to(device) if hasattr(tensor, "to") else tensor
 
 
-def _tensors(data: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    recursively_apply(found.append, data)
-    return found
+def _list_tensors(data: Any) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    recursively_apply(tensors.append, data)
+    return tensors
 
 
 def find_batch_size(data: Any) -> int | None:
@@ -93,15 +93,15 @@ def find_batch_size(data: Any) -> int | None:
     Raises:
         TypeError: where there is no tensor at all.
     """
-    found = _tensors(data)
-    if not found:
+    tensors = _list_tensors(data)
+    if not tensors:
         raise TypeError(f"find_batch_size looks for a tensor, and there is none in {type(data).__name__}.")
-    return next((tensor.shape[0] for tensor in found if tensor.ndim), None)
+    return next((tensor.shape[0] for tensor in tensors if tensor.ndim), None)
 
 
 def find_device(data: Any) -> torch.device | None:
     """The device of the first tensor; None where there is none."""
-    return next((tensor.device for tensor in _tensors(data)), None)
+    return next((tensor.device for tensor in _list_tensors(data)), None)
 
 
 def slice_tensors(
@@ -169,7 +169,7 @@ def extract_model_from_parallel(
         keep_torch_compile: return the compiled form of the user's module where it was compiled itself.
         recursive: Accelerate's; wrappers inside the user's module are the user's.
     """
-    own = SingleDevice().unwrap(model)
+    unwrapped = SingleDevice().unwrap(model)
     if not keep_torch_compile:
-        return own
-    return next((module for module in model.modules() if module._modules.get("_orig_mod") is own), own)
+        return unwrapped
+    return next((module for module in model.modules() if module._modules.get("_orig_mod") is unwrapped), unwrapped)

@@ -13,26 +13,26 @@ from ..strategies.distributed import local
 _COMPILED = "_orig_mod."
 
 
-def own_name(name: str) -> str:
+def strip_compile_prefix(name: str) -> str:
     """A parameter's name without what ``torch.compile`` puts into it."""
     return name.replace(_COMPILED, "")
 
 
-def untied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def split_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors, each once, and which name stands for which of the others."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in weights.items():
-        kept = first.setdefault(view_key(tensor), name)
-        if kept == name:
+        first_name = first.setdefault(make_view_key(tensor), name)
+        if first_name == name:
             tensors[name] = tensor
         else:
-            aliases[name] = kept
+            aliases[name] = first_name
     return tensors, aliases
 
 
-def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+def make_view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What two tensors have in common exactly when they are the same view of the same memory, as tied weights are.
 
     Args:
@@ -41,9 +41,17 @@ def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     Returns:
         A value to compare or to use in a dict.
     """
-    held = local(tensor)
-    pointer = held.untyped_storage().data_ptr()
+    local_tensor = local(tensor)
+    pointer = local_tensor.untyped_storage().data_ptr()
     if pointer == 0:  # nothing allocated, so nothing shared
         return (id(tensor),)
-    view = (held.storage_offset(), held.shape, held.stride(), held.dtype, held.is_conj(), held.is_neg(), tensor.shape)
-    return (held.device, pointer, *view)
+    view = (
+        local_tensor.storage_offset(),
+        local_tensor.shape,
+        local_tensor.stride(),
+        local_tensor.dtype,
+        local_tensor.is_conj(),
+        local_tensor.is_neg(),
+        tensor.shape,
+    )
+    return (local_tensor.device, pointer, *view)

@@ -193,15 +193,15 @@ class Process:
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator: run on rank zero; None elsewhere."""
-        return _run_where(function, self.is_main_process)
+        return _run_if(function, self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator: run on the first process of each machine; None elsewhere."""
-        return _run_where(function, self.is_local_main_process)
+        return _run_if(function, self.is_local_main_process)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator: run on the last rank; None elsewhere."""
-        return _run_where(function, self.is_last_process)
+        return _run_if(function, self.is_last_process)
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
@@ -209,7 +209,7 @@ class Process:
         """Decorator: run on rank ``process_index``; None elsewhere. Alone, this process does every one's part."""
         if function is None:
             return partial(self.on_process, process_index=process_index)
-        return _run_where(function, self._is_chosen(process_index, self.world.rank, self.world.size, "process_index"))
+        return _run_if(function, self._is_chosen(process_index, self.world.rank, self.world.size, "process_index"))
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
@@ -219,7 +219,7 @@ class Process:
             return partial(self.on_local_process, local_process_index=local_process_index)
         world = self.world
         chosen = self._is_chosen(local_process_index, world.local_rank, world.local_size, "local_process_index")
-        return _run_where(function, chosen)
+        return _run_if(function, chosen)
 
     def _is_chosen(self, index: int | None, rank: int, size: int, name: str) -> bool:
         if index is None:
@@ -235,14 +235,14 @@ class Process:
         Raises:
             RuntimeError: on the others, with rank zero's error in words.
         """
-        return self._first(self.is_main_process)
+        return self._run_first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """Let the first process of each machine run the block before the others do; see `main_process_first`."""
-        return self._first(self.is_local_main_process)
+        return self._run_first(self.is_local_main_process)
 
     @contextmanager
-    def _first(self, leads: bool) -> Iterator[None]:
+    def _run_first(self, leads: bool) -> Iterator[None]:
         if not leads:
             self.world.raise_together(None)
         try:
@@ -255,7 +255,7 @@ class Process:
             self.world.raise_together(None)
 
 
-def _run_where(function: Callable[..., Any], chosen: bool) -> Callable[..., Any]:
+def _run_if(function: Callable[..., Any], chosen: bool) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if chosen else None
@@ -365,8 +365,8 @@ class AcceleratorState(PartialState):
         return self._mixed_precision
 
     def __repr__(self) -> str:
-        said = "" if self._mixed_precision is None else f"\nMixed precision type: {self._mixed_precision}\n"
-        return super().__repr__() + said
+        precision_line = "" if self._mixed_precision is None else f"\nMixed precision type: {self._mixed_precision}\n"
+        return super().__repr__() + precision_line
 
 
 class GradientState:

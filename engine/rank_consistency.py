@@ -16,11 +16,11 @@ from .data import shards_itself
 _SHOWN = 10
 
 
-def check_same(what: str, values: Mapping[str, Any], world: World) -> None:
+def check_values_match(subject: str, values: Mapping[str, Any], world: World) -> None:
     """Raise on every rank if the ranks have different values. One exchange of a digest; all ranks must call it.
 
     Args:
-        what: what the values are of, as the error's subject: ``"the ranks are configured differently"``.
+        subject: what the values are of, as the error's subject: ``"the ranks are configured differently"``.
         values: by the name that users know, plain data.
         world: the ranks to compare.
 
@@ -34,25 +34,27 @@ def check_same(what: str, values: Mapping[str, Any], world: World) -> None:
         return
     every = world.gather_objects(dict(values))
     lines = []
-    for name in dict.fromkeys(name for each in every for name in each):
+    for name in dict.fromkeys(name for rank_values in every for name in rank_values):
         ranks: dict[str, list[int]] = {}
-        for rank, each in enumerate(every):
-            ranks.setdefault(repr(each[name]) if name in each else "nothing", []).append(rank)
+        for rank, rank_values in enumerate(every):
+            ranks.setdefault(repr(rank_values[name]) if name in rank_values else "nothing", []).append(rank)
         if len(ranks) > 1:
-            lines.append(f"  {name}: {', '.join(f'{value} on {named_ranks(who)}' for value, who in ranks.items())}")
+            lines.append(
+                f"  {name}: {', '.join(f'{value} on {named_ranks(holders)}' for value, holders in ranks.items())}"
+            )
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
     raise ValueError(
-        f"{what}, so they would not take the same steps, or would wait for each other without end:\n"
+        f"{subject}, so they would not take the same steps, or would wait for each other without end:\n"
         + "\n".join(lines or ["  the order"])
         + "\nPass the same values on every rank."
     )
 
 
-def check_same_loaders(loaders: Iterable[Any], world: World) -> None:
-    """As `check_same`, for loaders that the ranks share: the samples of a batch, and who picks them.
+def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
+    """As `check_values_match`, for loaders that the ranks share: the samples of a batch, and who picks them.
 
-    The data itself is another check's, see `check_same_data`.
+    The data itself is another check's, see `share_data`.
     """
     values: dict[str, Any] = {}
     for number, loader in enumerate(loaders):
@@ -64,15 +66,15 @@ def check_same_loaders(loaders: Iterable[Any], world: World) -> None:
             values[f"loader {number}, {name}"] = getattr(loader, name, None)
         for name in ("sampler", "batch_sampler"):
             values[f"loader {number}, {name}"] = type(getattr(loader, name, None)).__name__
-    check_same("the ranks have different loaders", values, world)
+    check_values_match("the ranks have different loaders", values, world)
 
 
-def check_same_model(model: nn.Module, world: World) -> None:
-    """As `check_same`, for the names, shapes, formats and ``requires_grad`` of a model's parameters and buffers."""
+def check_model_matches(model: nn.Module, world: World) -> None:
+    """As `check_values_match`, for names, shapes, formats and ``requires_grad`` of a model's parameters and buffers."""
     if world.size == 1:
         return
     values = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         shape = "not initialized" if is_lazy(tensor) else f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
         values[name] = f"{shape}, trained" if tensor.requires_grad else shape
-    check_same(f"the {type(model).__name__} differs between the ranks", values, world)
+    check_values_match(f"the {type(model).__name__} differs between the ranks", values, world)

@@ -88,12 +88,12 @@ class RandomStream:
             self.state = host_state()
             set_host_state(before)
 
-    def now(self) -> State:
+    def get_state(self) -> State:
         """Where it is, inside `drawing` or out."""
         return host_state() if self._lent else dict(self.state)
 
     def go_to(self, state: State) -> None:
-        """Go on from a state that `now` returned, inside `drawing` or out."""
+        """Go on from a state that `get_state` returned, inside `drawing` or out."""
         if self._lent:
             set_host_state(state)
         else:

@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "treadle", "numpy", "torchmetrics", "transformers")
 def environment() -> dict[str, str]:
     """Facts by name, to read and to compare runs by: command, folder, versions, hardware, git revision."""
     facts = {"command": shlex.join(sys.argv), "folder": os.getcwd(), "git revision": revision(os.getcwd())}
-    facts |= {"Python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+    facts |= {"Python": platform.python_version(), **{name: _find_version(name) for name in _PACKAGES}}
     facts |= {"system": platform.platform(), "host": platform.node(), "processor": processor()}
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
@@ -28,7 +28,7 @@ def environment() -> dict[str, str]:
 
 
 @functools.cache
-def _version(package: str) -> str:
+def _find_version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -51,14 +51,14 @@ def processor() -> str:
 @functools.cache
 def revision(folder: str) -> str:
     """The git revision that ``folder`` has checked out, with a word if files were changed since; empty without git."""
-    commit = _git(folder, "rev-parse", "HEAD")
+    commit = _run_git(folder, "rev-parse", "HEAD")
     if not commit:
         return ""
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    changed = _run_git(folder, "status", "--porcelain", "--untracked-files=no")
     return f"{commit} and changes since" if changed else commit
 
 
-def _git(folder: str, *arguments: str) -> str:
+def _run_git(folder: str, *arguments: str) -> str:
     try:
         done = subprocess.run(
             ["git", "--no-optional-locks", *arguments], cwd=folder, capture_output=True, text=True, timeout=5

@@ -39,7 +39,7 @@ class RunRng:
                 seed_everything(data_seed)
             order = random_state()
         # A CUDA generator's state is of no use to others, and of different size where they see other devices.
-        order, common = self._world.broadcast((_host_part(order), _host_part(random_state())))
+        order, common = self._world.broadcast((_select_host_state(order), _select_host_state(random_state())))
         self.stream, self.first_state = RandomStream(order), order
         self._ranks_differ = False
         if self._world.rank:
@@ -66,5 +66,5 @@ class RunRng:
             yield
 
 
-def _host_part(state: State) -> State:
+def _select_host_state(state: State) -> State:
     return {name: state[name] for name in ("python", "numpy", "torch")}

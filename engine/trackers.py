@@ -113,19 +113,21 @@ def tracker_sources(log_with: Any, project: ProjectConfiguration) -> dict[str, S
         value = getattr(entry, "value", entry)
         names = [value] if isinstance(value, str) else []
         if value == "all":
-            names = [name for name in _LOGGERS if _installed(name) and (project.logging_dir or name not in _WITH_FILES)]
+            names = [
+                name for name in _LOGGERS if _is_installed(name) and (project.logging_dir or name not in _WITH_FILES)
+            ]
         for name in names:
             name = choose("log_with", name.lower(), [*_LOGGERS, "all"])
-            sources[name] = _by_name(name, project)
+            sources[name] = _resolve_source(name, project)
         if not isinstance(value, str):
-            tracker = _as_tracker(value)
+            tracker = _to_tracker(value)
             if tracker.requires_logging_directory and project.logging_dir is None:  # type: ignore[attr-defined]
-                raise ValueError(_no_directory(str(tracker.name)))  # type: ignore[attr-defined]
+                raise ValueError(_make_directory_error(str(tracker.name)))  # type: ignore[attr-defined]
             sources[str(tracker.name)] = lambda _, options, tracker=tracker: tracker  # type: ignore[misc, attr-defined]
     return sources
 
 
-def _as_tracker(value: Any) -> GeneralTracker:
+def _to_tracker(value: Any) -> GeneralTracker:
     if isinstance(value, GeneralTracker):
         return value
     if isinstance(value, type):
@@ -140,23 +142,23 @@ def _as_tracker(value: Any) -> GeneralTracker:
     )
 
 
-def _installed(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     package = _LOGGERS[name][1]
     return not package or is_installed(package)
 
 
-def _no_directory(name: str) -> str:
+def _make_directory_error(name: str) -> str:
     return (
         f"log_with={name!r} writes files: give Accelerator(project_dir=...) or ProjectConfiguration(logging_dir=...)."
     )
 
 
-def _by_name(name: str, project: ProjectConfiguration) -> Source:
+def _resolve_source(name: str, project: ProjectConfiguration) -> Source:
     kind, package, project_argument = _LOGGERS[name]
     if package:
         require(f"log_with={name!r}", package, extra=package)
     if name in _WITH_FILES and project.logging_dir is None:
-        raise ValueError(_no_directory(name))
+        raise ValueError(_make_directory_error(name))
 
     def make(project_name: str, options: dict[str, Any]) -> GeneralTracker:
         from .. import loggers

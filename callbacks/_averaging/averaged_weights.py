@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...engine import own_name
+from ...engine import strip_compile_prefix
 from ...engine.checkpoint import OpenCheckpoint, Stored, model_part, open_added
 from ...strategies.distributed import cut_like, is_sharded, local
 from .._pruning import masks_of
@@ -73,7 +73,7 @@ class Averages:
         masks = masks_of(module)
         names: dict[int, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            name, stem = own_name(name), own_name(name).removesuffix("_orig")
+            name, stem = strip_compile_prefix(name), strip_compile_prefix(name).removesuffix("_orig")
             names.setdefault(id(parameter), []).append(stem if stem in masks else name)
         for parameter in self._parameters:
             self._hold(names[id(parameter)], parameter, device)
@@ -87,7 +87,7 @@ class Averages:
         names: dict[tuple[int, str], list[str]] = {}
         for path, part in self._module.named_modules(remove_duplicate=False):
             for name, buffer in part._buffers.items():
-                full = own_name(f"{path}.{name}" if path else name)
+                full = strip_compile_prefix(f"{path}.{name}" if path else name)
                 if buffer is None or full in without or name in part._non_persistent_buffers_set:
                     continue
                 if (id(part), name) not in names:

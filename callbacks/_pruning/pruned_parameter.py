@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from ...engine import own_name
+from ...engine import strip_compile_prefix
 
 
 class Pruned:
@@ -137,7 +137,7 @@ def masks_of(model: nn.Module) -> dict[str, Tensor]:
     buffers = dict(model.named_buffers(remove_duplicate=False))
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name.endswith("_orig")]
     stems = [name.removesuffix("_orig") for name in names]
-    return {own_name(stem): buffers[f"{stem}_mask"] for stem in stems if f"{stem}_mask" in buffers}
+    return {strip_compile_prefix(stem): buffers[f"{stem}_mask"] for stem in stems if f"{stem}_mask" in buffers}
 
 
 def unpruned(model: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, str]]:

@@ -87,7 +87,14 @@ def export(
         filesystem,  # torch, for which --help need not wait
         model_part,
     )
-    from ...engine.weights import byte_size, in_one_move, nbytes, refuse_checkpoint, write_file, write_weights
+    from ...engine.weights import (
+        nbytes,
+        parse_byte_size,
+        refuse_checkpoint,
+        write_atomically,
+        write_file,
+        write_weights,
+    )
 
     path, target = Path(checkpoint), Path(output)
     to_folder = _is_folder(output)
@@ -101,10 +108,10 @@ def export(
     tensors = {n: _Converted(one, chosen) for n, one in stored.items() if n not in aliases}
     left = saved.open_part(extra_part(model)) if saved.has(extra_part(model)) else ()
     if to_folder:
-        write_weights(tensors, aliases, target, byte_size(max_shard_size))
+        write_weights(tensors, aliases, target, parse_byte_size(max_shard_size))
     else:
         filesystem.make_directory(target.absolute().parent)
-        in_one_move(target, lambda beside: write_file(Path(beside), tensors, aliases))
+        write_atomically(target, lambda beside: write_file(Path(beside), tensors, aliases))
     size = sum(nbytes(tensor) for tensor in tensors.values())
     without = f", without what is no tensor: {', '.join(left)}" if left else ""
     return f"{target}: {len(stored)} tensors, {size:,} bytes{without}"

@@ -165,10 +165,10 @@ def _width() -> int:
 
 def _gpu(options: argparse.Namespace, per_machine: int | None) -> tuple[GPU, str]:
     """What each process has, and how that is known where it was not asked for."""
-    from ...engine.planning import gpu_called, gpu_here
+    from ...engine.planning import detect_gpu, find_gpu
 
-    here = gpu_here() if options.gpu is None else None
-    found = here or gpu_called("h100" if options.gpu is None else options.gpu)
+    here = detect_gpu() if options.gpu is None else None
+    found = here or find_gpu("h100" if options.gpu is None else options.gpu)
     per_machine = options.per_machine or per_machine
     if per_machine is not None:
         found = replace(found, per_machine=per_machine)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader
 
 from ...engine import CombinedLoader, JointLoader, Loader, RandomStream, random_state
-from ...engine.data import Cursor, sized
+from ...engine.data import Cursor, get_length
 from ...engine.planning import Plan, Schedule
 from ...trainer import Trainer
 from ...trainer.core import SchedulerConfig, TaskModule
@@ -258,7 +258,9 @@ class _Run:
             words = f"learning rate {first} at first; drawn for runs of up to {_MOST_STEPS:,} steps"
         else:
             rates = _stepped(optimizer, schedulers, total, per_epoch)
-        samples = self.options.samples or (sized(self.source.batch_sampler.sampler) if _plain(self.source) else None)
+        samples = self.options.samples or (
+            get_length(self.source.batch_sampler.sampler) if _plain(self.source) else None
+        )
         return Schedule(steps=total, samples=samples, per_epoch=per_epoch, rates=rates, words=words)
 
     def _optimizer_anew(self) -> tuple[Optimizer, list[SchedulerConfig]]:

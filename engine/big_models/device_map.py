@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from ...common.messages import announce, nearest
-from ..checkpoint import some
+from ..checkpoint import abbreviate
 from .device_map_report import device_map_plan
 from .memory import Device, format_bytes, get_max_memory, is_accelerator, resolve
-from .module_sizes import Dtypes, Part, model_parts
-from .module_tensors import READ_FROM_OUTSIDE, named_tensors, tied_names
+from .module_sizes import Dtypes, Part, split_model
+from .module_tensors import READ_FROM_OUTSIDE, group_tied_names, named_tensors
 
 DeviceMap = dict[str, Device]
 
@@ -54,12 +54,12 @@ def infer_auto_device_map(
     """
     room: dict[Device, int | None] = {**get_max_memory(max_memory)}
     room.setdefault("disk", None)
-    parts = model_parts(model, no_split_module_classes, dtype, special_dtypes)
+    parts = split_model(model, no_split_module_classes, dtype, special_dtypes)
     placed = _fill(parts, room, None, offload_buffers, fallback_allocation)
     mains = [*(device for device in room if is_accelerator(device) and room[device]), "cpu"]
     if any(device == "disk" or (not is_accelerator(device) and len(mains) > 1) for device in placed.values()):
         placed = _fill_and_run(parts, room, mains, offload_buffers, fallback_allocation)
-    placed = {name: placed[name] for name in _in_order(model, placed)}
+    placed = {name: placed[name] for name in _iter_in_model_order(model, placed)}
     device_map = clean_device_map(placed) if clean_result else placed
     if verbose:
         announce(device_map_plan(model, device_map, max_memory, dtype, special_dtypes))
@@ -79,16 +79,16 @@ def _fill_and_run(
     return placed
 
 
-def _in_order(model: nn.Module, names: Iterable[str]) -> Iterable[str]:
+def _iter_in_model_order(model: nn.Module, names: Iterable[str]) -> Iterable[str]:
     """The names of modules and tensors as the model lists them: a module's own tensors first."""
-    wanted = set(names)
+    name_set = set(names)
     for path, module in model.named_modules(remove_duplicate=False):
-        for name in [path, *(f"{path}.{name}" if path else name for name, _ in _direct(module))]:
-            if name in wanted:
+        for name in [path, *(f"{path}.{name}" if path else name for name, _ in _list_direct_tensors(module))]:
+            if name in name_set:
                 yield name
 
 
-def _direct(module: nn.Module) -> list[tuple[str, object]]:
+def _list_direct_tensors(module: nn.Module) -> list[tuple[str, object]]:
     return [*module._parameters.items(), *module._buffers.items()]
 
 
@@ -96,18 +96,18 @@ def _fill(
     parts: list[Part], room: Mapping[Device, int | None], main: Device | None, offload_buffers: bool, fallback: bool
 ) -> DeviceMap:
     """Greedy; with ``main``, keeping room there for running what comes after."""
-    kept = [0]  # for what comes after each part
+    reserves = [0]  # for what comes after each part
     largest = buffers = 0
     for part in reversed(parts[1:]):
         largest, buffers = max(largest, part.largest), buffers + part.buffers
-        kept.append(largest + (0 if offload_buffers else buffers))
-    waiting = [(part, keep) for part, keep in zip(parts, reversed(kept), strict=False)]
+        reserves.append(largest + (0 if offload_buffers else buffers))
+    waiting = [(part, reserve) for part, reserve in zip(parts, reversed(reserves), strict=False)]
     placed: DeviceMap = {}
     for device, most in room.items():
         used, empty = 0, True
 
-        def fits(part: Part, keep: int, device: Device = device, most: int | None = most) -> bool:
-            return most is None or used + part.size + (keep if device == main else 0) <= most  # noqa: B023 - at once
+        def fits(part: Part, reserve: int, device: Device = device, most: int | None = most) -> bool:
+            return most is None or used + part.size + (reserve if device == main else 0) <= most  # noqa: B023 - at once
 
         while waiting:
             number = 0
@@ -163,7 +163,7 @@ def get_balanced_memory(
     """
     full = get_max_memory(max_memory)
     used = [device for device in full if is_accelerator(device) and full[device] > 0]
-    parts = model_parts(model, no_split_module_classes, dtype, special_dtypes)
+    parts = split_model(model, no_split_module_classes, dtype, special_dtypes)
     total = sum(part.size for part in parts)
     if low_zero and len(used) > 1:
         first, *used = used
@@ -171,14 +171,14 @@ def get_balanced_memory(
     if len(used) < 2:
         return full
 
-    def limited(limit: int) -> dict[Device, int]:
+    def limit_memory(limit: int) -> dict[Device, int]:
         return full | {device: min(full[device], limit) for device in used}
 
     def fits(limit: int) -> bool:
         try:
             _fill(
                 parts,
-                {device: size for device, size in limited(limit).items() if is_accelerator(device)},
+                {device: size for device, size in limit_memory(limit).items() if is_accelerator(device)},
                 None,
                 True,
                 False,
@@ -193,10 +193,10 @@ def get_balanced_memory(
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    return limited(high) | {used[-1]: full[used[-1]]}
+    return limit_memory(high) | {used[-1]: full[used[-1]]}
 
 
-def device_of(device_map: Mapping[str, Device], name: str) -> Device | None:
+def look_up_device(device_map: Mapping[str, Device], name: str) -> Device | None:
     """The device that a map gives to a module or tensor: that of its nearest name upwards."""
     while name not in device_map:
         if not name:
@@ -213,27 +213,29 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
             tensors; or it cuts what must lie together.
     """
     tensors = named_tensors(model)
-    known = {path for path, _ in model.named_modules(remove_duplicate=False)} | tensors.keys()
+    valid_names = {path for path, _ in model.named_modules(remove_duplicate=False)} | tensors.keys()
     for name, device in device_map.items():
-        if name not in known:
-            raise ValueError(f"device_map: the model has no module or tensor {name!r}.{nearest(name, known)}")
+        if name not in valid_names:
+            raise ValueError(f"device_map: the model has no module or tensor {name!r}.{nearest(name, valid_names)}")
         if device != "disk":
             resolve(device)
-    missed = [name for name in tensors if device_of(device_map, name) is None]
+    missed = [name for name in tensors if look_up_device(device_map, name) is None]
     if missed:
-        raise ValueError(f"device_map: gives no device to {some(missed)}. Add them, or '' for all that is not named.")
-    for names in tied_names(tensors):
-        _together(device_map, names, "are one tensor")
+        raise ValueError(
+            f"device_map: gives no device to {abbreviate(missed)}. Add them, or '' for all that is not named."
+        )
+    for names in group_tied_names(tensors):
+        _check_together(device_map, names, "are one tensor")
     for path, module in model.named_modules():
         if isinstance(module, READ_FROM_OUTSIDE):
             names = [f"{path}.{name}" if path else name for name in named_tensors(module)]
-            _together(device_map, names, f"are read together by {type(module).__name__}")
+            _check_together(device_map, names, f"are read together by {type(module).__name__}")
 
 
-def _together(device_map: Mapping[str, Device], names: list[str], why: str) -> None:
-    first = device_of(device_map, names[0])
+def _check_together(device_map: Mapping[str, Device], names: list[str], why: str) -> None:
+    first = look_up_device(device_map, names[0])
     for name in names:
-        if (device := device_of(device_map, name)) != first:
+        if (device := look_up_device(device_map, name)) != first:
             raise ValueError(
                 f"device_map: {names[0]!r} and {name!r} {why}, but lie on {first} and {device}. Give both one device."
             )

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..parameter_names import view_key
+from ..parameter_names import make_view_key
 from .memory import Device, format_bytes, get_max_memory
-from .module_sizes import Dtypes, tensor_bytes
-from .module_tensors import named_tensors, tied_names
+from .module_sizes import Dtypes, measure_tensors
+from .module_tensors import group_tied_names, named_tensors
 
 
 def device_map_plan(
@@ -32,32 +32,32 @@ def device_map_plan(
         dtype: What floating point weights will be loaded as. Default: what they are.
         special_dtypes: Dtypes of single tensors by name.
     """
-    tensors, bytes_of = named_tensors(model), tensor_bytes(model, dtype, special_dtypes)
+    tensors, bytes_of = named_tensors(model), measure_tensors(model, dtype, special_dtypes)
     sizes: dict[str, int] = dict.fromkeys(device_map, 0)
-    seen = set()
+    counted_keys = set()
     for name, tensor in tensors.items():
         entry = name
         while entry and entry not in sizes:
             entry = entry.rpartition(".")[0]
-        if entry in sizes and (key := view_key(tensor)) not in seen:
-            seen.add(key)
+        if entry in sizes and (key := make_view_key(tensor)) not in counted_keys:
+            counted_keys.add(key)
             sizes[entry] += bytes_of[key]
     rows = [("module", "device", "size")]
     rows += [
-        (_span(names), str(device_map[names[0]]), format_bytes(sum(sizes[n] for n in names)))
-        for names in _runs(device_map)
+        (_format_span(names), str(device_map[names[0]]), format_bytes(sum(sizes[n] for n in names)))
+        for names in _group_neighbours(device_map)
     ]
     room = get_max_memory(max_memory)
     totals = [("device", "used", "of")]
     for device in dict.fromkeys(device_map.values()):
         used = sum(size for name, size in sizes.items() if device_map[name] == device)
         totals.append((str(device), format_bytes(used), format_bytes(room[device]) if device in room else "no limit"))
-    lines = [*_table(rows), "", *_table(totals)]
-    lines += [f"tied: {' = '.join(names)}" for names in tied_names(tensors) if len(names) > 1]
+    lines = [*_format_table(rows), "", *_format_table(totals)]
+    lines += [f"tied: {' = '.join(names)}" for names in group_tied_names(tensors) if len(names) > 1]
     return "\n".join(lines)
 
 
-def _runs(device_map: Mapping[str, Device]) -> list[list[str]]:
+def _group_neighbours(device_map: Mapping[str, Device]) -> list[list[str]]:
     """The names of the map; numbered neighbours on one device together."""
     runs: list[list[str]] = []
     for name, device in device_map.items():
@@ -71,12 +71,12 @@ def _runs(device_map: Mapping[str, Device]) -> list[list[str]]:
     return runs
 
 
-def _span(names: list[str]) -> str:
+def _format_span(names: list[str]) -> str:
     if len(names) > 1:
         return f"{names[0]} ... {names[-1].rpartition('.')[2]}"
     return names[0] or "(the model)"
 
 
-def _table(rows: list[tuple[str, str, str]]) -> list[str]:
+def _format_table(rows: list[tuple[str, str, str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}" for row in rows]

@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import Held, Piece, Weights, some
+from ..checkpoint import MemoryPiece, Piece, Weights, abbreviate
 from ..weights import open_weights
-from .device_map import check_device_map, device_of
+from .device_map import check_device_map, look_up_device
 from .hooks import Home, Loan, StandIn, Station, UserCpuOffloadHook
 from .memory import Device, accelerators, is_accelerator, resolve
 from .module_sizes import check_class_names
 from .module_tensors import (
     READ_FROM_OUTSIDE,
-    class_names,
+    copy_attributes,
+    group_tied_names,
     is_buffer,
-    like,
+    iter_direct_tensors,
+    list_class_names,
     named_tensors,
-    own_tensors,
     put,
     put_by_name,
-    tied_names,
 )
 from .offload_file import check_shapes, write_weights
 
@@ -68,12 +68,12 @@ def dispatch_model(
     """
     refuse_twice(model)
     check_device_map(model, device_map)
-    weights: Weights = {name: Held(tensor) for name, tensor in (state_dict or {}).items()}
-    main = main_of(device_map, main_device)
+    weights: Weights = {name: MemoryPiece(tensor) for name, tensor in (state_dict or {}).items()}
+    main = resolve_main_device(device_map, main_device)
     on_disk = {
         name: tensor
         for name, tensor in named_tensors(model).items()
-        if device_of(device_map, name) == "disk" and (offload_buffers or not is_buffer(tensor))
+        if look_up_device(device_map, name) == "disk" and (offload_buffers or not is_buffer(tensor))
     }
     if on_disk:
         weights |= _disk_weights(on_disk, offload_dir)
@@ -96,8 +96,8 @@ def cpu_offload(
         state_dict: Values for them. Default: the model's own.
         preload_module_classes: As in `dispatch_model`.
     """
-    main = _execution_device(model, execution_device)
-    weights: Weights = {name: Held(tensor) for name, tensor in (state_dict or {}).items()}
+    main = _resolve_execution_device(model, execution_device)
+    weights: Weights = {name: MemoryPiece(tensor) for name, tensor in (state_dict or {}).items()}
     return dispatch(
         model,
         {"": "cpu"},
@@ -125,7 +125,7 @@ def disk_offload(
         offload_buffers: Buffers too.
         preload_module_classes: As in `dispatch_model`.
     """
-    main = _execution_device(model, execution_device)
+    main = _resolve_execution_device(model, execution_device)
     return dispatch_model(
         model,
         {"": "disk"},
@@ -162,13 +162,13 @@ def is_dispatched(model: nn.Module) -> bool:
     places = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
     if len(places) > 1 or "disk" in places:
         return True
-    return any(isinstance(hook, Station) and hook.loans for hook in _hooks(model))
+    return any(isinstance(hook, Station) and hook.loans for hook in _find_hooks(model))
 
 
 def remove_hook_from_submodules(model: nn.Module) -> nn.Module:
     """Undo a dispatch: offloaded weights come into main memory for good, the rest stays where it is."""
     brought: dict[int, Tensor] = {}
-    for hook in _hooks(model):
+    for hook in _find_hooks(model):
         hook.detach()
         for loan in hook.loans if isinstance(hook, Station) else ():
             key = id(loan.stand_in)
@@ -176,19 +176,19 @@ def remove_hook_from_submodules(model: nn.Module) -> nn.Module:
                 values = torch.empty(loan.shape.shape, dtype=loan.shape.dtype)
                 with torch.no_grad():
                     loan.piece.fill(values)
-                brought[key] = like(loan.shape, values)
+                brought[key] = copy_attributes(loan.shape, values)
             put(loan.module, loan.name, brought[key])
     if hasattr(model, "hf_device_map"):
         del model.hf_device_map
     return model
 
 
-def _hooks(model: nn.Module) -> list[Station | Home]:
+def _find_hooks(model: nn.Module) -> list[Station | Home]:
     hooks = [getattr(hook, "__self__", None) for m in model.modules() for hook in m._forward_pre_hooks.values()]
     return [hook for hook in hooks if isinstance(hook, Station | Home)]
 
 
-def main_of(device_map: Mapping[str, Device], main_device: Device | None = None) -> torch.device:
+def resolve_main_device(device_map: Mapping[str, Device], main_device: Device | None = None) -> torch.device:
     """Where offloaded modules run: on the first accelerator of the map unless said otherwise, else on the CPU."""
     if main_device is None:
         main_device = next((device for device in device_map.values() if is_accelerator(device)), "cpu")
@@ -212,7 +212,7 @@ def dispatch(
     """
     refuse_twice(model)
     tensors = named_tensors(model)
-    places = {name: device_of(device_map, name) for name in tensors}
+    places = {name: look_up_device(device_map, name) for name in tensors}
 
     def is_away(device: Device | None) -> bool:
         return all_away or device == "disk" or (not is_accelerator(device or "cpu") and main.type != "cpu")
@@ -221,14 +221,14 @@ def dispatch(
     _check_values({name: t for name, t in tensors.items() if str(places[name]).split(":")[0] != "meta"}, weights)
 
     def runs_on(name: str) -> torch.device:
-        device = device_of(device_map, name)
+        device = look_up_device(device_map, name)
         return main if device is None or is_away(device) else resolve(device)
 
-    lent = _lent(tensors, away, weights)
-    for names in tied_names(tensors):
+    lent = _locate_values(tensors, away, weights)
+    for names in group_tied_names(tensors):
         old, device = tensors[names[0]], runs_on(names[0])
         if names[0] not in lent and old.device != device:
-            put_by_name(model, names, like(old, old.detach().to(device)))
+            put_by_name(model, names, copy_attributes(old, old.detach().to(device)))
     if lent or force_hooks or len({runs_on(name) for name in device_map}) > 1:
         _install(model, runs_on, lent, set(device_map), main, skip_keys, preload_module_classes)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
@@ -241,7 +241,7 @@ def refuse_twice(model: nn.Module) -> None:
     Raises:
         ValueError: It has.
     """
-    if _hooks(model):
+    if _find_hooks(model):
         raise ValueError("the model was dispatched before. Call remove_hook_from_submodules(model) first.")
 
 
@@ -250,20 +250,22 @@ def _check_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -
     check_shapes(tensors, weights)
     empty = [
         names[0]
-        for names in tied_names(tensors)
+        for names in group_tied_names(tensors)
         if tensors[names[0]].is_meta and not any(name in weights for name in names)
     ]
     if empty:
-        raise ValueError(f"the model has no values for {some(empty)}. Load a checkpoint that has them.")
+        raise ValueError(f"the model has no values for {abbreviate(empty)}. Load a checkpoint that has them.")
 
 
-def _lent(tensors: Mapping[str, Tensor], away: Iterable[str], weights: Mapping[str, Piece]) -> dict[str, Piece]:
+def _locate_values(
+    tensors: Mapping[str, Tensor], away: Iterable[str], weights: Mapping[str, Piece]
+) -> dict[str, Piece]:
     """Where the values of each offloaded tensor are; the same for all names of a tied one."""
-    wanted, lent = set(away), dict[str, Piece]()
-    for names in tied_names(tensors):
-        if names[0] in wanted:
-            found = next((weights[name] for name in names if name in weights), None)
-            lent |= dict.fromkeys(names, found or Held(tensors[names[0]].detach().to("cpu")))
+    away_names, lent = set(away), dict[str, Piece]()
+    for names in group_tied_names(tensors):
+        if names[0] in away_names:
+            piece = next((weights[name] for name in names if name in weights), None)
+            lent |= dict.fromkeys(names, piece or MemoryPiece(tensors[names[0]].detach().to("cpu")))
     return lent
 
 
@@ -271,19 +273,19 @@ def _disk_weights(tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] 
     """Where the values are that shall lie on the disk: in a checkpoint already, or else written there now."""
     if folder is None:
         raise ValueError(
-            f"device_map puts {some(list(tensors))} on the disk: give offload_dir, the folder to write them into."
+            f"device_map puts {abbreviate(list(tensors))} on the disk: give offload_dir, the folder to write them into."
         )
     weights = open_weights(folder) if any(tensor.is_meta for tensor in tensors.values()) else {}
-    firsts = [names[0] for names in tied_names(tensors)]
+    firsts = [names[0] for names in group_tied_names(tensors)]
     real = {name: tensors[name] for name in firsts if not tensors[name].is_meta}
     return weights | (write_weights(folder, real) if real else {})
 
 
-def _execution_device(model: nn.Module, device: Device | None) -> torch.device:
+def _resolve_execution_device(model: nn.Module, device: Device | None) -> torch.device:
     if device is not None:
         return resolve(device)
-    found = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return torch.device("cpu") if found.type == "meta" else found
+    first_device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if first_device.type == "meta" else first_device
 
 
 def _install(
@@ -299,23 +301,23 @@ def _install(
     whole = check_class_names(model, "preload_module_classes", preload_module_classes)
     skip = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
     shapes: dict[str, Tensor] = {}
-    for names in tied_names(tensors := named_tensors(model)):
+    for names in group_tied_names(tensors := named_tensors(model)):
         if names[0] in lent:
             shape = tensors[names[0]].detach().to("meta")
-            shapes |= dict.fromkeys(names, like(tensors[names[0]], shape))
-            put_by_name(model, names, like(tensors[names[0]], shape.as_subclass(StandIn), plain=True))
+            shapes |= dict.fromkeys(names, copy_attributes(tensors[names[0]], shape))
+            put_by_name(model, names, copy_attributes(tensors[names[0]], shape.as_subclass(StandIn), plain=True))
     moves = any(runs_on(name).type != "cpu" for name in [*entries, *tensors])
     loans: dict[str, list[Loan]] = {}
     stations: dict[str, nn.Module] = {}
-    seen: set[nn.Module] = set()
+    visited: set[nn.Module] = set()
 
     def visit(path: str, module: nn.Module, around: str | None) -> None:
-        if module in seen:
+        if module in visited:
             return
-        seen.add(module)
-        if around is None and (isinstance(module, READ_FROM_OUTSIDE) or class_names(module) & whole):
+        visited.add(module)
+        if around is None and (isinstance(module, READ_FROM_OUTSIDE) or list_class_names(module) & whole):
             around = path
-        owned = list(own_tensors(module))
+        owned = list(iter_direct_tensors(module))
         if around in (None, path) and (around == path or (moves and (owned or path in entries))):
             stations[path] = module
         for name, tensor in owned:

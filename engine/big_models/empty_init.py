@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from .module_tensors import like
+from .module_tensors import copy_attributes
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> Any:
@@ -62,14 +62,14 @@ class _Redirect:
         # One registered in two places must stay one; the reference tells whether it is still the same object.
         self._moved: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
-    def moved(self, tensor: Tensor) -> Tensor | None:
+    def move_tensor(self, tensor: Tensor) -> Tensor | None:
         """The tensor on the device; None where it is there already, or has no shape yet."""
-        here = tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index)
-        if here or nn.parameter.is_lazy(tensor):
+        on_target = tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index)
+        if on_target or nn.parameter.is_lazy(tensor):
             return None
         original, moved = self._moved.get(id(tensor), (None, None))
         if original is None or original() is not tensor:
-            moved = like(tensor, tensor.detach().to(self.device))
+            moved = copy_attributes(tensor, tensor.detach().to(self.device))
             self._moved[id(tensor)] = (weakref.ref(tensor), moved)
         return moved
 
@@ -77,14 +77,14 @@ class _Redirect:
 _current: ContextVar[_Redirect | None] = ContextVar("treadle_init_on_device", default=None)
 
 
-def _parameter_hook(module: nn.Module, name: str, parameter: Any) -> Any:
+def _redirect_parameter(module: nn.Module, name: str, parameter: Any) -> Any:
     redirect = _current.get()
-    return None if redirect is None else redirect.moved(parameter)
+    return None if redirect is None else redirect.move_tensor(parameter)
 
 
-def _buffer_hook(module: nn.Module, name: str, buffer: Any) -> Any:
+def _redirect_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
     redirect = _current.get()
-    return None if redirect is None or buffer is None or not redirect.buffers else redirect.moved(buffer)
+    return None if redirect is None or buffer is None or not redirect.buffers else redirect.move_tensor(buffer)
 
 
 class _Hooks:
@@ -105,8 +105,8 @@ class _Hooks:
             self._users += 1
             if self._users == 1:
                 self._handles = [
-                    register_module_parameter_registration_hook(_parameter_hook),
-                    register_module_buffer_registration_hook(_buffer_hook),
+                    register_module_parameter_registration_hook(_redirect_parameter),
+                    register_module_buffer_registration_hook(_redirect_buffer),
                 ]
         try:
             yield

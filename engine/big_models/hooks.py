@@ -13,8 +13,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from ..checkpoint import Held, Piece
-from .module_tensors import is_buffer, like, put
+from ..checkpoint import MemoryPiece, Piece
+from .module_tensors import copy_attributes, is_buffer, put
 
 
 class StandIn(Tensor):
@@ -27,7 +27,7 @@ class StandIn(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse to compute with values that are away; what only looks at the stand-in goes on."""
         kwargs = kwargs or {}
-        if any(not (isinstance(tensor, cls) or tensor.is_meta) for tensor in _tensors((args, kwargs))):
+        if any(not (isinstance(tensor, cls) or tensor.is_meta) for tensor in _iter_tensors((args, kwargs))):
             raise ValueError(
                 "an offloaded weight was used outside its own module's forward, so its values were not there. Name the "
                 "class of the module that uses it in preload_module_classes."
@@ -68,21 +68,21 @@ class Loan:
     def lend(self, values: Tensor, grad: bool) -> None:
         """Give the module the values. Where gradients are computed, one for them is refused."""
         self._mark = (id(values), values._version)
-        new = like(self.shape, values)
+        new = copy_attributes(self.shape, values)
         if grad and new.requires_grad:
             new.register_hook(_refuse_gradient)
         put(self.module, self.name, new)
 
     def take_back(self) -> None:
         """Let the values go. A buffer that the forward changed, such as a cache or running statistics, is kept."""
-        found = self.module._buffers.get(self.name) if is_buffer(self.shape) else None
-        if found is not None and found is not self.stand_in and self._changed(found):
-            self.piece = Held(found.detach().clone().to("cpu"))
+        buffer = self.module._buffers.get(self.name) if is_buffer(self.shape) else None
+        if buffer is not None and buffer is not self.stand_in and self._is_changed(buffer):
+            self.piece = MemoryPiece(buffer.detach().clone().to("cpu"))
         put(self.module, self.name, self.stand_in)
 
-    def _changed(self, found: Tensor) -> bool:
+    def _is_changed(self, buffer: Tensor) -> bool:
         # Batch normalization doesn't count its writes as versions, but it writes in training only.
-        return self.module.training or found.is_inference() or (id(found), found._version) != self._mark
+        return self.module.training or buffer.is_inference() or (id(buffer), buffer._version) != self._mark
 
 
 def _refuse_gradient(gradient: Tensor) -> None:
@@ -188,17 +188,17 @@ class Home:
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Before the forward."""
-        first = next(_tensors((args, kwargs)), None)
-        self._stack().append(None if first is None else first.device)
+        first = next(_iter_tensors((args, kwargs)), None)
+        self._get_device_stack().append(None if first is None else first.device)
         return move(args, self.device, ()), move(kwargs, self.device, self.skip)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the forward, also one that raised."""
-        stack = self._stack()
+        stack = self._get_device_stack()
         device = stack.pop() if stack else None
         return None if device is None or output is None else move(output, device, self.skip)
 
-    def _stack(self) -> list[torch.device | None]:
+    def _get_device_stack(self) -> list[torch.device | None]:
         if not hasattr(self._calls, "devices"):
             self._calls.devices = []
         return self._calls.devices  # type: ignore[no-any-return]
@@ -216,32 +216,32 @@ def move(data: Any, device: torch.device, skip: Collection[str]) -> Any:
     """``data`` with its tensors on the device, except the entries of a mapping that are named in ``skip``."""
     if isinstance(data, Tensor):
         return data if data.device == device else data.to(device)
-    if all(tensor.device == device for tensor in _tensors(data)):
+    if all(tensor.device == device for tensor in _iter_tensors(data)):
         return data  # most often; and then it is the very same object
     if skip and isinstance(data, Mapping):
-        moved = apply_to_collection({k: v for k, v in data.items() if k not in skip}, Tensor, _to, device)
+        moved = apply_to_collection({k: v for k, v in data.items() if k not in skip}, Tensor, _move_tensor, device)
         entries = {name: moved.get(name, value) for name, value in data.items()}
         return entries if type(data) is dict else type(data)(entries)  # type: ignore[call-arg]
-    return apply_to_collection(data, Tensor, _to, device)
+    return apply_to_collection(data, Tensor, _move_tensor, device)
 
 
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
+def _move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if tensor.device == device else tensor.to(device)
 
 
-def _tensors(data: Any) -> Iterator[Tensor]:
+def _iter_tensors(data: Any) -> Iterator[Tensor]:
     """The tensors in nested lists, tuples, mappings and dataclasses."""
     if isinstance(data, Tensor):
         yield data
     elif isinstance(data, Mapping):
         for item in data.values():
-            yield from _tensors(item)
+            yield from _iter_tensors(item)
     elif isinstance(data, list | tuple):
         for item in data:
-            yield from _tensors(item)
+            yield from _iter_tensors(item)
     elif hasattr(data, "__dataclass_fields__") and not isinstance(data, type):
         for field in data.__dataclass_fields__:
-            yield from _tensors(getattr(data, field, None))
+            yield from _iter_tensors(getattr(data, field, None))
 
 
 class UserCpuOffloadHook:

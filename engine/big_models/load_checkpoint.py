@@ -11,21 +11,21 @@ from torch import Tensor, nn
 
 from ...common.messages import announce, warn
 from ...common.validation import choose
-from ..checkpoint import Weights, some
+from ..checkpoint import Weights, abbreviate
 from ..weights import open_weights
-from .device_map import check_device_map, device_of, get_balanced_memory, infer_auto_device_map
+from .device_map import check_device_map, get_balanced_memory, infer_auto_device_map, look_up_device
 from .device_map_report import device_map_plan
-from .dispatch import Skip, dispatch, main_of, refuse_twice
+from .dispatch import Skip, dispatch, refuse_twice, resolve_main_device
 from .memory import Device, resolve
 from .module_tensors import (
-    as_dtype,
+    copy_attributes,
+    find_unsaved_names,
+    group_tied_names,
     is_buffer,
-    like,
     named_tensors,
+    parse_dtype,
     put_by_name,
-    stored_dtype,
-    tied_names,
-    unsaved_names,
+    resolve_stored_dtype,
 )
 from .offload_file import check_shapes
 
@@ -84,27 +84,27 @@ def load_checkpoint_and_dispatch(
     refuse_twice(model)
     weights = open_weights(checkpoint)
     if isinstance(device_map, str):
-        device_map = _planned(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-    load_weights(model, weights, device_map, as_dtype(dtype), offload_buffers, strict)
+        device_map = _plan_device_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    load_weights(model, weights, device_map, parse_dtype(dtype), offload_buffers, strict)
     if device_map is None:
         return model
-    on_disk = {name: piece for name, piece in weights.items() if device_of(device_map, name) == "disk"}
-    main = main_of(device_map)
+    on_disk = {name: piece for name, piece in weights.items() if look_up_device(device_map, name) == "disk"}
+    main = resolve_main_device(device_map)
     return dispatch(model, device_map, main, on_disk, offload_buffers, skip_keys, preload_module_classes, force_hooks)
 
 
-def _planned(
+def _plan_device_map(
     model: nn.Module,
-    how: str,
+    method: str,
     max_memory: Mapping[Device, int | str] | None,
     no_split: list[str] | None,
     dtype: torch.dtype | str | None,
     offload_buffers: bool,
 ) -> dict[str, Device]:
-    choose("device_map", how, ("auto", "balanced", "balanced_low_0", "sequential"))
+    choose("device_map", method, ("auto", "balanced", "balanced_low_0", "sequential"))
     limits = max_memory
-    if how != "sequential":
-        limits = get_balanced_memory(model, max_memory, no_split, dtype, low_zero=how == "balanced_low_0")
+    if method != "sequential":
+        limits = get_balanced_memory(model, max_memory, no_split, dtype, low_zero=method == "balanced_low_0")
     device_map = infer_auto_device_map(model, limits, no_split, dtype, offload_buffers=offload_buffers)
     announce(device_map_plan(model, device_map, max_memory, dtype))
     return device_map
@@ -147,8 +147,8 @@ def load_checkpoint_in_model(
     """
     _refuse_sharded(full_state_dict, broadcast_from_rank0)
     weights = open_weights(checkpoint)
-    kept = set(keep_in_fp32_modules or ())
-    load_weights(model, weights, device_map, as_dtype(dtype), offload_buffers, strict, kept)
+    fp32_parts = set(keep_in_fp32_modules or ())
+    load_weights(model, weights, device_map, parse_dtype(dtype), offload_buffers, strict, fp32_parts)
 
 
 def load_weights(
@@ -166,19 +166,19 @@ def load_weights(
     tensors = named_tensors(model)
     _check_names(model, tensors, weights, strict)
     check_shapes(tensors, weights)
-    for names in tied_names(tensors):
+    for names in group_tied_names(tensors):
         old = tensors[names[0]]
-        place = None if device_map is None else device_of(device_map, names[0])
+        place = None if device_map is None else look_up_device(device_map, names[0])
         device = old.device if place is None else torch.device("cpu") if place == "disk" else resolve(place)
         if device.type == "meta" and place is None:
             device = torch.device("cpu")
         if place == "disk" and (offload_buffers or not is_buffer(old)):
             device = torch.device("meta")
         kind = torch.float32 if in_fp32 & set(names[0].split(".")) and dtype else dtype
-        _load_one(model, names, old, weights, device, stored_dtype(old, kind))
+        _load_tensor(model, names, old, weights, device, resolve_stored_dtype(old, kind))
 
 
-def _load_one(
+def _load_tensor(
     model: nn.Module, names: list[str], old: Tensor, weights: Weights, device: torch.device, dtype: torch.dtype
 ) -> None:
     piece = next((weights[name] for name in names if name in weights), None)
@@ -194,24 +194,27 @@ def _load_one(
             piece.fill(values)
         elif piece is None:
             values.copy_(old)
-    put_by_name(model, names, like(old, values))
+    put_by_name(model, names, copy_attributes(old, values))
 
 
 def _check_names(model: nn.Module, tensors: Mapping[str, Tensor], weights: Weights, strict: bool) -> None:
-    unsaved = unsaved_names(model)
+    unsaved = find_unsaved_names(model)
     unknown = [name for name in weights if name not in tensors and not name.endswith("_extra_state")]
-    groups = [names for names in tied_names(tensors) if not any(name in weights for name in names)]
+    groups = [names for names in group_tied_names(tensors) if not any(name in weights for name in names)]
     missing = [names[0] for names in groups if not unsaved.issuperset(names)]
     empty = [names[0] for names in groups if tensors[names[0]].is_meta]
-    said = [f"it has tensors that the model hasn't: {some(unknown)}"] if unknown else []
-    said += [f"it lacks tensors of the model: {some(missing)}"] if missing else []
-    if strict and said:
-        raise ValueError(f"checkpoint: {'; '.join(said)}.")
+    differences = [f"it has tensors that the model hasn't: {abbreviate(unknown)}"] if unknown else []
+    differences += [f"it lacks tensors of the model: {abbreviate(missing)}"] if missing else []
+    if strict and differences:
+        raise ValueError(f"checkpoint: {'; '.join(differences)}.")
     if empty:
-        more = f" It has some that the model hasn't: {some(unknown)}." if unknown else ""
-        raise ValueError(f"checkpoint: lacks {some(empty)}, for which the model has no values either.{more}")
-    if said:
-        warn(f"checkpoint: {'; '.join(said)}. Those of the model stay as they are; strict=True makes this an error.")
+        more = f" It has some that the model hasn't: {abbreviate(unknown)}." if unknown else ""
+        raise ValueError(f"checkpoint: lacks {abbreviate(empty)}, for which the model has no values either.{more}")
+    if differences:
+        warn(
+            f"checkpoint: {'; '.join(differences)}. "
+            "Those of the model stay as they are; strict=True makes this an error."
+        )
 
 
 def _refuse_sharded(full_state_dict: Any, broadcast_from_rank0: Any) -> None:

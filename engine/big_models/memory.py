@@ -61,24 +61,28 @@ def resolve(device: Device) -> torch.device:
         ValueError: This machine has no such device.
     """
     kind, count = accelerators()
-    there = ", ".join([*(str(number) for number in range(count)), "'cpu'", "'disk'"])
+    available = ", ".join([*(str(number) for number in range(count)), "'cpu'", "'disk'"])
     try:
         if isinstance(device, int) and not isinstance(device, bool):
-            found = torch.device(kind or "cuda", device)
+            torch_device = torch.device(kind or "cuda", device)
         else:
-            found = torch.device(device)
+            torch_device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"{device!r} is no device. Here are {there}.{nearest(str(device), ['cpu', 'disk'])}"
+            f"{device!r} is no device. Here are {available}.{nearest(str(device), ['cpu', 'disk'])}"
         ) from error
-    if found.type in ("cpu", "meta"):
-        return found
-    if found.type != kind or (found.index or 0) >= count:
+    if torch_device.type in ("cpu", "meta"):
+        return torch_device
+    if torch_device.type != kind or (torch_device.index or 0) >= count:
         raise ValueError(
-            f"device {device!r} is not on this machine; here are {there}. "
+            f"device {device!r} is not on this machine; here are {available}. "
             "To plan for another machine, call its devices 'meta:0', 'meta:1', ..."
         )
-    return found if found.index is not None else torch.device(kind, torch.get_device_module(kind).current_device())
+    return (
+        torch_device
+        if torch_device.index is not None
+        else torch.device(kind, torch.get_device_module(kind).current_device())
+    )
 
 
 def is_accelerator(device: Device) -> bool:
@@ -98,7 +102,7 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
     """
     if max_memory is None:
         kind, count = accelerators()
-        free: dict[Device, int] = {number: _free(kind, number) for number in range(count)}
+        free: dict[Device, int] = {number: _read_free_bytes(kind, number) for number in range(count)}
         return {**free, "cpu": available_memory()}
     for device in max_memory:
         if device != "disk":
@@ -108,7 +112,7 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
     return dict(sorted(sizes.items(), key=lambda item: last.get(str(item[0]).partition(":")[0], 0)))
 
 
-def _free(kind: str, number: int) -> int:
+def _read_free_bytes(kind: str, number: int) -> int:
     module = torch.get_device_module(kind)
     if hasattr(module, "mem_get_info"):
         return int(module.mem_get_info(number)[0])

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from ...common.messages import nearest, warn
-from ..parameter_names import view_key
+from ..parameter_names import make_view_key
 from .module_tensors import (
     READ_FROM_OUTSIDE,
-    as_dtype,
-    class_names,
     is_buffer,
+    iter_direct_tensors,
+    list_class_names,
     named_tensors,
-    own_tensors,
-    stored_dtype,
+    parse_dtype,
+    resolve_stored_dtype,
 )
 
 Dtypes = Mapping[str, torch.dtype | str]
@@ -39,13 +39,13 @@ def compute_module_sizes(
         buffers_only: Count no parameters.
     """
     tensors = named_tensors(model)
-    bytes_of = tensor_bytes(model, dtype, special_dtypes)
+    bytes_of = measure_tensors(model, dtype, special_dtypes)
     inside: dict[str, set[Any]] = {path: set() for path, _ in model.named_modules(remove_duplicate=False)}
     sizes = dict.fromkeys(inside, 0)
     for name, tensor in tensors.items():
         if buffers_only and not is_buffer(tensor):
             continue
-        key = view_key(tensor)
+        key = make_view_key(tensor)
         sizes[name] = bytes_of[key]
         path = name
         while path:
@@ -56,26 +56,26 @@ def compute_module_sizes(
     return sizes
 
 
-def tensor_bytes(
+def measure_tensors(
     model: nn.Module, dtype: torch.dtype | str | None = None, special_dtypes: Dtypes | None = None
 ) -> dict[Any, int]:
-    """The bytes of each distinct tensor, by `view_key`.
+    """The bytes of each distinct tensor, by `make_view_key`.
 
     Raises:
         ValueError: A dtype that doesn't exist, or a special one for a tensor that doesn't.
     """
-    tensors, general = named_tensors(model), as_dtype(dtype)
-    special = {name: as_dtype(kind) for name, kind in (special_dtypes or {}).items()}
+    tensors, general = named_tensors(model), parse_dtype(dtype)
+    special = {name: parse_dtype(kind) for name, kind in (special_dtypes or {}).items()}
     for name in special:
         if name not in tensors:
             raise ValueError(f"special_dtypes: the model has no tensor {name!r}.{nearest(name, tensors)}")
-    found: dict[Any, int] = {}
+    byte_sizes: dict[Any, int] = {}
     for name, tensor in tensors.items():
-        kind = special.get(name) or stored_dtype(tensor, general)
+        kind = special.get(name) or resolve_stored_dtype(tensor, general)
         size = tensor.numel() * kind.itemsize
-        key = view_key(tensor)
-        found[key] = max(found.get(key, 0), size) if name in special else found.get(key, size)
-    return found
+        key = make_view_key(tensor)
+        byte_sizes[key] = max(byte_sizes.get(key, 0), size) if name in special else byte_sizes.get(key, size)
+    return byte_sizes
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Part:
     largest: int
 
 
-def model_parts(
+def split_model(
     model: nn.Module,
     no_split: list[str] | None = None,
     dtype: torch.dtype | str | None = None,
@@ -109,26 +109,26 @@ def model_parts(
         dtype: As in `compute_module_sizes`.
         special_dtypes: As in `compute_module_sizes`.
     """
-    kept = check_class_names(model, "no_split_module_classes", no_split)
+    whole_classes = check_class_names(model, "no_split_module_classes", no_split)
     atoms: dict[str, dict[Any, bool]] = {}  # the distinct tensors of each, and whether they are buffers
 
     def visit(path: str, module: nn.Module) -> None:
         children = list(module.named_children())
-        if not children or isinstance(module, READ_FROM_OUTSIDE) or class_names(module) & kept:
-            atoms[path] = {view_key(tensor): is_buffer(tensor) for tensor in named_tensors(module).values()}
+        if not children or isinstance(module, READ_FROM_OUTSIDE) or list_class_names(module) & whole_classes:
+            atoms[path] = {make_view_key(tensor): is_buffer(tensor) for tensor in named_tensors(module).values()}
             return
         dot = f"{path}." if path else ""
-        for name, tensor in own_tensors(module):
-            atoms[dot + name] = {view_key(tensor): is_buffer(tensor)}
+        for name, tensor in iter_direct_tensors(module):
+            atoms[dot + name] = {make_view_key(tensor): is_buffer(tensor)}
         for name, child in children:
             visit(dot + name, child)
 
     visit("", model)
-    bytes_of = tensor_bytes(model, dtype, special_dtypes)
-    return [_part(names, atoms, bytes_of) for names in _joined(atoms)]
+    bytes_of = measure_tensors(model, dtype, special_dtypes)
+    return [_build_part(names, atoms, bytes_of) for names in _group_by_shared_tensors(atoms)]
 
 
-def _joined(atoms: dict[str, dict[Any, bool]]) -> list[list[str]]:
+def _group_by_shared_tensors(atoms: dict[str, dict[Any, bool]]) -> list[list[str]]:
     """The names in groups that share no tensor, in the order of their first names."""
     groups: dict[str, list[str]] = {}
     owner: dict[Any, str] = {}  # the first name of the group that a tensor is in
@@ -145,18 +145,18 @@ def _joined(atoms: dict[str, dict[Any, bool]]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _part(names: list[str], atoms: dict[str, dict[Any, bool]], bytes_of: dict[Any, int]) -> Part:
+def _build_part(names: list[str], atoms: dict[str, dict[Any, bool]], bytes_of: dict[Any, int]) -> Part:
     together = {key: buffer for name in names for key, buffer in atoms[name].items()}
     parameters = [sum(bytes_of[key] for key, buffer in atoms[name].items() if not buffer) for name in names]
     buffers = sum(bytes_of[key] for key, buffer in together.items() if buffer)
     return Part(names, sum(bytes_of[key] for key in together), buffers, max(parameters))
 
 
-def check_class_names(model: nn.Module, what: str, names: list[str] | str | None) -> set[str]:
+def check_class_names(model: nn.Module, argument: str, names: list[str] | str | None) -> set[str]:
     """The names as a set; a warning if the model has no module of any of these classes."""
-    wanted = {names} if isinstance(names, str) else set(names or ())
-    there = set().union(*(class_names(module) for module in model.modules()))
-    if wanted and not wanted & there:
-        name = min(wanted)
-        warn(f"{what}={sorted(wanted)}: the model has no module of such a class.{nearest(name, there)}")
-    return wanted
+    requested = {names} if isinstance(names, str) else set(names or ())
+    model_classes = set().union(*(list_class_names(module) for module in model.modules()))
+    if requested and not requested & model_classes:
+        name = min(requested)
+        warn(f"{argument}={sorted(requested)}: the model has no module of such a class.{nearest(name, model_classes)}")
+    return requested

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.messages import nearest
-from ..parameter_names import view_key
+from ..parameter_names import make_view_key
 
 READ_FROM_OUTSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """torch's modules that read the weights of the modules inside them without calling those: they stay in one piece."""
@@ -20,11 +20,11 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{path}.{name}" if path else name: tensor
         for path, module in model.named_modules(remove_duplicate=False)
-        for name, tensor in own_tensors(module)
+        for name, tensor in iter_direct_tensors(module)
     }
 
 
-def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def iter_direct_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers that a module holds itself."""
     for registry in (module._parameters, module._buffers):
         for name, tensor in registry.items():
@@ -37,15 +37,15 @@ def is_buffer(tensor: Tensor) -> bool:
     return not isinstance(tensor, nn.Parameter)
 
 
-def tied_names(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+def group_tied_names(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     """The names in groups, each the names of one tensor, in the order of their first names."""
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
-        groups.setdefault(view_key(tensor), []).append(name)
+        groups.setdefault(make_view_key(tensor), []).append(name)
     return list(groups.values())
 
 
-def unsaved_names(model: nn.Module) -> set[str]:
+def find_unsaved_names(model: nn.Module) -> set[str]:
     """The buffers that are part of no checkpoint: those registered with ``persistent=False``."""
     return {
         f"{path}.{name}" if path else name
@@ -54,7 +54,7 @@ def unsaved_names(model: nn.Module) -> set[str]:
     }
 
 
-def like(old: Tensor, data: Tensor, plain: bool = False) -> Tensor:
+def copy_attributes(old: Tensor, data: Tensor, plain: bool = False) -> Tensor:
     """``data`` as the kind of tensor that ``old`` is, parameter or buffer, with the attributes it was given.
 
     With ``plain``, a parameter of no special class and without attributes.
@@ -87,7 +87,7 @@ def put_by_name(model: nn.Module, names: list[str], tensor: Tensor) -> None:
         put(model.get_submodule(path), last, tensor)
 
 
-def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """A dtype from itself or its name, such as ``"bfloat16"`` or ``"torch.bfloat16"``.
 
     Raises:
@@ -95,18 +95,18 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    resolved = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(resolved, torch.dtype):
         names = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
         raise ValueError(f"dtype={dtype!r} is no dtype of torch.{nearest(str(dtype).removeprefix('torch.'), names)}")
-    return found
+    return resolved
 
 
-def stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def resolve_stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """What a tensor's dtype is once the model is loaded as ``dtype``: only floating point numbers follow."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def class_names(module: nn.Module) -> set[str]:
+def list_class_names(module: nn.Module) -> set[str]:
     """The names by which a module's class can be listed: its own and its bases'."""
     return {kind.__name__ for kind in type(module).__mro__}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..checkpoint import Piece, Weights, filesystem, some, whole_model
+from ..checkpoint import Piece, Weights, abbreviate, filesystem, read_whole_model
 
 
 def check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -> None:
@@ -26,7 +26,7 @@ def check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) ->
         if name in weights and weights[name].shape != tensor.shape
     ]
     if wrong:
-        raise ValueError(f"checkpoint: {some(wrong)}. Is it of this model?")
+        raise ValueError(f"checkpoint: {abbreviate(wrong)}. Is it of this model?")
 
 
 def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> Weights:
@@ -42,7 +42,7 @@ def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor])
         with suppress(OSError):
             filesystem.delete(part)
         raise
-    return whole_model(path)
+    return read_whole_model(path)
 
 
 def _clear_dead(path: Path) -> None:
@@ -50,10 +50,10 @@ def _clear_dead(path: Path) -> None:
     if os.name != "posix":  # nowhere else can a process be asked for without harm
         return
     of_a_process = re.compile(rf"\.{re.escape(path.name)}\.{re.escape(socket.gethostname())}-(\d+)\.part")
-    for name in filesystem.names(path.parent):
-        if found := of_a_process.fullmatch(name):
+    for name in filesystem.list_names(path.parent):
+        if match := of_a_process.fullmatch(name):
             try:
-                os.kill(int(found[1]), 0)
+                os.kill(int(match[1]), 0)
             except ProcessLookupError:
                 filesystem.delete(path.with_name(name))
             except OSError:  # somebody else's

@@ -12,12 +12,22 @@ if TYPE_CHECKING:
     from .checkpointer import Checkpointer
     from .filesystem import CODES
     from .json_codec import MAX_DEPTH, Record, check_tensor, encode
-    from .load import in_memory, weight_differences
+    from .load import compare_weights, load_into_memory
     from .manifest import MANIFEST, Manifest, check_files
-    from .model_check import not_finite
-    from .open_checkpoint import OpenCheckpoint, first_intact, open_together
+    from .model_check import find_not_finite
+    from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together
     from .parts import has_part, read_part
-    from .safetensors_file import Filed, Held, Piece, Stored, Weights, mark_of, read_now, some, whole_model
+    from .safetensors_file import (
+        FilePiece,
+        MemoryPiece,
+        Piece,
+        Stored,
+        Weights,
+        abbreviate,
+        read_mark,
+        read_tensor,
+        read_whole_model,
+    )
     from .store import CheckpointStore
     from .train_state import (
         ADDED,

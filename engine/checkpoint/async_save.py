@@ -26,14 +26,16 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, str], Tensor] = {}
+        self._buffers: dict[tuple[str, str], Tensor] = {}
         self._guards: WeakKeyDictionary[Optimizer, _Guard] = WeakKeyDictionary()
 
     def clear(self) -> None:
         """Give the memory back."""
-        self._kept = {}
+        self._buffers = {}
 
-    def of(self, files: Files, later: Container[str], optimizers: Iterable[Optimizer]) -> tuple[Files, Copying]:
+    def copy_tensors(
+        self, files: Files, later: Container[str], optimizers: Iterable[Optimizer]
+    ) -> tuple[Files, Copying]:
         """Copy the tensors in ``files``, or begin to.
 
         Args:
@@ -45,7 +47,7 @@ class HostCopies:
         Returns:
             The files with the copies in the tensors' place, and what is to be finished before they are read.
         """
-        before, self._kept = self._kept, {}
+        before, self._buffers = self._buffers, {}
         copied: Files = {}
         copying = Copying()
         for file, content in files.items():
@@ -55,15 +57,15 @@ class HostCopies:
             tensors = {}
             for name, tensor in content.tensors.items():
                 tensor = tensor.detach()
-                kept = before.get((file, name))
-                if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                buffer = before.get((file, name))
+                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 if tensor.device.type == "cpu" and file in later:
-                    copying.add(f"{name} in {file}", kept, tensor)
+                    copying.add(f"{name} in {file}", buffer, tensor)
                 else:  # from pinned memory the device copies by itself; what is computed after it waits for it there
-                    kept.copy_(tensor, non_blocking=tensor.is_cuda)
+                    buffer.copy_(tensor, non_blocking=tensor.is_cuda)
                     copying.device = tensor.device if tensor.is_cuda else copying.device
-                tensors[name] = self._kept[file, name] = kept
+                tensors[name] = self._buffers[file, name] = buffer
             copied[file] = TensorFile(tensors, content.notes)
         copying.begin()
         for optimizer in optimizers:
@@ -88,9 +90,9 @@ class Copying:
         self._changed = ""
         self._lock = threading.Lock()
 
-    def add(self, place: str, kept: Tensor, tensor: Tensor) -> None:
-        """Make ``kept`` a copy of ``tensor`` as it is now, but later."""
-        self._pairs.append((place, kept, tensor, tensor._version))
+    def add(self, place: str, buffer: Tensor, tensor: Tensor) -> None:
+        """Make ``buffer`` a copy of ``tensor`` as it is now, but later."""
+        self._pairs.append((place, buffer, tensor, tensor._version))
 
     def begin(self) -> None:
         """Everything is added."""
@@ -101,11 +103,11 @@ class Copying:
     def make(self) -> None:
         """Make the copies, unless that is done; whoever comes while they are made waits."""
         with self._lock:
-            for place, kept, tensor, version in self._pairs:
+            for place, buffer, tensor, version in self._pairs:
                 if tensor.is_contiguous():  # not by torch, whose threads have the training to do
-                    ctypes.memmove(kept.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+                    ctypes.memmove(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)
                 else:
-                    kept.copy_(tensor)
+                    buffer.copy_(tensor)
                 if tensor._version != version:
                     self._changed = self._changed or place
             self._pairs = []
@@ -157,7 +159,7 @@ class Job:
         # A thread that Ctrl-C interrupted the `join` of counts as ended, though it runs (Python 3.11).
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="treadle-save").start()
-        atexit.register(self._at_exit)
+        atexit.register(self._finish_at_exit)
 
     def _run(self) -> None:
         try:
@@ -175,12 +177,12 @@ class Job:
     def finish(self) -> None:
         """Wait until it has ended; raise what it failed with, the first time it is asked."""
         self._ended.wait()
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self._finish_at_exit)
         heard, self._heard = self._heard, True
         if self.error is not None and not heard:
             raise self.error
 
-    def _at_exit(self) -> None:
+    def _finish_at_exit(self) -> None:
         self._ended.wait()
         if self.error is not None:
             traceback.print_exception(self.error)

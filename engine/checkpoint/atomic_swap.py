@@ -124,10 +124,10 @@ def take_away(path: Path) -> None:
         ValueError: it isn't one, or not all in it is its own; nothing is touched then.
         OSError: the disk refused.
     """
-    own = {*read_manifest(path).names, MANIFEST, UNFINISHED}
+    listed_files = {*read_manifest(path).names, MANIFEST, UNFINISHED}
     gone = beside(path, "gone")
     retire(gone, path)
-    if others := list(_others(path, own)):
+    if others := list(_find_foreign_entries(path, listed_files)):
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         raise ValueError(
             f"{path} holds {', '.join(others[:5])}{more}, which it was not saved with, so it is left as it is. Move "
@@ -137,7 +137,7 @@ def take_away(path: Path) -> None:
         raise ValueError(f"{gone} is no part of a checkpoint, and stands where {path.name} is deleted. Move it.")
     filesystem.rename(path, gone)
     filesystem.fsync(path.parent)
-    _clear(gone, own)
+    _clear(gone, listed_files)
 
 
 def retire(path: Path, target: Path) -> bool:
@@ -151,12 +151,12 @@ def retire(path: Path, target: Path) -> bool:
     if path.is_symlink():  # what it leads to is the user's
         filesystem.unlink(path)
         return True
-    own = _own_files(path, target)
-    if own is None:
+    listed_files = _read_listed_files(path, target)
+    if listed_files is None:
         return False
     if _is_folder(target):
-        _carry_over(path, target, own)
-    _clear(path, own)
+        _carry_over(path, target, listed_files)
+    _clear(path, listed_files)
     return True
 
 
@@ -181,7 +181,7 @@ def is_staged(path: Path) -> bool:
     if is_empty(path):
         return True
     with suppress(OSError):
-        return any(filesystem.FILE.fullmatch(name) and os.path.isfile(path / name) for name in _inside(path))
+        return any(filesystem.FILE.fullmatch(name) and os.path.isfile(path / name) for name in _list_entries(path))
     return False
 
 
@@ -194,11 +194,11 @@ def _is_folder(path: Path) -> bool:
     return os.path.isdir(path) and not os.path.islink(path)
 
 
-def _inside(path: Path) -> list[str]:
-    return filesystem.names(path) if _is_folder(path) else []
+def _list_entries(path: Path) -> list[str]:
+    return filesystem.list_names(path) if _is_folder(path) else []
 
 
-def _own_files(path: Path, target: Path) -> Collection[str] | None:
+def _read_listed_files(path: Path, target: Path) -> Collection[str] | None:
     """The names of a checkpoint's own files. Where that can't be read, those of the one in its place; else None."""
     if is_empty(path):
         return ()
@@ -208,31 +208,35 @@ def _own_files(path: Path, target: Path) -> Collection[str] | None:
     return None
 
 
-def _others(path: Path, own: Collection[str], into: Path | None = None, inside: str = "") -> Iterator[str]:
+def _find_foreign_entries(
+    path: Path, listed_files: Collection[str], into: Path | None = None, inside: str = ""
+) -> Iterator[str]:
     """What a checkpoint's directory holds beside its own files: a directory as a whole, if that is all in it.
 
     Directories without any file are nothing.
     """
-    for name in filesystem.names(path / inside):
+    for name in filesystem.list_names(path / inside):
         entry = inside + name
         if not _is_folder(path / entry):
-            if entry not in own:
+            if entry not in listed_files:
                 yield entry
-        elif any(one.startswith(f"{entry}/") for one in own) or (into is not None and _is_folder(into / entry)):
-            yield from _others(path, own, into, f"{entry}/")
-        elif any(True for _ in filesystem.leaves(path / entry)):
+        elif any(file.startswith(f"{entry}/") for file in listed_files) or (
+            into is not None and _is_folder(into / entry)
+        ):
+            yield from _find_foreign_entries(path, listed_files, into, f"{entry}/")
+        elif any(True for _ in filesystem.list_leaves(path / entry)):
             yield entry
 
 
-def _carry_over(path: Path, target: Path, own: Collection[str]) -> None:
+def _carry_over(path: Path, target: Path, listed_files: Collection[str]) -> None:
     """Move what is not a checkpoint's own into another one. Each of it is in one of the two at every moment."""
     folders = set()
-    for entry in list(_others(path, own, target)):
+    for entry in list(_find_foreign_entries(path, listed_files, target)):
         place = target
         for name in entry.split("/")[:-1]:
-            place = place / name if _is_folder(place / name) else _free(place / name)
+            place = place / name if _is_folder(place / name) else _choose_free_path(place / name)
         filesystem.make_directory(place)
-        place = _free(place / os.path.basename(entry))
+        place = _choose_free_path(place / os.path.basename(entry))
         if place.name != os.path.basename(entry):
             warnings.warn(f"{target} has a {entry} of its own now; what was there under this name is {place.name}.")
         with suppress(FileNotFoundError):  # another process is at it too
@@ -242,20 +246,20 @@ def _carry_over(path: Path, target: Path, own: Collection[str]) -> None:
         filesystem.fsync(folder)
 
 
-def _free(path: Path) -> Path:
+def _choose_free_path(path: Path) -> Path:
     names = itertools.chain([path], (path.with_name(f"{path.name}.kept{n or ''}") for n in itertools.count()))
     return next(name for name in names if not os.path.lexists(name))
 
 
-def _clear(path: Path, own: Collection[str]) -> None:
+def _clear(path: Path, listed_files: Collection[str]) -> None:
     """Delete a checkpoint's own files, and its directory if nothing is left in it."""
     mark = path / UNFINISHED
     if os.path.lexists(path / MANIFEST):
         filesystem.replace(path / MANIFEST, mark)
-    for name in sorted(filesystem.leaves(path)):  # no name from a manifest is followed anywhere
-        if name in own and name != UNFINISHED:
+    for name in sorted(filesystem.list_leaves(path)):  # no name from a manifest is followed anywhere
+        if name in listed_files and name != UNFINISHED:
             filesystem.unlink(path / name)
-    for folder in filesystem.names(path):
+    for folder in filesystem.list_names(path):
         _drop_empty(path / folder)
     if os.path.lexists(mark):
         filesystem.unlink(mark)
@@ -265,7 +269,7 @@ def _clear(path: Path, own: Collection[str]) -> None:
 
 def _drop_empty(path: Path) -> None:
     if _is_folder(path):
-        for name in filesystem.names(path):
+        for name in filesystem.list_names(path):
             _drop_empty(path / name)
         if is_empty(path):
             filesystem.rmdir(path)

@@ -11,14 +11,14 @@ from ...common.messages import warn
 from ...strategies import World
 from ..configuration import ProjectConfiguration
 from . import filesystem, store
-from .open_checkpoint import OpenCheckpoint, first_intact
+from .open_checkpoint import OpenCheckpoint, find_first_intact
 from .train_state import STATE
 
 _NAME = re.compile(r"checkpoint_(\d+)")
 _REPLACED = re.compile(r"\.checkpoint_(\d+)\.old")
 
 
-def _folder(project: ProjectConfiguration, method: str) -> Path:
+def _require_folder(project: ProjectConfiguration, method: str) -> Path:
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         raise ValueError(
             f"{method}() needs a directory, or Accelerator(project_config=ProjectConfiguration(project_dir=..., "
@@ -27,28 +27,30 @@ def _folder(project: ProjectConfiguration, method: str) -> Path:
     return Path(project.project_dir) / "checkpoints"
 
 
-def _numbers(folder: Path, pattern: re.Pattern[str] = _NAME) -> list[int]:
-    return sorted(int(found[1]) for name in filesystem.names(folder) if (found := pattern.fullmatch(name)))
+def _list_numbers(folder: Path, pattern: re.Pattern[str] = _NAME) -> list[int]:
+    return sorted(int(match[1]) for name in filesystem.list_names(folder) if (match := pattern.fullmatch(name)))
 
 
-def next_target(project: ProjectConfiguration) -> Path:
+def choose_next_target(project: ProjectConfiguration) -> Path:
     """Where the next checkpoint goes.
 
     Raises:
         ValueError: if checkpoints of a run that was not resumed stand there, which would be replaced and mixed up.
     """
-    folder = _folder(project, "save_state")
-    taken = _numbers(folder)
-    if taken and taken[-1] >= project.iteration:
+    folder = _require_folder(project, "save_state")
+    numbers = _list_numbers(folder)
+    if numbers and numbers[-1] >= project.iteration:
         raise ValueError(
-            f"{folder} has checkpoint_{taken[-1]} already, and this run would save checkpoint_{project.iteration}. "
+            f"{folder} has checkpoint_{numbers[-1]} already, and this run would save checkpoint_{project.iteration}. "
             "Go on from it with load_state(), or choose another project_dir (or ProjectConfiguration(iteration="
-            f"{taken[-1] + 1}))."
+            f"{numbers[-1] + 1}))."
         )
     return folder / f"checkpoint_{project.iteration}"
 
 
-def newest(world: World, project: ProjectConfiguration, resumable: bool = True) -> tuple[OpenCheckpoint, list[str]]:
+def find_newest(
+    world: World, project: ProjectConfiguration, resumable: bool = True
+) -> tuple[OpenCheckpoint, list[str]]:
     """Return the checkpoint of the highest number that is intact, and one sentence for each that had to be skipped.
 
     Nothing is cleared away: another process may be saving here. All processes must call it.
@@ -62,19 +64,19 @@ def newest(world: World, project: ProjectConfiguration, resumable: bool = True) 
         ValueError: if there is none; a RuntimeError on the processes other than rank zero.
     """
     skipped: list[str] = []
-    opened = first_intact(world, _from_highest(project, resumable, skipped), skipped)
+    opened = find_first_intact(world, _open_from_highest(project, resumable, skipped), skipped)
     with world.together():
         if opened is None and world.is_main:
-            folder = _folder(project, "load_state")
+            folder = _require_folder(project, "load_state")
             raise ValueError("; ".join([f"{folder} has no checkpoint that can be loaded", *skipped]) + ".")
     assert opened is not None
     return opened, world.broadcast(skipped)
 
 
-def _from_highest(project: ProjectConfiguration, resumable: bool, skipped: list[str]) -> Iterator[OpenCheckpoint]:
+def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: list[str]) -> Iterator[OpenCheckpoint]:
     """The checkpoints that can be opened, that of the highest number first; ``skipped`` gets the reasons of others."""
-    folder = _folder(project, "load_state")
-    for number in sorted({*_numbers(folder), *_numbers(folder, _REPLACED)}, reverse=True):
+    folder = _require_folder(project, "load_state")
+    for number in sorted({*_list_numbers(folder), *_list_numbers(folder, _REPLACED)}, reverse=True):
         path = folder / f"checkpoint_{number}"
         try:
             store.find_again(path)
@@ -88,14 +90,14 @@ def _from_highest(project: ProjectConfiguration, resumable: bool, skipped: list[
             skipped.append(f"{path}: it holds weights only, so no run can go on from it")
 
 
-def iteration_after(project: ProjectConfiguration, loaded: Path) -> int:
+def compute_next_iteration(project: ProjectConfiguration, loaded: Path) -> int:
     """The number of the checkpoint that comes after a resume from ``loaded``: above all that stand there."""
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         return project.iteration
     folder = Path(project.project_dir) / "checkpoints"
     if os.path.abspath(loaded.parent) != os.path.abspath(folder):
         return project.iteration
-    return max([project.iteration, *(number + 1 for number in _numbers(folder))])
+    return max([project.iteration, *(number + 1 for number in _list_numbers(folder))])
 
 
 def drop_oldest(folder: Path, limit: int) -> None:
@@ -103,7 +105,7 @@ def drop_oldest(folder: Path, limit: int) -> None:
 
     One that can't be deleted is no error, as the new one is saved: a warning says why, and the next save tries again.
     """
-    numbers = [n for n in _numbers(folder) if os.path.isfile(folder / f"checkpoint_{n}" / store.MANIFEST)]
+    numbers = [n for n in _list_numbers(folder) if os.path.isfile(folder / f"checkpoint_{n}" / store.MANIFEST)]
     try:
         store.CheckpointStore(folder).recover()  # what was killed while it deleted
     except (OSError, ValueError) as error:

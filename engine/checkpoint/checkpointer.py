@@ -18,7 +18,7 @@ from ...strategies import World
 from ...strategies.distributed import is_sharded, whole
 from ..configuration import ProjectConfiguration
 from ..optim import check_schedule
-from ..parameter_names import own_name
+from ..parameter_names import strip_compile_prefix
 from ..weights import save as export
 from . import automatic_naming, load
 from . import save as snapshot
@@ -100,22 +100,22 @@ class Checkpointer:
         accelerator, world = self._accelerator, self._accelerator.world
         world.meet("accelerator.save_state")
         accelerator.finish_saving()
-        info = snapshot.described(accelerator, info or {})
+        info = snapshot.describe_save(accelerator, info or {})
         project = accelerator.project_configuration
         numbering = project if output_dir is None else None
         with world.together():
-            path = Path(output_dir) if output_dir is not None else automatic_naming.next_target(project)
+            path = Path(output_dir) if output_dir is not None else automatic_naming.choose_next_target(project)
             targets = [Path(os.path.abspath(target)) for target in (path, *also)]
             snapshot.check(accelerator, targets, parts or {})
         if self.save_hooks and len(targets) > 1:
             raise ValueError("save_state(also=...): what a save_state pre-hook writes would be in one of them only.")
         copying = None
-        with snapshot.staged(accelerator, targets[0]), world.together():
+        with snapshot.discard_on_failure(accelerator, targets[0]), world.together():
             files = snapshot.collect(accelerator, targets[0], parts or {}, weights_only)
             if not blocking:
-                optimizer_files = snapshot.of_optimizers(files)
+                optimizer_files = snapshot.select_optimizer_files(files)
                 optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
-                files, copying = self.host_copies.of(files, optimizer_files, optimizers)
+                files, copying = self.host_copies.copy_tensors(files, optimizer_files, optimizers)
         if numbering is not None:
             numbering.iteration += 1
         self._publish(targets, files, info, numbering, copying)
@@ -188,7 +188,7 @@ class Checkpointer:
         if load_kwargs:
             raise ValueError(f"load_state(load_kwargs={dict(load_kwargs)!r}): checkpoints are read in one way only.")
         if input_dir is None:
-            opened, skipped = automatic_naming.newest(world, project, state)
+            opened, skipped = automatic_naming.find_newest(world, project, state)
             for text in skipped:
                 warn(f"load_state skipped a checkpoint: {text}")
         else:
@@ -196,7 +196,7 @@ class Checkpointer:
         info = load.load(accelerator, opened, models=models, state=state, strict=strict, schedule=schedule)
         if state:
             accelerator.steps = info["step"]
-            project.iteration = world.broadcast(automatic_naming.iteration_after(project, opened.path))
+            project.iteration = world.broadcast(automatic_naming.compute_next_iteration(project, opened.path))
         return info
 
     # -- weights for other programs ------------------------------------------------------------------------------
@@ -210,12 +210,12 @@ class Checkpointer:
             )
         accelerator = self._accelerator
         state = whole(accelerator.strategy.model_state(model), accelerator.is_main_process)
-        return {own_name(name): value for name, value in state.items()}
+        return {strip_compile_prefix(name): value for name, value in state.items()}
 
     def _writes_on_this_rank(self) -> bool:
         accelerator = self._accelerator
-        on_each_node = accelerator.project_configuration.save_on_each_node
-        return accelerator.is_local_main_process if on_each_node else accelerator.is_main_process
+        every_node = accelerator.project_configuration.save_on_each_node
+        return accelerator.is_local_main_process if every_node else accelerator.is_main_process
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write data to a file on the main process."""
@@ -230,7 +230,7 @@ class Checkpointer:
         safe_serialization: bool = True,
     ) -> None:
         """Write a model's weights for other programs to load."""
-        limit = export.byte_size(max_shard_size)
+        limit = export.parse_byte_size(max_shard_size)
         if any(map(is_sharded, model.parameters())):
             self._accelerator.world.meet("accelerator.save_model")
         weights = self._accelerator.get_state_dict(model)

@@ -57,7 +57,7 @@ FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|safetensors)")
 
 
 def is_inside(name: str) -> bool:
-    """Whether a path, as `leaves` returns it, stays in its directory on every system."""
+    """Whether a path, as `list_leaves` returns it, stays in its directory on every system."""
     parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
     plain = name == PurePosixPath(name).as_posix() and not PureWindowsPath(name).anchor
     return bool(parts) and plain and ".." not in parts and "\0" not in name
@@ -70,7 +70,7 @@ def mkdir(path: Path) -> None:
 
 def write_bytes(path: Path, data: bytes) -> Entry:
     """Write a file; returns its entry for a manifest."""
-    with _naming(path):
+    with _name_file_in_errors(path):
         path.write_bytes(data)
     return {"bytes": len(data), DIGEST: xxh3_128(data).hexdigest()}
 
@@ -103,10 +103,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
     text += b" " * (-len(text) % 8)
     text = len(text).to_bytes(8, "little") + text
     digest = xxh3_128(text)
-    with _naming(path), path.open("wb", buffering=2**20) as file:
+    with _name_file_in_errors(path), path.open("wb", buffering=2**20) as file:
         file.write(text)
         for name in names:
-            data = _bytes_of(tensors[name][...])
+            data = _view_bytes(tensors[name][...])
             for start in range(0, len(data), _PIECE):
                 piece = data[start : start + _PIECE]
                 digest.update(piece)
@@ -115,7 +115,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _name_file_in_errors(path: Path) -> Iterator[None]:
     """A failed write says which file; the system's own error does not."""
     try:
         yield
@@ -124,7 +124,7 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _view_bytes(tensor: torch.Tensor) -> memoryview:
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
@@ -195,7 +195,7 @@ def delete(path: Path, first: str = "") -> None:
     rmdir(path)
 
 
-def names(directory: Path) -> list[str]:
+def list_names(directory: Path) -> list[str]:
     """What is in a directory, sorted; nothing if it isn't one."""
     try:
         return sorted(os.listdir(directory))
@@ -203,12 +203,12 @@ def names(directory: Path) -> list[str]:
         return []
 
 
-def leaves(directory: Path, inside: str = "") -> Iterator[str]:
+def list_leaves(directory: Path, inside: str = "") -> Iterator[str]:
     """All that is in a directory and in those below, but for directories: by path, with ``/``. No link is followed."""
-    for name in names(directory):
+    for name in list_names(directory):
         path = directory / name
         if os.path.isdir(path) and not os.path.islink(path):
-            yield from leaves(path, f"{inside}{name}/")
+            yield from list_leaves(path, f"{inside}{name}/")
         else:
             yield inside + name
 
@@ -242,16 +242,16 @@ def check_file(directory: Path, name: str, entry: Mapping[str, Any], digests: bo
         raise ValueError(f"{directory}: {name!r:.80} is not a name of a checkpoint's file.")
     try:
         is_link = links and (directory / name).is_symlink()
-        found: Entry = describe(directory / name) if is_link else {"bytes": _size(directory / name)}
-        if digests and not is_link and found["bytes"] == entry["bytes"]:
-            found = describe(directory / name)
+        actual: Entry = describe(directory / name) if is_link else {"bytes": _measure_file(directory / name)}
+        if digests and not is_link and actual["bytes"] == entry["bytes"]:
+            actual = describe(directory / name)
     except FileNotFoundError as error:
         raise ValueError(f"{directory}: {name} is missing.") from error
     except OSError as error:
         raise ValueError(f"{directory}: {name} can't be read: {error.strerror or error}.") from error
-    if found["bytes"] != entry["bytes"]:
-        raise ValueError(f"{directory}: {name} has {found['bytes']:,} bytes, {entry['bytes']:,} were written.")
-    if digests and found[DIGEST] != entry[DIGEST]:
+    if actual["bytes"] != entry["bytes"]:
+        raise ValueError(f"{directory}: {name} has {actual['bytes']:,} bytes, {entry['bytes']:,} were written.")
+    if digests and actual[DIGEST] != entry[DIGEST]:
         raise ValueError(f"{directory}: {name} has other content than was written (its digest differs).")
 
 
@@ -264,7 +264,7 @@ def mark(path: Path) -> Mark:
     return status.st_size, status.st_mtime_ns
 
 
-def _size(path: Path) -> int:
+def _measure_file(path: Path) -> int:
     status = path.lstat()  # a link may lead out of the directory, a pipe would block for ever
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a plain file")
@@ -294,20 +294,20 @@ def read_bytes(path: Path, limit: int) -> bytes:
     Raises:
         ValueError: It is missing, too large, or no plain file.
     """
-    with _reading(path):
-        if _size(path) > limit:
+    with _wrap_read_errors(path):
+        if _measure_file(path) > limit:
             raise ValueError(f"it is larger than {limit:,} bytes")
         return path.read_bytes()
 
 
 def parse_json(path: Path, data: bytes) -> Any:
     """Parse what `read_bytes` returned, as strictly as `read_json`; ``path`` is for errors."""
-    with _reading(path):
-        return json.loads(data.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_unique)
+    with _wrap_read_errors(path):
+        return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_build_unique_dict)
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _wrap_read_errors(path: Path) -> Iterator[None]:
     """A block in which a file is read; its errors name the file."""
     try:
         yield
@@ -317,11 +317,11 @@ def _reading(path: Path) -> Iterator[None]:
         raise ValueError(f"{path.parent}: {path.name} can't be read: {error}. Use another checkpoint.") from error
 
 
-def _no_constant(text: str) -> Any:
+def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     built = dict(pairs)
     if len(built) != len(pairs):
         raise ValueError("an object has the same key twice")

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from ...strategies.distributed import is_sharded
-from ..parameter_names import view_key
+from ..parameter_names import make_view_key
 from .filesystem import CODES
 
 __all__ = ["MAX_DEPTH", "Record", "check_tensor", "decode", "encode"]
@@ -82,7 +82,7 @@ def encode(state: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
         ValueError: The state contains itself, or is nested more than 100 deep.
     """
     encoder = _Encoder(prefix)
-    return encoder.value(state, encoder.root), encoder.tensors
+    return encoder.encode_value(state, encoder.root), encoder.tensors
 
 
 def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -98,7 +98,7 @@ def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     Raises:
         ValueError: `encode` writes no such document, or it names a tensor that isn't there. The text names the place.
     """
-    return _Decoder(tensors).value(document, ())
+    return _Decoder(tensors).decode_value(document, ())
 
 
 def check_tensor(tensor: torch.Tensor, place: str, *, any_dtype: bool = False) -> None:
@@ -132,7 +132,7 @@ def _refuse(value: Any, place: str, fix: str, kind: str = "") -> NoReturn:
     )
 
 
-def _float_document(value: float) -> Any:
+def _encode_float(value: float) -> Any:
     return value if math.isfinite(value) else {"$float": str(value)}
 
 
@@ -142,8 +142,8 @@ _LEAVES: dict[type, Callable[[Any], Any]] = {
     bool: lambda v: v,
     str: lambda v: v,
     int: lambda v: v if v.bit_length() <= _PLAIN_INT_BITS else {"$int": hex(v)},
-    float: _float_document,
-    complex: lambda v: {"$complex": [_float_document(v.real), _float_document(v.imag)]},
+    float: _encode_float,
+    complex: lambda v: {"$complex": [_encode_float(v.real), _encode_float(v.imag)]},
     bytes: lambda v: {"$bytes": base64.b64encode(v).decode("ascii")},
     torch.dtype: lambda v: {"$dtype": str(v).removeprefix("torch.")},
     torch.device: lambda v: {"$device": str(v)},
@@ -167,102 +167,114 @@ class _Encoder:
         self._open: set[int] = set()  # the containers we are inside of
         self._in_key = False
 
-    def value(self, value: Any, path: tuple[str, ...]) -> Any:
+    def encode_value(self, value: Any, path: tuple[str, ...]) -> Any:
         leaf = _LEAVES.get(type(value))
         if leaf is not None:
             return leaf(value)
         if isinstance(value, (torch.Tensor, np.ndarray)):
-            return self._array(value, path)
+            return self._encode_array(value, path)
         if isinstance(value, np.generic):
-            return self._numpy_scalar(value, path)
+            return self._encode_numpy_scalar(value, path)
         if type(value) in (datetime, time):
-            return self._clock(value, path)
-        return self._container(value, path)
+            return self._encode_clock(value, path)
+        return self._encode_container(value, path)
 
-    def _container(self, value: Any, path: tuple[str, ...]) -> Any:
+    def _encode_container(self, value: Any, path: tuple[str, ...]) -> Any:
         if len(path) - len(self.root) >= MAX_DEPTH:
-            raise ValueError(f"{_place(path[:8])}...: the state is nested more than {MAX_DEPTH} deep; make it flatter.")
+            raise ValueError(
+                f"{_format_place(path[:8])}...: the state is nested more than {MAX_DEPTH} deep; make it flatter."
+            )
         if id(value) in self._open:
-            raise ValueError(f"{_place(path)}: the state contains itself, so it has no end; break the cycle.")
+            raise ValueError(f"{_format_place(path)}: the state contains itself, so it has no end; break the cycle.")
         self._open.add(id(value))
         kind = type(value)
         if kind in (dict, OrderedDict, defaultdict):
-            document = self._dict(value, path)
+            document = self._encode_dict(value, path)
         elif kind is Namespace:
-            document = {"$namespace": self._dict(vars(value), path)}
+            document = {"$namespace": self._encode_dict(vars(value), path)}
         elif kind is Record:
-            document = {"$record": [value.kind, value.name, self.value(value.content, (*path, value.kind))]}
+            document = {"$record": [value.kind, value.name, self.encode_value(value.content, (*path, value.kind))]}
         elif kind is Counter:
-            document = {"$counter": self._pairs(value, path)}
+            document = {"$counter": self._encode_pairs(value, path)}
         elif kind in (list, tuple):
-            items = [self.value(item, (*path, str(i))) for i, item in enumerate(value)]
+            items = [self.encode_value(item, (*path, str(i))) for i, item in enumerate(value)]
             document = items if kind is list else {"$tuple": items}
         elif kind in (set, frozenset):
             # Sorted, because the order of a set of text changes from one Python process to the next.
-            document = {f"${kind.__name__}": sorted((self._key(item, path) for item in value), key=repr)}
+            document = {f"${kind.__name__}": sorted((self._encode_key(item, path) for item in value), key=repr)}
         else:
-            _refuse(value, _place(path), _advice(value))
+            _refuse(value, _format_place(path), _suggest_storage(value))
         self._open.remove(id(value))
         return document
 
-    def _clock(self, value: datetime | time, path: tuple[str, ...]) -> Any:
+    def _encode_clock(self, value: datetime | time, path: tuple[str, ...]) -> Any:
         if value.tzinfo is not None and value.tzinfo != timezone(value.utcoffset() or timedelta(0)):
             _refuse(
-                value, _place(path), "store it in UTC, or its .isoformat()", f"{type(value).__name__} in a named zone"
+                value,
+                _format_place(path),
+                "store it in UTC, or its .isoformat()",
+                f"{type(value).__name__} in a named zone",
             )
         return {f"${type(value).__name__}": [value.isoformat(), value.fold]}
 
-    def _dict(self, value: dict[Any, Any], path: tuple[str, ...]) -> Any:
+    def _encode_dict(self, value: dict[Any, Any], path: tuple[str, ...]) -> Any:
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: self.value(item, (*path, key)) for key, item in value.items()}
-        return {"$dict": self._pairs(value, path)}
+            return {key: self.encode_value(item, (*path, key)) for key, item in value.items()}
+        return {"$dict": self._encode_pairs(value, path)}
 
-    def _pairs(self, value: dict[Any, Any], path: tuple[str, ...]) -> list[list[Any]]:
-        return [[self._key(key, path), self.value(item, (*path, str(key)))] for key, item in value.items()]
+    def _encode_pairs(self, value: dict[Any, Any], path: tuple[str, ...]) -> list[list[Any]]:
+        return [
+            [self._encode_key(key, path), self.encode_value(item, (*path, str(key)))] for key, item in value.items()
+        ]
 
-    def _key(self, key: Any, path: tuple[str, ...]) -> Any:
+    def _encode_key(self, key: Any, path: tuple[str, ...]) -> Any:
         outer, self._in_key = self._in_key, True
-        document = self.value(key, (*path, "key or set element"))
+        document = self.encode_value(key, (*path, "key or set element"))
         self._in_key = outer
         return document
 
-    def _array(self, value: torch.Tensor | np.ndarray, path: tuple[str, ...]) -> Any:
+    def _encode_array(self, value: torch.Tensor | np.ndarray, path: tuple[str, ...]) -> Any:
         if self._in_key:  # hashed by identity, which no file can keep
             kind = f"{type(value).__name__} as a key or set element"
-            _refuse(value, _place(path), "use a name or a number there", kind)
+            _refuse(value, _format_place(path), "use a name or a number there", kind)
         if isinstance(value, torch.Tensor):
-            check_tensor(value, _place(path))
-            return {"$tensor": self._named(value, path)}
+            check_tensor(value, _format_place(path))
+            return {"$tensor": self._name_tensor(value, path)}
         if type(value) is not np.ndarray or value.dtype.name not in _NUMPY_ARRAYS or not value.dtype.isnative:
             kind = f"numpy {type(value).__name__} of dtype {value.dtype}"
-            _refuse(value, _place(path), "convert it with .astype() to a native numeric dtype or with .tolist()", kind)
+            _refuse(
+                value,
+                _format_place(path),
+                "convert it with .astype() to a native numeric dtype or with .tolist()",
+                kind,
+            )
         # Copied: torch takes neither negative strides nor, without a warning, read-only memory.
         self._arrays.append(torch.from_numpy(np.array(value, order="C")))
-        return {"$array": self._named(self._arrays[-1], path)}
+        return {"$array": self._name_tensor(self._arrays[-1], path)}
 
-    def _named(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
-        key = view_key(tensor)
+    def _name_tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
+        key = make_view_key(tensor)
         if key not in self._names:
-            wanted = ".".join(path).encode(errors="replace").decode() or "tensor"
-            spellings = itertools.chain([wanted], (f"{wanted}~{n}" for n in itertools.count(2)))
+            dotted_path = ".".join(path).encode(errors="replace").decode() or "tensor"
+            spellings = itertools.chain([dotted_path], (f"{dotted_path}~{n}" for n in itertools.count(2)))
             # safetensors keeps its own notes under __metadata__ and can't read a tensor of that name back.
             name = next(n for n in spellings if n not in self.tensors and n != "__metadata__")
             self._names[key] = name
             self.tensors[name] = tensor.detach()
         return self._names[key]
 
-    def _numpy_scalar(self, value: np.generic, path: tuple[str, ...]) -> Any:
+    def _encode_numpy_scalar(self, value: np.generic, path: tuple[str, ...]) -> Any:
         name = "str" if isinstance(value, np.str_) else value.dtype.name
         if name not in _NUMPY_SCALARS:
-            _refuse(value, _place(path), "convert it to a Python number or text", f"numpy {value.dtype} scalar")
-        return {"$numpy": [name, self.value(value.item(), path)]}
+            _refuse(value, _format_place(path), "convert it to a Python number or text", f"numpy {value.dtype} scalar")
+        return {"$numpy": [name, self.encode_value(value.item(), path)]}
 
 
-def _place(path: tuple[str, ...]) -> str:
+def _format_place(path: tuple[str, ...]) -> str:
     return ".".join(path) or "state"
 
 
-def _advice(value: Any) -> str:
+def _suggest_storage(value: Any) -> str:
     if hasattr(value, "_asdict"):
         return "store ._asdict()"
     if hasattr(value, "__dataclass_fields__"):
@@ -283,142 +295,148 @@ class _Decoder:
         self._tensors = tensors
         self._depth = 0
 
-    def value(self, document: Any, path: tuple[str, ...]) -> Any:
+    def decode_value(self, document: Any, path: tuple[str, ...]) -> Any:
         if document is None or type(document) in (bool, int, float, str):
             return document
         if self._depth > MAX_DEPTH + 2:  # a key and its tag may stand below the deepest container
-            raise _Malformed(f"{_place(path[:8])}...: the document is nested deeper than any state that gets stored.")
+            raise _Malformed(
+                f"{_format_place(path[:8])}...: the document is nested deeper than any state that gets stored."
+            )
         self._depth += 1
-        state = self._container(document, path)
+        state = self._decode_container(document, path)
         self._depth -= 1
         return state
 
-    def _container(self, document: Any, path: tuple[str, ...]) -> Any:
+    def _decode_container(self, document: Any, path: tuple[str, ...]) -> Any:
         if type(document) is list:
-            return self._items(document, path)
+            return self._decode_items(document, path)
         if type(document) is not dict or not all(type(key) is str for key in document):
-            raise _Malformed(f"{_place(path)}: {type(document).__name__} is not part of a JSON document.")
+            raise _Malformed(f"{_format_place(path)}: {type(document).__name__} is not part of a JSON document.")
         if not any(key.startswith("$") for key in document):
-            return {key: self.value(item, (*path, key)) for key, item in document.items()}
-        return self._tagged(document, path)
+            return {key: self.decode_value(item, (*path, key)) for key, item in document.items()}
+        return self._decode_tagged(document, path)
 
-    def _tagged(self, document: dict[str, Any], path: tuple[str, ...]) -> Any:
+    def _decode_tagged(self, document: dict[str, Any], path: tuple[str, ...]) -> Any:
         tag, content = next(iter(document.items()))
         reader = _READERS.get(tag) if len(document) == 1 else None
         if reader is None:
-            raise _Malformed(f"{_place(path)}: {str(list(document))[:80]} is not a tag this version of Treadle writes.")
+            raise _Malformed(
+                f"{_format_place(path)}: {str(list(document))[:80]} is not a tag this version of Treadle writes."
+            )
         inside = (*path, tag)
         try:
             return reader(self, content, inside)
         except _Malformed:
             raise
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-            raise _Malformed(f"{_place(inside)}: wrong content for this tag: {error}") from error
+            raise _Malformed(f"{_format_place(inside)}: wrong content for this tag: {error}") from error
 
-    def _items(self, content: Any, path: tuple[str, ...]) -> list[Any]:
-        _need(type(content) is list, "a list is needed")
-        return [self.value(item, (*path, str(i))) for i, item in enumerate(content)]
+    def _decode_items(self, content: Any, path: tuple[str, ...]) -> list[Any]:
+        _require(type(content) is list, "a list is needed")
+        return [self.decode_value(item, (*path, str(i))) for i, item in enumerate(content)]
 
-    def _pairs(self, content: Any, path: tuple[str, ...]) -> dict[Any, Any]:
-        pairs = [tuple(self._items(pair, (*path, str(i)))) for i, pair in enumerate(_a(list, content))]
-        _need(all(len(pair) == 2 for pair in pairs), "every entry needs a key and a value")
-        return _as_many(dict(pairs), pairs)
+    def _decode_pairs(self, content: Any, path: tuple[str, ...]) -> dict[Any, Any]:
+        pairs = [
+            tuple(self._decode_items(pair, (*path, str(i)))) for i, pair in enumerate(_require_type(list, content))
+        ]
+        _require(all(len(pair) == 2 for pair in pairs), "every entry needs a key and a value")
+        return _require_no_duplicates(dict(pairs), pairs)
 
-    def _tensor(self, name: Any, path: tuple[str, ...]) -> torch.Tensor:
-        _need(type(name) is str and name in self._tensors, f"there is no tensor named {name!r}")
+    def _look_up_tensor(self, name: Any, path: tuple[str, ...]) -> torch.Tensor:
+        _require(type(name) is str and name in self._tensors, f"there is no tensor named {name!r}")
         return self._tensors[name]
 
-    def _numpy_array(self, name: Any, path: tuple[str, ...]) -> np.ndarray:
-        tensor = self._tensor(name, path)
-        _need(str(tensor.dtype).removeprefix("torch.") in _NUMPY_ARRAYS, f"numpy has no {tensor.dtype}")
+    def _decode_numpy_array(self, name: Any, path: tuple[str, ...]) -> np.ndarray:
+        tensor = self._look_up_tensor(name, path)
+        _require(str(tensor.dtype).removeprefix("torch.") in _NUMPY_ARRAYS, f"numpy has no {tensor.dtype}")
         return tensor[...].cpu().numpy()
 
-    def _numpy_scalar(self, content: Any, path: tuple[str, ...]) -> np.generic:
-        name, value = self._items(content, path)
-        _need(type(name) is str and name in _NUMPY_SCALARS, f"unknown numpy type {name!r}")
+    def _decode_numpy_scalar(self, content: Any, path: tuple[str, ...]) -> np.generic:
+        name, value = self._decode_items(content, path)
+        _require(type(name) is str and name in _NUMPY_SCALARS, f"unknown numpy type {name!r}")
         if name == "str":
-            return np.str_(_a(str, value))
+            return np.str_(_require_type(str, value))
         dtype = np.dtype(name)
-        _a({"b": bool, "i": int, "u": int, "f": float, "c": complex}[dtype.kind], value)
+        _require_type({"b": bool, "i": int, "u": int, "f": float, "c": complex}[dtype.kind], value)
         if dtype.kind in "iu":  # numpy 1 would wrap around
-            _need(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max, f"{value} is out of range for {name}")
+            _require(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max, f"{value} is out of range for {name}")
         return dtype.type(value)
 
-    def _record(self, content: Any, path: tuple[str, ...]) -> Record:
-        kind, name, inside = _a(list, content)
-        return Record(_a(str, kind), _a(str, name), self.value(inside, path))
+    def _decode_record(self, content: Any, path: tuple[str, ...]) -> Record:
+        kind, name, inside = _require_type(list, content)
+        return Record(_require_type(str, kind), _require_type(str, name), self.decode_value(inside, path))
 
-    def _complex(self, content: Any, path: tuple[str, ...]) -> complex:
-        real, imaginary = self._items(content, path)
-        return complex(_a(float, real), _a(float, imaginary))
+    def _decode_complex(self, content: Any, path: tuple[str, ...]) -> complex:
+        real, imaginary = self._decode_items(content, path)
+        return complex(_require_type(float, real), _require_type(float, imaginary))
 
 
 class _Malformed(ValueError):
     """A ValueError that already names its place."""
 
 
-def _need(condition: bool, rule: str) -> None:
+def _require(condition: bool, rule: str) -> None:
     if not condition:
         raise ValueError(rule)
 
 
-def _a(kind: type, value: Any) -> Any:
-    _need(type(value) is kind, f"{kind.__name__} needed, found {type(value).__name__}")
+def _require_type(kind: type, value: Any) -> Any:
+    _require(type(value) is kind, f"{kind.__name__} needed, found {type(value).__name__}")
     return value
 
 
-def _as_many(built: Any, items: list[Any]) -> Any:
-    _need(len(built) == len(items), "the same key or element stands there twice")
+def _require_no_duplicates(built: Any, items: list[Any]) -> Any:
+    _require(len(built) == len(items), "the same key or element stands there twice")
     return built
 
 
-def _ints(content: Any) -> Iterable[int]:
-    return [_a(int, item) for item in _a(list, content)]
+def _parse_ints(content: Any) -> Iterable[int]:
+    return [_require_type(int, item) for item in _require_type(list, content)]
 
 
-def _big_int(content: Any) -> int:
-    _need(_HEX.fullmatch(_a(str, content)) is not None, "a hexadecimal number is needed")
+def _parse_hex_int(content: Any) -> int:
+    _require(_HEX.fullmatch(_require_type(str, content)) is not None, "a hexadecimal number is needed")
     return int(content, 16)
 
 
-def _clock(kind: type[Any], content: Any) -> Any:
-    text, fold = _a(list, content)
-    return kind.fromisoformat(_a(str, text)).replace(fold=_a(int, fold))
+def _parse_clock(kind: type[Any], content: Any) -> Any:
+    text, fold = _require_type(list, content)
+    return kind.fromisoformat(_require_type(str, text)).replace(fold=_require_type(int, fold))
 
 
 def _lookup(table: dict[str, Any], content: Any) -> Any:
-    _need(_a(str, content) in table, f"unknown name {content!r}")
+    _require(_require_type(str, content) in table, f"unknown name {content!r}")
     return table[content]
 
 
-def _set(decoder: _Decoder, content: Any, path: tuple[str, ...]) -> set[Any]:
-    items = decoder._items(content, path)
-    return _as_many(set(items), items)
+def _decode_set(decoder: _Decoder, content: Any, path: tuple[str, ...]) -> set[Any]:
+    items = decoder._decode_items(content, path)
+    return _require_no_duplicates(set(items), items)
 
 
 _READERS: dict[str, Callable[[_Decoder, Any, tuple[str, ...]], Any]] = {
-    "$namespace": lambda d, c, p: Namespace(**_a(dict, d.value(c, p))),
-    "$tuple": lambda d, c, p: tuple(d._items(c, p)),
-    "$dict": _Decoder._pairs,
-    "$counter": lambda d, c, p: Counter(d._pairs(c, p)),
-    "$set": _set,
-    "$frozenset": lambda d, c, p: frozenset(_set(d, c, p)),
-    "$tensor": _Decoder._tensor,
-    "$array": _Decoder._numpy_array,
-    "$numpy": _Decoder._numpy_scalar,
-    "$complex": _Decoder._complex,
-    "$int": lambda d, c, p: _big_int(c),
+    "$namespace": lambda d, c, p: Namespace(**_require_type(dict, d.decode_value(c, p))),
+    "$tuple": lambda d, c, p: tuple(d._decode_items(c, p)),
+    "$dict": _Decoder._decode_pairs,
+    "$counter": lambda d, c, p: Counter(d._decode_pairs(c, p)),
+    "$set": _decode_set,
+    "$frozenset": lambda d, c, p: frozenset(_decode_set(d, c, p)),
+    "$tensor": _Decoder._look_up_tensor,
+    "$array": _Decoder._decode_numpy_array,
+    "$numpy": _Decoder._decode_numpy_scalar,
+    "$complex": _Decoder._decode_complex,
+    "$int": lambda d, c, p: _parse_hex_int(c),
     "$float": lambda d, c, p: _lookup(_NON_FINITE, c),
-    "$bytes": lambda d, c, p: base64.b64decode(_a(str, c), validate=True),
+    "$bytes": lambda d, c, p: base64.b64decode(_require_type(str, c), validate=True),
     "$dtype": lambda d, c, p: _lookup(_ALL_DTYPES, c),
-    "$device": lambda d, c, p: torch.device(_a(str, c)),
-    "$size": lambda d, c, p: torch.Size(_ints(c)),
-    "$path": lambda d, c, p: pathlib.Path(_a(str, c)),
-    "$posix_path": lambda d, c, p: pathlib.PurePosixPath(_a(str, c)),
-    "$windows_path": lambda d, c, p: pathlib.PureWindowsPath(_a(str, c)),
-    "$timedelta": lambda d, c, p: timedelta(*_ints(c)),
-    "$date": lambda d, c, p: date.fromisoformat(_a(str, c)),
-    "$datetime": lambda d, c, p: _clock(datetime, c),
-    "$time": lambda d, c, p: _clock(time, c),
-    "$record": _Decoder._record,
+    "$device": lambda d, c, p: torch.device(_require_type(str, c)),
+    "$size": lambda d, c, p: torch.Size(_parse_ints(c)),
+    "$path": lambda d, c, p: pathlib.Path(_require_type(str, c)),
+    "$posix_path": lambda d, c, p: pathlib.PurePosixPath(_require_type(str, c)),
+    "$windows_path": lambda d, c, p: pathlib.PureWindowsPath(_require_type(str, c)),
+    "$timedelta": lambda d, c, p: timedelta(*_parse_ints(c)),
+    "$date": lambda d, c, p: date.fromisoformat(_require_type(str, c)),
+    "$datetime": lambda d, c, p: _parse_clock(datetime, c),
+    "$time": lambda d, c, p: _parse_clock(time, c),
+    "$record": _Decoder._decode_record,
 }

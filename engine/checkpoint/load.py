@@ -16,13 +16,13 @@ from ...common.messages import warn
 from ...strategies import World
 from ...strategies.distributed import cut_like, is_sharded
 from ..optim import LoadedOptimizer, PreparedScheduler, optimizer_state, resume_options
-from ..parameter_names import own_name
+from ..parameter_names import strip_compile_prefix
 from ..rng import set_random_state
 from . import model_check
 from .manifest import Manifest
 from .open_checkpoint import OpenCheckpoint
 from .safetensors_file import Stored
-from .save import in_order, run_metadata, scheduler_kinds
+from .save import list_scheduler_kinds, run_metadata, sort_loaders
 from .train_state import (
     OptimizerState,
     RankState,
@@ -71,26 +71,26 @@ def load(
     shared: TrainState | None = None
     of_rank: RankState | None = None
     optimizers: list[LoadedOptimizer] = []
-    by_models = all(getattr(model, "strict_loading", True) for model in accelerator.own_models)
+    by_models = all(getattr(model, "strict_loading", True) for model in accelerator.unwrapped_models)
     exactly = by_models if strict is None else strict
     opened.verify(world)
-    with _reading(world, opened):
+    with _read_together(world, opened):
         if state:
-            shared = _checked_state(accelerator, opened, exactly)
+            shared = _open_checked_state(accelerator, opened, exactly)
             if not models:
-                _check_same(accelerator, opened)
-    chosen = _chosen_models(accelerator, opened.path) if models else []
-    layouts = {} if shared is None else _layouts(accelerator, shared["registered"])
-    with _reading(world, opened):
-        weights = _fitting_weights(accelerator, opened, chosen, strict)
+                _check_not_replaced(accelerator, opened)
+    chosen = _choose_models(accelerator, opened.path) if models else []
+    layouts = {} if shared is None else _collect_layouts(accelerator, shared["registered"])
+    with _read_together(world, opened):
+        weights = _select_fitting_weights(accelerator, opened, chosen, strict)
         if shared is not None:
-            optimizers = _fitting_optimizers(accelerator, opened, exactly)
-            shared = cast(TrainState, in_memory(shared, {"registered": layouts}, {}))
+            optimizers = _select_fitting_optimizers(accelerator, opened, exactly)
+            shared = cast(TrainState, load_into_memory(shared, {"registered": layouts}, {}))
             _choose_schedule(accelerator, opened.path, optimizers, shared, schedule)
-            for loader, saved in zip(_training_loaders(accelerator), shared["loaders"], strict=False):
+            for loader, saved in zip(_list_training_loaders(accelerator), shared["loaders"], strict=False):
                 loader.check(saved)
             if accelerator.process_index < manifest.world_size:  # a rank that did not exist then keeps its own state
-                of_rank = _rank_state(accelerator, opened)
+                of_rank = _read_rank_state(accelerator, opened)
     for model, values, fully in weights:
         accelerator.strategy.load_model_state(model, values, fully)
         accelerator.checkpointer.loaded_from[model] = os.path.abspath(opened.path), manifest, accelerator.steps
@@ -113,18 +113,18 @@ def _load_training(
         accelerator.strategy.load_optimizer_state(optimizer, saved)
         optimizer_state.keep_formats(optimizer, saved)
     _load_shared_state(accelerator, shared, manifest)
-    same_world = accelerator.world.size == manifest.world_size
-    _load_buffers(accelerator, manifest, of_rank["buffers"] if of_rank is not None and same_world else [])
+    world_unchanged = accelerator.world.size == manifest.world_size
+    _load_buffers(accelerator, manifest, of_rank["buffers"] if of_rank is not None and world_unchanged else [])
     accelerator.draw_apart()  # a rank that the checkpoint knows nothing of draws numbers of its own
     if of_rank is not None:
         random = of_rank["random"]
         set_random_state(random)
-        for loader, states in zip(in_order(accelerator.loaders), random.get("loaders", ()), strict=False):
+        for loader, states in zip(sort_loaders(accelerator.loaders), random.get("loaders", ()), strict=False):
             loader.load_reading_state(states)
 
 
 @contextmanager
-def _reading(world: World, opened: OpenCheckpoint) -> Iterator[None]:
+def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
     """Enter a block of reading on all processes; all fail if one does, or if the checkpoint was replaced meanwhile.
 
     Another job may save to the same path: then parts of two states would come together.
@@ -143,12 +143,12 @@ def _reading(world: World, opened: OpenCheckpoint) -> Iterator[None]:
             raise error
 
 
-def _is_same_save(first: Manifest, second: Manifest) -> bool:
+def _is_identical_save(first: Manifest, second: Manifest) -> bool:
     """Return whether both are of one save. The user's notes are left out: they may hold NaN, which equals nothing."""
     return (first.sequence, first.files) == (second.sequence, second.files)
 
 
-def _checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> TrainState:
+def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> TrainState:
     """Return the state that all ranks share, its tensors unread."""
     shared = open_train_state(opened)
     # Checkpoints from before it was saved: each optimizer step advanced a schedule by one.
@@ -163,18 +163,18 @@ def _checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: boo
     return shared
 
 
-def _check_same(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
+def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
     """See that this is the save that the models were loaded from just before, if they were from this path."""
     path, manifest = os.path.abspath(opened.path), opened.manifest
     for model in accelerator.models:
         place, of_models, steps = accelerator.checkpointer.loaded_from.get(model, (None, manifest, None))
-        if (place, steps) == (path, accelerator.steps) and not _is_same_save(of_models, manifest):
+        if (place, steps) == (path, accelerator.steps) and not _is_identical_save(of_models, manifest):
             raise ValueError(
                 f"{opened.path} was replaced after the models were loaded from it. Load it again, both together."
             )
 
 
-def _chosen_models(accelerator: Accelerator, path: Path) -> list[nn.Module]:
+def _choose_models(accelerator: Accelerator, path: Path) -> list[nn.Module]:
     """Return the models that hooks leave to be loaded."""
     chosen = list(accelerator.models)
     with accelerator.world.together():
@@ -183,7 +183,7 @@ def _chosen_models(accelerator: Accelerator, path: Path) -> list[nn.Module]:
     return chosen
 
 
-def _layouts(accelerator: Accelerator, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _collect_layouts(accelerator: Accelerator, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the current state of registered objects, where it may show how tensors lie on the processes."""
     if not accelerator.strategy.sharded:
         return {}
@@ -199,8 +199,10 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Stored) or any(map(_holds_tensors, items))
 
 
-def weight_differences(model: nn.Module, opened: OpenCheckpoint, complete: bool) -> list[str]:
-    """Return the names and shapes in which a checkpoint's first model is not ``model``; see `architecture.differences`.
+def compare_weights(model: nn.Module, opened: OpenCheckpoint, complete: bool) -> list[str]:
+    """Return the names and shapes in which a checkpoint's first model is not ``model``.
+
+    See `model_check.list_differences`.
 
     Raises:
         ValueError: if it is damaged.
@@ -210,10 +212,10 @@ def weight_differences(model: nn.Module, opened: OpenCheckpoint, complete: bool)
     saved = opened.open_part(model_part(0))
     if opened.has(extra_part(0)):
         saved = saved | opened.read_part(extra_part(0))
-    return model_check.differences(model, saved, complete)
+    return model_check.list_differences(model, saved, complete)
 
 
-def in_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any:
+def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any:
     """Return a state with its tensors read.
 
     Args:
@@ -231,15 +233,15 @@ def in_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any
         return np.array(saved)  # it lies on the file
     if type(saved) is dict:
         layouts = like if isinstance(like, Mapping) else {}
-        return {name: in_memory(value, layouts.get(name), once) for name, value in saved.items()}
+        return {name: load_into_memory(value, layouts.get(name), once) for name, value in saved.items()}
     if type(saved) in (list, tuple):
         alike = isinstance(like, list | tuple) and len(like) == len(saved)
         pairs = zip(saved, like if alike else [None] * len(saved), strict=True)
-        return type(saved)(in_memory(value, layout, once) for value, layout in pairs)
+        return type(saved)(load_into_memory(value, layout, once) for value, layout in pairs)
     return saved
 
 
-def _rank_state(accelerator: Accelerator, opened: OpenCheckpoint) -> RankState:
+def _read_rank_state(accelerator: Accelerator, opened: OpenCheckpoint) -> RankState:
     """Return the state that this rank did not share with others."""
     path, name = opened.path, rank_part(accelerator.process_index)
     state = check_form(RankState, opened.read_part(name), path, name)
@@ -248,23 +250,23 @@ def _rank_state(accelerator: Accelerator, opened: OpenCheckpoint) -> RankState:
     return state
 
 
-def _training_loaders(accelerator: Accelerator) -> list[Loader]:
+def _list_training_loaders(accelerator: Accelerator) -> list[Loader]:
     return [loader for loader in accelerator.loaders if not loader.evaluation]
 
 
 def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict[str, Tensor]]) -> None:
     """Give the models that were loaded from this checkpoint, now or just before, the buffers that this process had."""
     loaded = [accelerator.checkpointer.loaded_from.pop(model, None) for model in accelerator.models]
-    for model, values, source in zip(accelerator.own_models, saved, loaded, strict=False):
-        if source is None or not _is_same_save(source[1], manifest):
+    for model, values, source in zip(accelerator.unwrapped_models, saved, loaded, strict=False):
+        if source is None or not _is_identical_save(source[1], manifest):
             continue
         for name, buffer in model.named_buffers():
-            value = values.get(own_name(name))
+            value = values.get(strip_compile_prefix(name))
             if isinstance(value, Tensor) and value.shape == buffer.shape and not is_sharded(buffer):
                 buffer.copy_(value)
 
 
-def _fitting_weights(
+def _select_fitting_weights(
     accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
 ) -> list[tuple[nn.Module, dict[str, Any], bool]]:
     """Return, for each chosen model, the weights to load, laid out over the processes as the model is."""
@@ -280,37 +282,37 @@ def _fitting_weights(
         if opened.has(extra_part(number)):
             saved = saved | opened.read_part(extra_part(number))
         current = module.state_dict()
-        saved = _as_named_in(current, saved)
+        saved = _restore_compiled_names(current, saved)
         fitting = model_check.check_weights(module, saved, opened.path, exactly)
         values = {n: cut_like(v, current.get(n)) if isinstance(v, Stored) else v for n, v in fitting.items()}
         loads.append((model, values, exactly))
     return loads
 
 
-def _fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> list[LoadedOptimizer]:
+def _select_fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> list[LoadedOptimizer]:
     """Return the state that each optimizer is to load."""
     loads, path = [], opened.path
     for number, prepared in enumerate(accelerator.optimizers):
         optimizer = prepared.optimizer
-        saved = _merged_optimizer(opened, number)
-        names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
-        if lines := optimizer_state.differences(saved, optimizer, names):
+        saved = _merge_optimizer_state(opened, number)
+        names = optimizer_state.name_parameters(optimizer, accelerator.unwrapped_models)
+        if lines := optimizer_state.list_differences(saved, optimizer, names):
             text = f"{path} was saved with another optimizer:\n  " + "\n  ".join(lines[:30])
             if strict:
                 raise ValueError(
                     f"{text}\nTo take what fits, load with strict=False (in a task: strict_loading = False)."
                 )
             warn(f"{text}\nWhat does not fit begins anew.")
-            if saved["class"] != optimizer_state.class_of(optimizer):
+            if saved["class"] != optimizer_state.name_class(optimizer):
                 continue
         options = saved.get("built")
-        state = optimizer_state.numbered(saved, optimizer, names)
+        state = optimizer_state.decode_by_name(saved, optimizer, names)
         groups = len(saved["groups"])
         loads.append(LoadedOptimizer(optimizer, state, options if isinstance(options, list) else None, groups))
     return loads
 
 
-def _merged_optimizer(opened: OpenCheckpoint, number: int) -> OptimizerState:
+def _merge_optimizer_state(opened: OpenCheckpoint, number: int) -> OptimizerState:
     """Return the state of one optimizer, merged from the parts of ranks that each keep a share of it."""
     first = optimizer_part(number)
     of_ranks = re.compile(rf"({first}-rank-\d{{5,}})\.json")
@@ -334,12 +336,12 @@ def _choose_schedule(
         warn(f"{path} has another number of groups of parameters: their learning rates and schedules are the script's.")
         resume_options.follow_script(accelerator, regrouped, state)
     if schedule is None:
-        resume_options.compare(accelerator, path, [each for each in optimizers if each not in regrouped], state)
+        resume_options.compare(accelerator, path, [loaded for loaded in optimizers if loaded not in regrouped], state)
 
 
-def _as_named_in(names: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
+def _restore_compiled_names(names: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
     """Return weights under the names in a model's own state, where parts of the model may be compiled."""
-    renamed = {own_name(name): name for name in names if name != own_name(name)}
+    renamed = {strip_compile_prefix(name): name for name in names if name != strip_compile_prefix(name)}
     return {renamed.get(name, name): value for name, value in weights.items()} if renamed else weights
 
 
@@ -374,7 +376,7 @@ def _check_counts(accelerator: Accelerator, state: TrainState, opened: OpenCheck
 
 def _check_kinds(accelerator: Accelerator, state: TrainState, path: Path, strict: bool) -> None:
     """See that schedulers are of the classes that were saved, and the same objects registered."""
-    kinds = scheduler_kinds(accelerator.schedulers)
+    kinds = list_scheduler_kinds(accelerator.schedulers)
     pairs = zip(kinds, state["scheduler_kinds"], strict=False)
     lines = [f"scheduler: {old} in the checkpoint, {new} in this run" for new, old in pairs if new != old]
     registered = state["registered"]
@@ -410,24 +412,24 @@ def _say_other_formats(accelerator: Accelerator, opened: OpenCheckpoint) -> None
     current, saved = run_metadata(accelerator), opened.manifest.info
     if saved.get("precision") != current["precision"]:
         return  # `_say_other_batches` has warned of it
-    for number, model in enumerate(accelerator.own_models):
+    for number, model in enumerate(accelerator.unwrapped_models):
         fingerprints = saved.get("models")
-        same = isinstance(fingerprints, list) and fingerprints[number : number + 1] == [current["models"][number]]
-        if not same and opened.has(model_part(number)):
+        unchanged = isinstance(fingerprints, list) and fingerprints[number : number + 1] == [current["models"][number]]
+        if not unchanged and opened.has(model_part(number)):
             stored = opened.open_part(model_part(number))
-            model_check.say_other_formats(model, _as_named_in(model.state_dict(), stored), opened.path)
+            model_check.say_other_formats(model, _restore_compiled_names(model.state_dict(), stored), opened.path)
 
 
 def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
-    kinds = scheduler_kinds(accelerator.schedulers)
+    kinds = list_scheduler_kinds(accelerator.schedulers)
     samples = run_metadata(accelerator)["global_batch_size"]
-    same_batch = samples is not None and samples == manifest.info.get("global_batch_size")
+    batch_size_unchanged = samples is not None and samples == manifest.info.get("global_batch_size")
     states = zip(*(state[name] for name in _OF_SCHEDULERS), strict=True)
     for scheduler, kind, (saved, saved_kind, *place) in zip(accelerator.schedulers, kinds, states, strict=False):
         if kind != saved_kind:
             continue
         if isinstance(scheduler, PreparedScheduler):
-            scheduler.resume(saved, *place, same_batch=same_batch)
+            scheduler.resume(saved, *place, batch_size_unchanged=batch_size_unchanged)
         else:
             scheduler.load_state_dict(saved)
 
@@ -435,7 +437,7 @@ def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Mani
 def _load_shared_state(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
     _load_schedulers(accelerator, state, manifest)
     evaluation = [loader for loader in accelerator.loaders if loader.evaluation]
-    for loader, saved in zip(_training_loaders(accelerator), state["loaders"], strict=False):
+    for loader, saved in zip(_list_training_loaders(accelerator), state["loaders"], strict=False):
         loader.load_state_dict(saved)
     for loader, saved in zip(evaluation, state["evaluation_loaders"], strict=False):
         loader.load_state_dict(saved)

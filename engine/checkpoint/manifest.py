@@ -55,7 +55,7 @@ class Manifest:
         return {*self.files, *self.others}
 
     @classmethod
-    def of(
+    def build(
         cls,
         files: dict[str, dict[str, Any]],
         info: Mapping[str, Any],
@@ -97,9 +97,11 @@ def read_manifest(path: Path | str, name: str = MANIFEST) -> Manifest:
     """
     data = read_source(path, name)
     document = filesystem.parse_json(Path(path) / name, data)
-    found = document.get("format") if isinstance(document, dict) else None
-    if type(found) is int and found > FORMAT:
-        raise ValueError(f"{path}: has format {found}, this version of Treadle reads up to {FORMAT}. Upgrade Treadle.")
+    format_version = document.get("format") if isinstance(document, dict) else None
+    if type(format_version) is int and format_version > FORMAT:
+        raise ValueError(
+            f"{path}: has format {format_version}, this version of Treadle reads up to {FORMAT}. Upgrade Treadle."
+        )
     try:
         return replace(_parse(document), source=data)
     except ValueError as error:
@@ -117,8 +119,8 @@ def read_source(path: Path | str, name: str = MANIFEST) -> bytes:
         ValueError: It isn't a checkpoint.
     """
     if not Path(path).is_dir():
-        what = "is a file" if Path(path).exists() else "does not exist"
-        raise ValueError(f"{path} {what}; a checkpoint is a directory with a {MANIFEST}.")
+        problem = "is a file" if Path(path).exists() else "does not exist"
+        raise ValueError(f"{path} {problem}; a checkpoint is a directory with a {MANIFEST}.")
     return filesystem.read_bytes(Path(path) / name, _MAX_BYTES)
 
 
@@ -149,37 +151,37 @@ def check_files(path: Path, manifest: Manifest, digests: bool = True) -> None:
 
 
 def _parse(document: Any) -> Manifest:
-    _need(isinstance(document, dict), "it is not an object")
+    _require(isinstance(document, dict), "it is not an object")
     version = document.get("format")
-    _need(type(version) is int and 1 <= version <= FORMAT, f"format is {version!r:.40}")
+    _require(type(version) is int and 1 <= version <= FORMAT, f"format is {version!r:.40}")
     counts = {name: document.get(name) for name in (*_COUNTS, "sequence")}
     for name, value in counts.items():
-        _need(type(value) is int and value >= 0, f"{name} is {value!r:.40}, and must be an int of 0 or more")
+        _require(type(value) is int and value >= 0, f"{name} is {value!r:.40}, and must be an int of 0 or more")
     files = document.get("files")
-    _need(isinstance(files, dict) and bool(files or document.get("others")), "it lists no files")
+    _require(isinstance(files, dict) and bool(files or document.get("others")), "it lists no files")
     others = document.get("others", {})
-    _need(isinstance(others, dict), "others is no object")
+    _require(isinstance(others, dict), "others is no object")
     for name in files:
-        _need(
+        _require(
             name != MANIFEST and bool(filesystem.FILE.fullmatch(name)),
             f"{name!r:.80} is no name of a checkpoint's file",
         )
     for name in others:
-        _need(
+        _require(
             name not in files and name != MANIFEST and filesystem.is_inside(name),
             f"{name!r:.80} is no name for a file in it",
         )
     for name, entry in (*files.items(), *others.items()):
-        _need(isinstance(entry, dict), f"{name} has no entry")
+        _require(isinstance(entry, dict), f"{name} has no entry")
         size, digest = entry.get("bytes"), entry.get(filesystem.DIGEST)
-        _need(type(size) is int and size >= 0, f"{name} has no size")
-        _need(type(digest) is str and bool(_DIGEST.fullmatch(digest)), f"{name} has no digest")
+        _require(type(size) is int and size >= 0, f"{name} has no size")
+        _require(type(digest) is str and bool(_DIGEST.fullmatch(digest)), f"{name} has no digest")
     info = decode(document.get("info"), {})
-    _need(isinstance(info, dict), "it has no info")
+    _require(isinstance(info, dict), "it has no info")
     info = {name: counts[name] for name in _COUNTS} | info
     return Manifest(**counts, files=files, info=info, format=version, others=others)
 
 
-def _need(condition: bool, what: str) -> None:
+def _require(condition: bool, rule: str) -> None:
     if not condition:
-        raise ValueError(what)
+        raise ValueError(rule)

@@ -14,28 +14,28 @@ from xxhash import xxh3_64
 
 from ...common.messages import warn
 from ...strategies.distributed import local, own_class
-from ..parameter_names import own_name
+from ..parameter_names import strip_compile_prefix
 
 _NOTE = "modules"
 _SHOWN = 10
 
 
-def _kinds(model: nn.Module) -> dict[str, str]:
+def _list_part_kinds(model: nn.Module) -> dict[str, str]:
     """The class of each part by the part's name; of the model itself it is "", which scripts may rename."""
     # Of a part that is compiled it is the class inside, which comes second.
-    names = ((own_name(f"{name}.").removesuffix("."), part) for name, part in model.named_modules())
+    names = ((strip_compile_prefix(f"{name}.").removesuffix("."), part) for name, part in model.named_modules())
     return {name: own_class(part).__qualname__ for name, part in names if name}
 
 
-def notes(model: nn.Module) -> dict[str, str]:
+def make_notes(model: nn.Module) -> dict[str, str]:
     """What a checkpoint notes of a model, for `compare`."""
-    return {_NOTE: json.dumps(_kinds(model), separators=(",", ":"))}
+    return {_NOTE: json.dumps(_list_part_kinds(model), separators=(",", ":"))}
 
 
 def fingerprint(model: nn.Module) -> str:
     """A short mark of a model's parts and its parameters' names, shapes and formats; other values leave it the same."""
-    forms = [(own_name(name), tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-    return xxh3_64(repr((sorted(_kinds(model).items()), forms)).encode()).hexdigest()
+    forms = [(strip_compile_prefix(name), tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    return xxh3_64(repr((sorted(_list_part_kinds(model).items()), forms)).encode()).hexdigest()
 
 
 def compare(model: nn.Module, noted: Mapping[str, str], path: Path) -> None:
@@ -43,17 +43,21 @@ def compare(model: nn.Module, noted: Mapping[str, str], path: Path) -> None:
 
     Args:
         model: the one that is about to load them.
-        noted: what `notes` returned when they were saved.
+        noted: what `make_notes` returned when they were saved.
         path: where they are.
     """
     try:
-        then = json.loads(noted.get(_NOTE, "{}"))
+        saved_kinds = json.loads(noted.get(_NOTE, "{}"))
     except ValueError:
-        then = {}
-    now = _kinds(model)
-    if not isinstance(then, dict) or not then:
+        saved_kinds = {}
+    current_kinds = _list_part_kinds(model)
+    if not isinstance(saved_kinds, dict) or not saved_kinds:
         return
-    other = [f"{name}: {then[name]} there, {now[name]} here" for name in now if then.get(name, now[name]) != now[name]]
+    other = [
+        f"{name}: {saved_kinds[name]} there, {current_kinds[name]} here"
+        for name in current_kinds
+        if saved_kinds.get(name, current_kinds[name]) != current_kinds[name]
+    ]
     if other:
         more = f"\n  and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
         warn(f"{path} was saved by a model with other parts:\n  " + "\n  ".join(other[:_SHOWN]) + more)
@@ -71,13 +75,16 @@ def check_weights(model: nn.Module, weights: dict[str, Any], path: Path | str, s
     Raises:
         ValueError: lists the names that are missing, unexpected, of another shape or no tensor.
     """
-    own = model.state_dict()
-    reshaped = _reshaped(own, weights)
-    lines = [f"missing: {name}" for name in sorted(set(own) - set(weights))]
-    lines += [f"unexpected: {name}" for name in sorted(set(weights) - set(own))]
+    state = model.state_dict()
+    reshaped = _find_reshaped(state, weights)
+    lines = [f"missing: {name}" for name in sorted(set(state) - set(weights))]
+    lines += [f"unexpected: {name}" for name in sorted(set(weights) - set(state))]
     lines += reshaped.values()
-    untied = _untied(model, weights)
-    lines += [f"{name}: one with {kept} in the model, other values in the checkpoint" for name, kept in untied.items()]
+    untied = _find_untied(model, weights)
+    lines += [
+        f"{name}: one with {first_name} in the model, other values in the checkpoint"
+        for name, first_name in untied.items()
+    ]
     if not lines:
         return weights
     more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
@@ -85,10 +92,10 @@ def check_weights(model: nn.Module, weights: dict[str, Any], path: Path | str, s
     if strict:
         raise ValueError(f"{text}\nTo take what fits, load with strict=False (in a task: strict_loading = False).")
     warn(f"{text}\nWhat does not fit is left out.")
-    return {name: value for name, value in weights.items() if name in own and name not in {**reshaped, **untied}}
+    return {name: value for name, value in weights.items() if name in state and name not in {**reshaped, **untied}}
 
 
-def differences(model: nn.Module, weights: Mapping[str, Any], complete: bool) -> list[str]:
+def list_differences(model: nn.Module, weights: Mapping[str, Any], complete: bool) -> list[str]:
     """Return the names and shapes in which ``weights`` are not those of ``model``, one line each; values are not read.
 
     Args:
@@ -96,36 +103,43 @@ def differences(model: nn.Module, weights: Mapping[str, Any], complete: bool) ->
         weights: what has a ``shape``, by name.
         complete: whether the model is built; until it is, a name that only one of the two has is no difference.
     """
-    own = {own_name(name): value for name, value in model.state_dict().items() if not is_lazy(value)}
+    state = {strip_compile_prefix(name): value for name, value in model.state_dict().items() if not is_lazy(value)}
     complete = complete and not any(map(is_lazy, model.state_dict().values()))
-    missing = [f"missing: {name}" for name in sorted(set(own) - set(weights))] if complete else []
-    unexpected = [f"unexpected: {name}" for name in sorted(set(weights) - set(own))] if complete else []
-    return [*missing, *unexpected, *_reshaped(own, weights).values()]
+    missing = [f"missing: {name}" for name in sorted(set(state) - set(weights))] if complete else []
+    unexpected = [f"unexpected: {name}" for name in sorted(set(weights) - set(state))] if complete else []
+    return [*missing, *unexpected, *_find_reshaped(state, weights).values()]
 
 
-def _reshaped(own: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, str]:
+def _find_reshaped(state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, str]:
     return {
-        name: f"{name}: {_form(weights[name])} in the checkpoint, {_form(own[name])} in the model"
-        for name in own
+        name: f"{name}: {_describe_form(weights[name])} in the checkpoint, {_describe_form(state[name])} in the model"
+        for name in state
         # What a module's own ``get_extra_state`` returns may be anything another time.
-        if name in weights and isinstance(own[name], Tensor) and _form(own[name]) != _form(weights[name])
+        if name in weights
+        and isinstance(state[name], Tensor)
+        and _describe_form(state[name]) != _describe_form(weights[name])
     }
 
 
-def _form(value: Any) -> str:
+def _describe_form(value: Any) -> str:
     return str(tuple(value.shape)) if hasattr(value, "shape") else f"a {type(value).__name__}"
 
 
-def _untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
+def _find_untied(model: nn.Module, weights: dict[str, Any]) -> dict[str, str]:
     """Names of a tensor that the model has under another name too, where the weights have different values for both."""
     first: dict[int, str] = {}
-    found = {}
+    separated = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-        kept = first.setdefault(id(tensor), name)
-        one, other = weights.get(kept), weights.get(name)
-        if one is not other and one is not None and other is not None and not torch.equal(one[...], other[...]):
-            found[name] = kept
-    return found
+        first_name = first.setdefault(id(tensor), name)
+        first_value, value = weights.get(first_name), weights.get(name)
+        if (
+            first_value is not value
+            and first_value is not None
+            and value is not None
+            and not torch.equal(first_value[...], value[...])
+        ):
+            separated[name] = first_name
+    return separated
 
 
 def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: Path) -> None:
@@ -137,9 +151,9 @@ def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: Path) 
         path: where they are from.
     """
     lines = [
-        f"{name}: {str(weights[name].dtype)[6:]} there, {str(now.dtype)[6:]} here"
-        for name, now in model.state_dict().items()
-        if isinstance(now, Tensor) and getattr(weights.get(name), "dtype", now.dtype) != now.dtype
+        f"{name}: {str(weights[name].dtype)[6:]} there, {str(current.dtype)[6:]} here"
+        for name, current in model.state_dict().items()
+        if isinstance(current, Tensor) and getattr(weights.get(name), "dtype", current.dtype) != current.dtype
     ]
     if lines:
         more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
@@ -147,7 +161,7 @@ def say_other_formats(model: nn.Module, weights: Mapping[str, Any], path: Path) 
         warn(f"{path} was saved by a model of another format, so the run does not go on exactly:\n  {text}")
 
 
-def not_finite(model: nn.Module) -> list[str]:
+def find_not_finite(model: nn.Module) -> list[str]:
     """The names of tensors that no checkpoint should hold, of this process's part of a model; empty for a sound one.
 
     A trained parameter must be finite. Of everything else NaN is refused alone: masks and ranges hold infinities.
@@ -158,19 +172,19 @@ def not_finite(model: nn.Module) -> list[str]:
     others = {
         name: t.detach() for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in trained
     }
-    tensors = {n: _plain(t) for n, t in (trained | others).items() if t.is_floating_point() or t.is_complex()}
+    tensors = {n: _to_summable(t) for n, t in (trained | others).items() if t.is_floating_point() or t.is_complex()}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
     suspects: list[str] = []
     for device in {tensor.device for tensor in tensors.values()}:
-        here = [name for name, tensor in tensors.items() if tensor.device == device]
+        names_on_device = [name for name, tensor in tensors.items() if tensor.device == device]
         # A sum is finite only if all its terms are. The other way round is not so: those are looked at one by one.
-        sums = torch.stack([_sum(tensors[name]) for name in here])
+        sums = torch.stack([_sum(tensors[name]) for name in names_on_device])
         fine = torch.isfinite(sums).tolist()
-        suspects += [name for name, good in zip(here, fine, strict=True) if not good]
+        suspects += [name for name, good in zip(names_on_device, fine, strict=True) if not good]
     return [name for name in tensors if name in suspects and _is_bad(tensors[name], name in trained)]
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _to_summable(tensor: Tensor) -> Tensor:
     tensor = local(tensor)
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ...strategies import World
 from . import filesystem, store
 from .manifest import MANIFEST, Manifest, read_manifest, read_source
-from .parts import Part, files_of, has_part, open_files
+from .parts import Part, has_part, list_part_files, open_files
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class OpenCheckpoint:
     def part(self, name: str) -> Part:
         """Return a part with its files opened, the same object each time."""
         if name not in self._parts:
-            self._check_marks(files_of(name, self.manifest.files))
+            self._check_marks(list_part_files(name, self.manifest.files))
             self._parts[name] = open_files(self.path, self.manifest.files, name)
         return self._parts[name]
 
@@ -99,15 +99,15 @@ class OpenCheckpoint:
             return
         rank = 0 if world is None else world.rank
         # Looked at before anyone begins to read: what changes from here on is not what was verified.
-        seen = _on_every(world, self._look)
-        peers = [peer for peer, mark in enumerate(seen) if mark == seen[rank]]
+        marks = _run_on_every_rank(world, self._check_and_mark)
+        peers = [peer for peer, mark in enumerate(marks) if mark == marks[rank]]
         entries = self.manifest.files | self.manifest.others
         largest_first = sorted(entries, key=lambda name: (-entries[name]["bytes"], name))
         share = largest_first[peers.index(rank) :: len(peers)]
-        _on_every(world, lambda: self._check(share, digests=True))
+        _run_on_every_rank(world, lambda: self._check(share, digests=True))
         self.verified = True
 
-    def _look(self) -> tuple[int, int, int]:
+    def _check_and_mark(self) -> tuple[int, int, int]:
         """Check names and sizes and note each file's mark; returns what tells the file system of this process."""
         self._compare(read_source(self.path))  # a path that is wrong on this process alone is an error of its own
         names = [*self.manifest.files, *self.manifest.others]
@@ -152,7 +152,7 @@ def open_together(world: World, path: str | os.PathLike[str]) -> OpenCheckpoint:
     return shared
 
 
-def first_intact(world: World, candidates: Iterator[OpenCheckpoint], skipped: list[str]) -> OpenCheckpoint | None:
+def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skipped: list[str]) -> OpenCheckpoint | None:
     """Verify candidates until one is intact; returns that one on every process, or None.
 
     Args:
@@ -176,7 +176,7 @@ def first_intact(world: World, candidates: Iterator[OpenCheckpoint], skipped: li
             return candidate
 
 
-def _on_every(world: World | None, work: Callable[[], T]) -> list[T]:
+def _run_on_every_rank(world: World | None, work: Callable[[], T]) -> list[T]:
     """Do some work on every process, here alone without a world; returns the results in order of ranks.
 
     Raises:

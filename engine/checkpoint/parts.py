@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...strategies.distributed import is_sharded, piece_of
-from ..parameter_names import untied
+from ..parameter_names import split_tied
 from . import filesystem
 from .json_codec import check_tensor, decode, encode
 from .manifest import read_manifest
-from .safetensors_file import ALIASES, OFFSETS, SHAPES, Stored, open_tensors, with_aliases
+from .safetensors_file import ALIASES, OFFSETS, SHAPES, Stored, add_aliases, open_tensors
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHARD = re.compile(r"(.+)-shard-\d{5,}")
@@ -71,7 +71,7 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
     else:
         document, tensors = encode(state)
         if rank == 0:
-            files[f"{name}.json"] = _as_json(name, document)
+            files[f"{name}.json"] = _encode_json(name, document)
     pieces = {key: piece_of(tensor) for key, tensor in tensors.items() if is_sharded(tensor)}
     if pieces:
         shapes = {key: list(tensors[key].shape) for key in pieces}
@@ -87,7 +87,7 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
     return files
 
 
-def _as_json(name: str, document: Any) -> bytes:
+def _encode_json(name: str, document: Any) -> bytes:
     text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     if len(text) > _MAX_JSON_BYTES:
         raise ValueError(
@@ -97,7 +97,7 @@ def _as_json(name: str, document: Any) -> bytes:
     return text
 
 
-def size_of(content: bytes | TensorFile) -> int:
+def estimate_size(content: bytes | TensorFile) -> int:
     """About how many bytes a file will have; a header takes a little more."""
     return len(content) if isinstance(content, bytes) else sum(t.nbytes for t in content.tensors.values())
 
@@ -119,18 +119,18 @@ def write_files(folder: Path, files: Files) -> dict[str, filesystem.Entry]:
 
 def has_part(files: Iterable[str], name: str) -> bool:
     """Whether a part is among a checkpoint's files."""
-    return bool(files_of(name, files))
+    return bool(list_part_files(name, files))
 
 
-def files_of(name: str, files: Iterable[str]) -> list[str]:
+def list_part_files(name: str, files: Iterable[str]) -> list[str]:
     """Return the names of a part's files, the one that rank zero wrote first."""
-    found = []
+    part_files = []
     for file in files:
         stem = file.rpartition(".")[0]
         shard = _SHARD.fullmatch(stem)
         if name == (shard[1] if shard else stem):
-            found.append(file)
-    return sorted(found)
+            part_files.append(file)
+    return sorted(part_files)
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Part:
         Raises:
             ValueError: Its content is damaged.
         """
-        return self._decoded(self.tensors)
+        return self._decode(self.tensors)
 
     def read(self) -> Any:
         """Return the state with its tensors in memory; those that are tied are one object again.
@@ -165,18 +165,18 @@ class Part:
         Raises:
             ValueError: Its content is damaged.
         """
-        once = {id(one): one.read() for one in self.tensors.values()}
-        return self._decoded({key: once[id(one)] for key, one in self.tensors.items()})
+        values = {id(stored): stored.read() for stored in self.tensors.values()}
+        return self._decode({key: values[id(stored)] for key, stored in self.tensors.items()})
 
-    def _decoded(self, tensors: Mapping[str, Any]) -> Any:
+    def _decode(self, tensors: Mapping[str, Any]) -> Any:
         if _MODEL.fullmatch(self.name):
             return dict(tensors)
-        with _naming_damage(self.path, self.name):
+        with _report_damage(self.path, self.name):
             return decode(self.document, tensors)
 
 
 @contextmanager
-def _naming_damage(path: Path, name: str) -> Iterator[None]:
+def _report_damage(path: Path, name: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -194,7 +194,7 @@ def open_files(path: Path, files: Mapping[str, filesystem.Entry], name: str) -> 
     Raises:
         ValueError: The checkpoint has no such part, or its content is damaged.
     """
-    names = files_of(name, files)
+    names = list_part_files(name, files)
     flat = bool(_MODEL.fullmatch(name))
     if not names or (not flat and f"{name}.json" not in names):
         raise ValueError(f"{path}: has no part {name!r}. Its files are {', '.join(sorted(files))}.")
@@ -203,8 +203,8 @@ def open_files(path: Path, files: Mapping[str, filesystem.Entry], name: str) -> 
     stored, notes = open_tensors(path / file for file in names if file.endswith(".safetensors"))
     if not flat:
         return Part(path, name, filesystem.read_json(path / f"{name}.json", _MAX_JSON_BYTES), stored, notes)
-    with _naming_damage(path, name):
-        return Part(path, name, None, with_aliases(stored, notes), notes)
+    with _report_damage(path, name):
+        return Part(path, name, None, add_aliases(stored, notes), notes)
 
 
 def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
@@ -241,4 +241,4 @@ def _fold(part: str, state: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{part}.{name}: is a {type(tensor).__name__}, not a tensor; store it in another part.")
         check_tensor(tensor, f"{part}.{name}")
-    return untied(state)
+    return split_tied(state)

@@ -33,7 +33,7 @@ _MAPPED_FROM = 2**20  # mapping less costs more than reading it, and a process m
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryPiece:
     """A tensor in main memory, or mapped by torch onto its file."""
 
     tensor: Tensor
@@ -58,7 +58,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Filed:
+class FilePiece:
     """A tensor in a safetensors file, which is opened anew each time: nothing stays in memory or open.
 
     Attributes:
@@ -88,8 +88,8 @@ class Filed:
             return torch.empty(self.shape, dtype=self.dtype)
         if self.start % (_ALIGNMENT if exact else self.dtype.itemsize):
             # Given back when it goes; malloc may keep it.
-            own = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
-            out = own.view(self.dtype).view(self.shape)
+            buffer = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
+            out = buffer.view(self.dtype).view(self.shape)
             self.fill(out)
             return out
         skip = self.start % mmap.ALLOCATIONGRANULARITY
@@ -117,7 +117,7 @@ class Filed:
             file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise ValueError(f"{self.path}: weights lie in it, and it can't be opened: {error.strerror}.") from error
-        if mark_of(file.fileno()) != self.mark:
+        if read_mark(file.fileno()) != self.mark:
             file.close()
             raise ValueError(f"{self.path}: was changed after the model was loaded from it. Load the model again.")
         return file
@@ -135,7 +135,7 @@ class Piece(Protocol):
         """Its dtype."""
 
     def get(self, exact: bool = True) -> Tensor:
-        """The tensor, mapped onto a file where that is as good as a copy; see `Filed.get`."""
+        """The tensor, mapped onto a file where that is as good as a copy; see `FilePiece.get`."""
 
     def fill(self, out: Tensor) -> None:
         """Copy it into ``out``."""
@@ -144,10 +144,10 @@ class Piece(Protocol):
 Weights = dict[str, Piece]
 
 
-def read_now(piece: Piece) -> Tensor:
+def read_tensor(piece: Piece) -> Tensor:
     """A piece's tensor to copy from: mapped onto its file if it is long, else read."""
     length = piece.shape.numel() * piece.dtype.itemsize
-    if isinstance(piece, Held) or length > _MAPPED_FROM:
+    if isinstance(piece, MemoryPiece) or length > _MAPPED_FROM:
         return piece.get(exact=False)
     out = torch.empty(piece.shape, dtype=piece.dtype)
     piece.fill(out)
@@ -168,7 +168,7 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
         with safe_open(path, framework="pt") as checked:  # it checks the header: every offset lies in the file
             notes = dict(checked.metadata() or {})
         with path.open("rb") as file:
-            mark = mark_of(file.fileno())
+            mark = read_mark(file.fileno())
             header = json.loads(file.read(8 + length)[8:])
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not a whole safetensors file: {error}.") from error
@@ -180,11 +180,11 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
             raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, which torch can't hold.")
         first, last = entry["data_offsets"]
         dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
-        weights[name] = Filed(path.absolute(), mark, dtype, shape, 8 + length + first, last - first)
+        weights[name] = FilePiece(path.absolute(), mark, dtype, shape, 8 + length + first, last - first)
     return weights, notes
 
 
-def whole_model(path: Path) -> Weights:
+def read_whole_model(path: Path) -> Weights:
     """The tensors of a file that is a model by itself, also under the names of those they are tied to.
 
     Raises:
@@ -194,27 +194,27 @@ def whole_model(path: Path) -> Weights:
     if OFFSETS in notes:
         raise ValueError(f"{path}: holds the shards of one process. Name the folder, or export it to one file first.")
     try:
-        return with_aliases(weights, notes)
+        return add_aliases(weights, notes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: its note of tied weights is damaged: {error!r}.") from error
 
 
-def with_aliases(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> dict[str, Any]:
+def add_aliases(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> dict[str, Any]:
     """Tensors, also under the names of those they are tied to, as the header of their file notes them.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError, RecursionError: for a note that is damaged.
     """
-    return {**tensors, **{alias: tensors[kept] for alias, kept in json.loads(notes.get(ALIASES, "{}")).items()}}
+    return {**tensors, **{alias: tensors[name] for alias, name in json.loads(notes.get(ALIASES, "{}")).items()}}
 
 
-def mark_of(descriptor: int) -> tuple[int, ...]:
+def read_mark(descriptor: int) -> tuple[int, ...]:
     """What changes when an open file does: its size, time and number."""
     status = os.fstat(descriptor)
     return (status.st_size, status.st_mtime_ns, status.st_ino)
 
 
-def some(names: list[str]) -> str:
+def abbreviate(names: list[str]) -> str:
     """The first names of a list, and how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
@@ -238,26 +238,26 @@ class Stored:
         self.name = name
         self.shape = shape
         self.dtype = dtype
-        self._pieces: list[tuple[Filed, Box]] = []
+        self._pieces: list[tuple[FilePiece, Box]] = []
 
     def __getitem__(self, index: Any) -> Tensor:
         """The values, in memory that may be mapped onto the file: copy what is to be kept."""
         cuts = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
-        wanted = [slice(*cut.indices(size)) for cut, size in zip(cuts, self.shape, strict=False)]
-        wanted += [slice(0, size) for size in self.shape[len(wanted) :]]
-        box: Box = tuple((cut.start, max(cut.start, cut.stop)) for cut in wanted)
-        for piece, held in self._pieces:
-            if all(a <= b and d <= c for (a, c), (b, d) in zip(held, box, strict=True)):
-                return read_now(piece)[_within(box, held)]
+        slices = [slice(*cut.indices(size)) for cut, size in zip(cuts, self.shape, strict=False)]
+        slices += [slice(0, size) for size in self.shape[len(slices) :]]
+        box: Box = tuple((cut.start, max(cut.start, cut.stop)) for cut in slices)
+        for piece, piece_box in self._pieces:
+            if all(a <= b and d <= c for (a, c), (b, d) in zip(piece_box, box, strict=True)):
+                return read_tensor(piece)[_to_relative_slices(box, piece_box)]
         out = torch.empty([end - begin for begin, end in box], dtype=self.dtype)
-        for piece, held in self._pieces:
-            both: Box = tuple((max(a, b), min(c, d)) for (a, c), (b, d) in zip(held, box, strict=True))
+        for piece, piece_box in self._pieces:
+            both: Box = tuple((max(a, b), min(c, d)) for (a, c), (b, d) in zip(piece_box, box, strict=True))
             if all(begin < end for begin, end in both):
-                out[_within(both, box)] = read_now(piece)[_within(both, held)]
+                out[_to_relative_slices(both, box)] = read_tensor(piece)[_to_relative_slices(both, piece_box)]
         return out
 
     def get(self, exact: bool = True) -> Tensor:
-        """All of it; see `Filed.get`."""
+        """All of it; see `FilePiece.get`."""
         return self._pieces[0][0].get(exact) if len(self._pieces) == 1 else self[...]
 
     def fill(self, out: Tensor) -> None:
@@ -273,7 +273,7 @@ class Stored:
         self.fill(out)
         return out
 
-    def add(self, piece: Filed, offset: Iterable[int]) -> None:
+    def add(self, piece: FilePiece, offset: Iterable[int]) -> None:
         """Say that a part of it is in a file, and where that begins in the whole.
 
         Raises:
@@ -289,27 +289,27 @@ class Stored:
     def check_complete(self) -> None:
         """Raise ValueError if parts are missing, or elements there twice."""
         boxes = sorted(box for _, box in self._pieces if all(begin < end for begin, end in box))
-        held = sum(math.prod(end - begin for begin, end in box) for box in boxes)
-        twice = _any_overlap(boxes)
-        if held != self.shape.numel() or twice:
-            what = f"{held} of {self.shape.numel()} elements of tensor {self.name!r} are there"
-            what += ", some of them twice" if twice else ""
-            raise ValueError(f"{self._pieces[0][0].path.parent}: {what}. Use another checkpoint.")
+        element_count = sum(math.prod(end - begin for begin, end in box) for box in boxes)
+        twice = _has_overlap(boxes)
+        if element_count != self.shape.numel() or twice:
+            problem = f"{element_count} of {self.shape.numel()} elements of tensor {self.name!r} are there"
+            problem += ", some of them twice" if twice else ""
+            raise ValueError(f"{self._pieces[0][0].path.parent}: {problem}. Use another checkpoint.")
 
 
-def _any_overlap(boxes: list[Box]) -> bool:
+def _has_overlap(boxes: list[Box]) -> bool:
     """Whether two of the boxes, which are sorted and not empty, have an element in common."""
-    for number, one in enumerate(boxes):
+    for number, box in enumerate(boxes):
         for at in range(number + 1, len(boxes)):
             other = boxes[at]
-            if one and other[0][0] >= one[0][1]:
+            if box and other[0][0] >= box[0][1]:
                 break  # so do all that follow
-            if all(max(a, b) < min(c, d) for (a, c), (b, d) in zip(one, other, strict=True)):
+            if all(max(a, b) < min(c, d) for (a, c), (b, d) in zip(box, other, strict=True)):
                 return True
     return False
 
 
-def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+def _to_relative_slices(box: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(b - a, e - a) for (b, e), (a, _) in zip(box, outer, strict=True))
 
 
@@ -325,25 +325,25 @@ def open_tensors(paths: Iterable[Path]) -> tuple[dict[str, Stored], dict[str, st
     Raises:
         ValueError: if a file is damaged, or a tensor is not there as a whole.
     """
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     first: dict[str, str] | None = None
     for path in paths:
         try:
             pieces, notes = read_safetensors(path)
-            _add_all(found, pieces, notes)
+            _add_all(tensors, pieces, notes)
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
             raise ValueError(f"{path.parent}: {path.name} is damaged: {error}. Use another checkpoint.") from error
         first = notes if first is None else first
-    for stored in found.values():
+    for stored in tensors.values():
         stored.check_complete()
-    return found, first or {}
+    return tensors, first or {}
 
 
-def _add_all(found: dict[str, Stored], pieces: dict[str, Any], notes: dict[str, str]) -> None:
+def _add_all(tensors: dict[str, Stored], pieces: dict[str, Any], notes: dict[str, str]) -> None:
     offsets, shapes = (json.loads(notes.get(note, "{}")) for note in (OFFSETS, SHAPES))
     for name, piece in pieces.items():
         whole = torch.Size(shapes[name]) if name in shapes else piece.shape
-        stored = found.setdefault(name, Stored(name, whole, piece.dtype))
+        stored = tensors.setdefault(name, Stored(name, whole, piece.dtype))
         if (stored.dtype, stored.shape) != (piece.dtype, whole):
             raise ValueError(f"tensor {name!r} has another form than in another file")
         stored.add(piece, offsets[name]["saved_offsets"] if name in offsets else [0] * len(piece.shape))

@@ -18,11 +18,11 @@ from ...strategies import World
 from ...strategies.distributed import is_sharded, local
 from ..metrics import metric_state
 from ..optim import PreparedScheduler, optimizer_state
-from ..parameter_names import own_name, view_key
+from ..parameter_names import make_view_key, strip_compile_prefix
 from ..rng import random_state
 from . import model_check, store
 from .json_codec import decode, encode
-from .parts import Files, TensorFile, encode_part, size_of
+from .parts import Files, TensorFile, encode_part, estimate_size
 from .train_state import (
     STATE,
     OptimizerState,
@@ -53,7 +53,7 @@ class Counts:
 
     def state_dict(self) -> dict[str, Any]:
         """All processes must ask."""
-        return metric_state.state(self._objects, set(), self._world)
+        return metric_state.collect_states(self._objects, set(), self._world)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take it back, on any number of processes."""
@@ -102,7 +102,7 @@ def check(accelerator: Accelerator, targets: list[Path], parts: dict[str, Any]) 
 
 
 @contextmanager
-def staged(accelerator: Accelerator, target: Path) -> Iterator[None]:
+def discard_on_failure(accelerator: Accelerator, target: Path) -> Iterator[None]:
     """Delete what a hook has written beside ``target`` if anything fails in this block."""
     try:
         yield
@@ -122,7 +122,7 @@ class Attempts:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
         if isinstance(error, Exception):
             self._error = self._error or error
         return error is None or isinstance(error, Exception)
@@ -146,46 +146,50 @@ def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weigh
             "accelerator.sync_gradients is true, after the optimizer's step."
         )
     rank, files, attempts = accelerator.process_index, dict[str, Any](), Attempts()
-    weights = _weights(accelerator, target, attempts)
+    weights = _collect_weights(accelerator, target, attempts)
     for number, (model, state) in enumerate(zip(accelerator.models, weights, strict=True)):
         with attempts:
-            files |= {} if state is None else _model_files(accelerator, number, model, state)
+            files |= {} if state is None else _collect_model_files(accelerator, number, model, state)
     for name, content in parts.items():
         with attempts:
             files |= encode_part(name, content, rank)
     if not weights_only:
         with attempts:
-            files |= optimizer_files(accelerator)
+            files |= encode_optimizers(accelerator)
         with attempts:  # asked on every process: what is registered may exchange something to know its state
-            files |= encode_part(STATE, _shared_state(accelerator), rank)
+            files |= encode_part(STATE, _collect_shared_state(accelerator), rank)
         with attempts:
-            own_buffers = rank > 0 and accelerator.strategy.own_buffers
-            files |= rank_files(rank, rank_random_state(accelerator), _buffers(accelerator) if own_buffers else [])
+            has_rank_buffers = rank > 0 and accelerator.strategy.own_buffers
+            files |= encode_rank_state(
+                rank, collect_rank_random_state(accelerator), _collect_buffers(accelerator) if has_rank_buffers else []
+            )
     attempts.end()
     if not weights_only:
         _say_unsaved(accelerator, files)
     return files
 
 
-def _model_files(accelerator: Accelerator, number: int, model: nn.Module, weights: dict[str, Any]) -> Files:
+def _collect_model_files(accelerator: Accelerator, number: int, model: nn.Module, weights: dict[str, Any]) -> Files:
     """Return the files of one model that this process writes."""
     rank = accelerator.process_index
-    tensors, extra = _apart(weights)
-    notes = model_check.notes(accelerator.strategy.unwrap(model))
+    tensors, extra = _split_tensors(weights)
+    notes = model_check.make_notes(accelerator.strategy.unwrap(model))
     files = encode_part(model_part(number), tensors, rank, notes)
     return files | (encode_part(extra_part(number), extra, rank) if extra else {})
 
 
-def optimizer_files(accelerator: Accelerator) -> Files:
+def encode_optimizers(accelerator: Accelerator) -> Files:
     """Return the files of the optimizers' states that this process writes. Call it on all processes."""
     rank, strategy, attempts = accelerator.process_index, accelerator.strategy, Attempts()
     files: Files = {}
     for number, prepared in enumerate(accelerator.optimizers):
         with attempts:
             optimizer = prepared.optimizer
-            names = optimizer_state.parameter_names(optimizer, accelerator.own_models)
-            state: OptimizerState = optimizer_state.named(strategy.optimizer_state(optimizer), optimizer, names)
-            state["built"] = prepared.held
+            names = optimizer_state.name_parameters(optimizer, accelerator.unwrapped_models)
+            state: OptimizerState = optimizer_state.encode_by_name(
+                strategy.optimizer_state(optimizer), optimizer, names
+            )
+            state["built"] = prepared.effective_options
             if strategy.keeps_apart(optimizer):
                 files |= encode_part(optimizer_part(number, rank), state)
             else:
@@ -196,14 +200,14 @@ def optimizer_files(accelerator: Accelerator) -> Files:
 
 def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
     """Warn of parameters that an optimizer steps, and whose values are in no file."""
-    models = accelerator.own_models
+    models = accelerator.unwrapped_models
     optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
-    unknown = {id(p): p for optimizer in optimizers for p in optimizer_state.of_no_model(optimizer, models)}
+    unknown = {id(p): p for optimizer in optimizers for p in optimizer_state.find_unowned_parameters(optimizer, models)}
     if not unknown or accelerator.checkpointer.save_hooks:  # a hook may write them
         return
     written = [content for content in files.values() if isinstance(content, TensorFile)]
-    saved = {view_key(tensor) for content in written for tensor in content.tensors.values()}
-    shapes = [tuple(p.shape) for p in unknown.values() if view_key(local(p.detach())) not in saved]
+    saved = {make_view_key(tensor) for content in written for tensor in content.tensors.values()}
+    shapes = [tuple(p.shape) for p in unknown.values() if make_view_key(local(p.detach())) not in saved]
     if shapes:
         more = f" and {len(shapes) - 5} more" if len(shapes) > 5 else ""
         warn(
@@ -213,23 +217,23 @@ def _say_unsaved(accelerator: Accelerator, files: Files) -> None:
         )
 
 
-def of_optimizers(files: Files) -> set[str]:
+def select_optimizer_files(files: Files) -> set[str]:
     """Return the names of the ``files`` that hold an optimizer's state."""
     return {name for name in files if name.startswith(optimizer_part(0))}
 
 
-def rank_random_state(accelerator: Accelerator) -> RandomState:
+def collect_rank_random_state(accelerator: Accelerator) -> RandomState:
     """Return the state of all that this process alone draws from: its generators, and its datasets' generators."""
-    readers = [loader.reading_state() for loader in in_order(accelerator.loaders)]
+    readers = [loader.reading_state() for loader in sort_loaders(accelerator.loaders)]
     return cast(RandomState, {**random_state(), "loaders": readers})
 
 
-def in_order(loaders: list[Loader]) -> list[Loader]:
+def sort_loaders(loaders: list[Loader]) -> list[Loader]:
     """Return the loaders of training first, as others may come and go."""
     return sorted(loaders, key=lambda loader: loader.evaluation)
 
 
-def rank_files(rank: int, random: RandomState, buffers: list[dict[str, Tensor]]) -> Files:
+def encode_rank_state(rank: int, random: RandomState, buffers: list[dict[str, Tensor]]) -> Files:
     """Return the files with the state that process ``rank`` does not share.
 
     Args:
@@ -240,12 +244,12 @@ def rank_files(rank: int, random: RandomState, buffers: list[dict[str, Tensor]])
     return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
 
 
-def _buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
+def _collect_buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
     """Return each model's buffers that are saved, as this process has them."""
-    states = [model.state_dict() for model in accelerator.own_models]
+    states = [model.state_dict() for model in accelerator.unwrapped_models]
     return [
-        {own_name(name): b for name, b in model.named_buffers() if name in state and not is_sharded(b)}
-        for model, state in zip(accelerator.own_models, states, strict=True)
+        {strip_compile_prefix(name): b for name, b in model.named_buffers() if name in state and not is_sharded(b)}
+        for model, state in zip(accelerator.unwrapped_models, states, strict=True)
     ]
 
 
@@ -266,11 +270,11 @@ def publish(world: World, target: Path, files: Files, info: dict[str, Any], othe
     error: Exception | None = None
     try:
         staging = store.beside(target)
-        if others and (taken := [name for name in files if os.path.lexists(staging / name)]):
-            raise ValueError(f"a save_state pre-hook wrote {taken[0]}, which is a file of the checkpoint itself.")
+        if others and (clashing := [name for name in files if os.path.lexists(staging / name)]):
+            raise ValueError(f"a save_state pre-hook wrote {clashing[0]}, which is a file of the checkpoint itself.")
         entries = store.write_files(staging, files)
     except Exception as caught:
-        error = _explained(caught, target, files)
+        error = _explain_error(caught, target, files)
     of_ranks = world.gather_objects((entries, error is None))
     if world.is_main:
         try:
@@ -284,23 +288,23 @@ def publish(world: World, target: Path, files: Files, info: dict[str, Any], othe
     world.raise_together(error)
 
 
-def _explained(error: Exception, target: Path, files: Files) -> Exception:
+def _explain_error(error: Exception, target: Path, files: Files) -> Exception:
     """Return the error, that of a full disk with the free and the needed bytes."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
-    needed = f"It needs {sum(size_of(content) for content in files.values()):,} bytes"
+    needed = f"It needs {sum(estimate_size(content) for content in files.values()):,} bytes"
     with suppress(OSError):
         folder = next(parent for parent in target.parents if os.path.exists(parent))
         needed += f", {shutil.disk_usage(folder).free:,} are free"
     return OSError(error.errno, f"can't save {target}: {error.strerror}. {needed}. What was saved stays.")
 
 
-def _weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list[dict[str, Any] | None]:
+def _collect_weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list[dict[str, Any] | None]:
     """Return each model's state as it lies on the processes; None for one that a hook saves."""
     models = accelerator.models
     if not accelerator.checkpointer.save_hooks:
         states = (accelerator.strategy.model_state(model) for model in models)
-        return [{own_name(name): value for name, value in state.items()} for state in states]
+        return [{strip_compile_prefix(name): value for name, value in state.items()} for state in states]
     with accelerator.world.together():
         if accelerator.is_main_process:
             store.begin(target)
@@ -316,13 +320,13 @@ def _weights(accelerator: Accelerator, target: Path, attempts: Attempts) -> list
     ]
 
 
-def _apart(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_tensors(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors of a model's state, and what else modules keep there (``get_extra_state``)."""
     extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
     return {name: value for name, value in weights.items() if name not in extra}, extra
 
 
-def _shared_state(accelerator: Accelerator) -> TrainState:
+def _collect_shared_state(accelerator: Accelerator) -> TrainState:
     if (loss_scale := accelerator.accumulation.loss_scale) is not None:
         loss_scale.settle()
     attempts, registered = Attempts(), dict[str, Any]()
@@ -332,31 +336,31 @@ def _shared_state(accelerator: Accelerator) -> TrainState:
     attempts.end()
     return TrainState(
         schedulers=[scheduler.state_dict() for scheduler in accelerator.schedulers],
-        scheduler_kinds=scheduler_kinds(accelerator.schedulers),
-        schedules_built=[built.held for built in accelerator.schedules_built],
+        scheduler_kinds=list_scheduler_kinds(accelerator.schedulers),
+        schedules_built=[built.effective_arguments for built in accelerator.schedules_built],
         steps_since=[s.since if isinstance(s, PreparedScheduler) else (0, 0) for s in accelerator.schedulers],
         scheduler_advances=[s.advances if isinstance(s, PreparedScheduler) else 1 for s in accelerator.schedulers],
         scaler=None if accelerator.scaler is None else accelerator.scaler.state_dict(),
         loaders=[loader.state_dict() for loader in accelerator.loaders if not loader.evaluation],
         evaluation_loaders=[loader.state_dict() for loader in accelerator.loaders if loader.evaluation],
         stream=None if accelerator.rng.stream is None else accelerator.rng.stream.state,
-        reduction_orders=reduction_orders(accelerator),
+        reduction_orders=list_reduction_orders(accelerator),
         registered=registered,
     )
 
 
-def scheduler_kinds(schedulers: list[Any]) -> list[str]:
+def list_scheduler_kinds(schedulers: list[Any]) -> list[str]:
     """Return the names of the schedulers' classes, without modules: a script's may have another one next time."""
     wrapped = (s.scheduler if isinstance(s, PreparedScheduler) else s for s in schedulers)
     return [type(scheduler).__qualname__ for scheduler in wrapped]
 
 
-def reduction_orders(accelerator: Accelerator) -> list[list[int]]:
+def list_reduction_orders(accelerator: Accelerator) -> list[list[int]]:
     """Return each model's reduction order; see `Strategy.reduction_order`."""
     return [accelerator.strategy.reduction_order(model) for model in accelerator.models]
 
 
-def described(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
+def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the manifest's notes: metadata of the run, and what the user adds.
 
     Raises:
@@ -364,8 +368,8 @@ def described(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
         TypeError: if it holds tensors, or what is not data.
     """
     metadata = run_metadata(accelerator)
-    if taken := sorted(metadata.keys() & info.keys()):
-        raise ValueError(f"save_state(info=...) names {taken[0]!r}, which is noted of every run: take another name.")
+    if clashing := sorted(metadata.keys() & info.keys()):
+        raise ValueError(f"save_state(info=...) names {clashing[0]!r}, which is noted of every run: take another name.")
     document, tensors = encode(info, "info")
     if tensors:
         raise TypeError(f"save_state(info=...) holds a tensor, {next(iter(tensors))}: pass its .item(), or use parts=.")
@@ -386,5 +390,5 @@ def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
         "accumulate": accumulate,
         "batch_size": batch,  # of a micro-batch, over all processes
         "global_batch_size": None if batch is None else batch * accumulate,
-        "models": [model_check.fingerprint(model) for model in accelerator.own_models],
+        "models": [model_check.fingerprint(model) for model in accelerator.unwrapped_models],
     }

@@ -103,7 +103,7 @@ def commit(
     sequence = 1 + max((manifest.sequence for manifest, _ in _scan(target.parent)[0]), default=0)
     entries = {name: dict(files[name]) for name in sorted(files)}
     written = _settle(source, set(files)) if others else {}
-    data = Manifest.of(entries, info, sequence, written).to_json()
+    data = Manifest.build(entries, info, sequence, written).to_json()
     for name, entry in entries.items():
         filesystem.check_file(source, name, entry, digests=False)
     for stray in sorted(set(os.listdir(source)) - set(files)):  # of a killed attempt: its manifest, perhaps
@@ -127,14 +127,14 @@ def _settle(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
     """Bring to the disk what others wrote into a directory beside ``files``; returns its entries for a manifest."""
     entries = {}
     folders = {source}
-    for name in filesystem.leaves(source):
+    for name in filesystem.list_leaves(source):
         path = source / name
         if name in files or name == UNFINISHED:
             continue
         mode = path.lstat().st_mode
         if name == MANIFEST or not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-            what = "the name of the checkpoint's own list" if name == MANIFEST else "no file"
-            raise ValueError(f"a save_state pre-hook wrote {name}, which is {what}, so it can't be saved.")
+            problem = "the name of the checkpoint's own list" if name == MANIFEST else "no file"
+            raise ValueError(f"a save_state pre-hook wrote {name}, which is {problem}, so it can't be saved.")
         if stat.S_ISREG(mode):
             filesystem.fsync(path)
         entries[name] = filesystem.describe(path)
@@ -177,13 +177,15 @@ def find_again(path: Path | str) -> None:
     target = Path(os.path.abspath(path))
     for _ in range(20):
         interrupted = [
-            one for one in (target, *target.parents) if os.path.isfile(atomic_swap.beside(one, "old") / MANIFEST)
+            directory
+            for directory in (target, *target.parents)
+            if os.path.isfile(atomic_swap.beside(directory, "old") / MANIFEST)
         ]
         if os.path.lexists(target) or not interrupted:
             return
         time.sleep(0.1)
-    for one in reversed(interrupted):
-        warnings.warn(atomic_swap.finish(one))
+    for directory in reversed(interrupted):
+        warnings.warn(atomic_swap.finish(directory))
 
 
 def remove(path: Path | str) -> None:
@@ -233,8 +235,8 @@ class CheckpointStore:
         Returns:
             Its path, or ``None``; and one sentence for each checkpoint that had to be skipped, with the reason.
         """
-        found, skipped = _scan(self.directory)
-        for manifest, path in reversed(found):
+        checkpoints, skipped = _scan(self.directory)
+        for manifest, path in reversed(checkpoints):
             try:
                 check_files(path, manifest, digests=verify)
             except ValueError as error:
@@ -262,15 +264,15 @@ class CheckpointStore:
         Returns:
             What was done, one sentence each; empty if there was nothing to do.
         """
-        matches = [atomic_swap.BESIDE.fullmatch(name) for name in filesystem.names(self.directory)]
+        matches = [atomic_swap.BESIDE.fullmatch(name) for name in filesystem.list_names(self.directory)]
         names = sorted({match[1] for match in matches if match})
         return [sentence for name in names for sentence in atomic_swap.recover(self.directory / name)]
 
 
 def _scan(directory: Path) -> tuple[list[tuple[Manifest, Path]], list[str]]:
     """The readable manifests, the newest last, and what is wrong with the others."""
-    found, problems = [], []
-    for name in filesystem.names(directory):
+    checkpoints, problems = [], []
+    for name in filesystem.list_names(directory):
         path, match = directory / name, atomic_swap.BESIDE.fullmatch(name)
         if (
             os.path.islink(path)
@@ -280,18 +282,20 @@ def _scan(directory: Path) -> tuple[list[tuple[Manifest, Path]], list[str]]:
             continue
         if match and atomic_swap.is_whole(directory / match[1]):
             continue  # replaced, and about to be deleted
-        if not _may_be_one(path):
+        if not _looks_like_checkpoint(path):
             continue  # somebody else's directory
         try:
-            found.append((read_manifest(path), path))
+            checkpoints.append((read_manifest(path), path))
         except ValueError as error:
             problems.append(str(error))
-    return sorted(found, key=lambda pair: (pair[0].step, pair[0].sequence, pair[1].name)), problems
+    return sorted(checkpoints, key=lambda pair: (pair[0].step, pair[0].sequence, pair[1].name)), problems
 
 
-def _may_be_one(path: Path) -> bool:
+def _looks_like_checkpoint(path: Path) -> bool:
     with suppress(OSError):  # what nobody may look into is not ours
-        return os.path.isfile(path / MANIFEST) or any(file.endswith(".safetensors") for file in filesystem.names(path))
+        return os.path.isfile(path / MANIFEST) or any(
+            file.endswith(".safetensors") for file in filesystem.list_names(path)
+        )
     return False
 
 

@@ -119,7 +119,7 @@ OptimizerState = TypedDict(
         "built": NotRequired[Any],
     },
 )
-"""The part of one optimizer: its state under the names of its parameters, see `optimizer_state.named`."""
+"""The part of one optimizer: its state under the names of its parameters, see `optimizer_state.encode_by_name`."""
 
 Form = TypeVar("Form", TrainState, RankState, OptimizerState, CallbackStates)
 
@@ -130,7 +130,7 @@ def check_form(form: type[Form], value: Any, path: Path, part: str) -> Form:
     Raises:
         ValueError: names the keys that are missing or of another kind.
     """
-    kinds = _required_kinds(form)
+    kinds = _collect_required_kinds(form)
     wrong = [
         name for name, kind in kinds.items() if not isinstance(value, dict) or not isinstance(value.get(name), kind)
     ]
@@ -140,7 +140,7 @@ def check_form(form: type[Form], value: Any, path: Path, part: str) -> Form:
     return cast(Form, value)
 
 
-def _required_kinds(form: type[Any]) -> dict[str, type]:
+def _collect_required_kinds(form: type[Any]) -> dict[str, type]:
     """The keys that a form always has, with the class of each value; those that may be None are left out."""
     kinds: dict[str, type] = {}
     for name, hint in form.__annotations__.items():

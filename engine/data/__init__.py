@@ -8,13 +8,13 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .combined_loader import CombinedLoader, is_collection
-    from .device_transfer import mover
+    from .device_transfer import choose_mover
     from .joint_loader import JointLoader
     from .loader import Loader, batch_indices, note_indices
     from .micro_batches import Cursor, share
-    from .sampler_rng import left_as_it_is
-    from .seedable_sampler import with_seedable_sampler
-    from .sharded_sampler import shards_itself, sized
+    from .sampler_rng import preserve_loader_state
+    from .seedable_sampler import replace_random_sampler
+    from .sharded_sampler import get_length, shards_itself
     from .skip_batches import skip_first_batches
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

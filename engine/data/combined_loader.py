@@ -12,7 +12,7 @@ from ...common.validation import choose
 from ..collectives import with_items
 from ..nested import honor_type
 from .loader import Loader
-from .sharded_sampler import sized
+from .sharded_sampler import get_length
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 _ENDED = object()
@@ -43,14 +43,14 @@ class CombinedLoader:
         self.iterables = iterables
         self._limits: list[int | float] | None = None
         self._running: Iterator[Any] | None = None
-        leaves = list(_leaves(iterables, True))
+        leaves = list(_iter_leaves(iterables, True))
         if not leaves:
             raise ValueError(f"CombinedLoader({iterables!r}) has no loader in it: give it at least one.")
-        for each in leaves:
-            if not isinstance(each, Iterable) and not hasattr(each, "__getitem__"):
+        for leaf in leaves:
+            if not isinstance(leaf, Iterable) and not hasattr(leaf, "__getitem__"):
                 raise TypeError(
                     "a loader to combine must be a DataLoader or another iterable of batches, not "
-                    f"{type(each).__name__}: {each!r:.100}"
+                    f"{type(leaf).__name__}: {leaf!r:.100}"
                 )
         self._flattened = leaves
 
@@ -82,16 +82,16 @@ class CombinedLoader:
     @property
     def sampler(self) -> Any:
         """The samplers, in the form of ``iterables``."""
-        return self.in_form([getattr(each, "sampler", None) for each in self._flattened])
+        return self.in_form([getattr(loader, "sampler", None) for loader in self._flattened])
 
     @property
     def batch_sampler(self) -> Any:
         """The batch samplers, in the form of ``iterables``."""
-        return self.in_form([getattr(each, "batch_sampler", None) for each in self._flattened])
+        return self.in_form([getattr(loader, "batch_sampler", None) for loader in self._flattened])
 
     def in_form(self, values: Iterable[Any]) -> Any:
         """One value for each iterable, in the form of ``iterables``."""
-        return _filled(self.iterables, iter(values), True)
+        return _fill_form(self.iterables, iter(values), True)
 
     def limit_of(self, number: int) -> int | None:
         """The most batches to read in one pass of an iterable; None for all."""
@@ -99,7 +99,7 @@ class CombinedLoader:
         return None if limit is None or limit == float("inf") else int(limit)
 
     def __iter__(self) -> CombinedLoader:
-        self._running = self._numbered()
+        self._running = self._iter_numbered()
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
@@ -107,21 +107,21 @@ class CombinedLoader:
             iter(self)
         return next(self._running)  # type: ignore[arg-type]
 
-    def _numbered(self) -> Iterator[tuple[Any, int, int]]:
+    def _iter_numbered(self) -> Iterator[tuple[Any, int, int]]:
         def start(number: int, _: bool) -> Iterator[Any]:
             return itertools.islice(self._flattened[number], self.limit_of(number))
 
         last, index = 0, -1
-        for batches, numbers in rows(self.mode, start, [0] * len(self._flattened)):
+        for batches, numbers in read_rows(self.mode, start, [0] * len(self._flattened)):
             sequential = self.mode == "sequential"
             number = numbers[0] if sequential else 0
             last, index = number, index + 1 if number == last else 0
             yield (batches[0] if sequential else self.in_form(batches)), index, number
 
     def __len__(self) -> int:
-        lengths = [sized(each) for each in self._flattened]
+        lengths = [get_length(loader) for loader in self._flattened]
         limits = map(self.limit_of, range(len(lengths)))
-        count = joint_length(self.mode, [least(*pair) for pair in zip(lengths, limits, strict=True)])
+        count = compute_joint_length(self.mode, [find_least(*pair) for pair in zip(lengths, limits, strict=True)])
         if count is None:
             raise TypeError(f"CombinedLoader(mode={self.mode!r}) has an iterable without a length, so it has none.")
         return count
@@ -129,9 +129,9 @@ class CombinedLoader:
     def reset(self) -> None:
         """Forget where an iteration stands, and end persistent workers."""
         self._running = None
-        for each in self._flattened:
-            if isinstance(each, DataLoader):
-                each.__dict__["_iterator"] = None
+        for loader in self._flattened:
+            if isinstance(loader, DataLoader):
+                loader.__dict__["_iterator"] = None
 
 
 def is_collection(value: Any) -> bool:
@@ -141,47 +141,47 @@ def is_collection(value: Any) -> bool:
 
 def _holds_loaders(values: Iterable[Any]) -> bool:
     return any(
-        isinstance(each, DataLoader | Loader)
-        or (isinstance(each, Mapping) and _holds_loaders(each.values()))
-        or (isinstance(each, list | tuple) and _holds_loaders(each))
-        for each in values
+        isinstance(value, DataLoader | Loader)
+        or (isinstance(value, Mapping) and _holds_loaders(value.values()))
+        or (isinstance(value, list | tuple) and _holds_loaders(value))
+        for value in values
     )
 
 
-def _leaves(value: Any, outermost: bool = False) -> Iterator[Any]:
+def _iter_leaves(value: Any, outermost: bool = False) -> Iterator[Any]:
     if isinstance(value, Mapping):
         value = list(value.values())
     elif not (isinstance(value, list | tuple) and (outermost or _holds_loaders(value))):
         yield value
         return
-    for each in value:
-        yield from _leaves(each)
+    for child in value:
+        yield from _iter_leaves(child)
 
 
-def _filled(form: Any, values: Iterator[Any], outermost: bool = False) -> Any:
+def _fill_form(form: Any, values: Iterator[Any], outermost: bool = False) -> Any:
     if isinstance(form, Mapping):
-        items = {key: _filled(each, values) for key, each in form.items()}
+        items = {key: _fill_form(child, values) for key, child in form.items()}
         return items if type(form) is dict else with_items(form, items)
     if isinstance(form, list | tuple) and (outermost or _holds_loaders(form)):
-        return honor_type(form, [_filled(each, values) for each in form])
+        return honor_type(form, [_fill_form(child, values) for child in form])
     return next(values)
 
 
-def least(*counts: int | None) -> int | None:
+def find_least(*counts: int | None) -> int | None:
     return min((count for count in counts if count is not None), default=None)
 
 
-def joint_length(mode: str, lengths: list[int | None]) -> int | None:
+def compute_joint_length(mode: str, lengths: list[int | None]) -> int | None:
     """Batches of an epoch; None where a length that it follows from is not known."""
     if mode == "min_size":
-        return least(*lengths)
-    known = [length for length in lengths if length is not None]
-    if len(known) < len(lengths):
+        return find_least(*lengths)
+    defined_lengths = [length for length in lengths if length is not None]
+    if len(defined_lengths) < len(lengths):
         return None
-    return sum(known) if mode == "sequential" else max(known)
+    return sum(defined_lengths) if mode == "sequential" else max(defined_lengths)
 
 
-def rows(
+def read_rows(
     mode: str, start: Callable[[int, bool], Iterator[Any]], passes: list[int]
 ) -> Iterator[tuple[list[Any], list[int]]]:
     """Read several iterables in one of the modes.

@@ -28,9 +28,9 @@ _PLAIN = (bool, int, float, str, bytes, os.PathLike, np.generic)
 
 def fingerprint(dataset: Any) -> str:
     """Return a digest of a dataset's kind, and of an excerpt of what it holds in memory for each sample."""
-    parts: list[Any] = [type(dataset).__name__, sized(dataset)]
-    parts += map(_excerpt, _columns(dataset))
-    parts += [fingerprint(inner) for inner in _datasets_within(dataset)]
+    parts: list[Any] = [type(dataset).__name__, get_length(dataset)]
+    parts += map(_take_excerpt, _iter_columns(dataset))
+    parts += [fingerprint(inner) for inner in _list_inner_datasets(dataset)]
     return digest(parts)
 
 
@@ -43,18 +43,18 @@ def share_data(dataset: Any, world: World) -> bool:
     Raises:
         ValueError: on every rank, if their samples differ and some are on several ranks, or cannot be told apart.
     """
-    found = world.gather_objects((sized(dataset), fingerprint(dataset)))
-    if len(set(found)) == 1:
+    identities = world.gather_objects((get_length(dataset), fingerprint(dataset)))
+    if len(set(identities)) == 1:
         return True
-    sketches = world.gather_objects(_sketch(dataset))
-    if all(sketch is not None for sketch in sketches) and _disjoint(sketches):
+    sketches = world.gather_objects(_sketch_samples(dataset))
+    if all(sketch is not None for sketch in sketches) and _are_disjoint(sketches):
         announce(
             f"{type(dataset).__name__} holds different samples on each rank and none on two, so it is split by rank "
             "already: each rank trains on its own share. If all ranks were to hold the same random data, call "
             "seed_everything(seed) before it is made."
         )
         return False
-    lengths = [length for length, _ in found]
+    lengths = [length for length, _ in identities]
     differ = "hold different data"
     if len(set(lengths)) > 1:
         differ = "differ in length (" + ", ".join(f"rank {r}: {length}" for r, length in enumerate(lengths)) + ")"
@@ -66,17 +66,17 @@ def share_data(dataset: Any, world: World) -> bool:
     )
 
 
-def say_other_length(saved: int | None, now: int | None) -> None:
+def say_other_length(saved: int | None, current: int | None) -> None:
     """Warn that an epoch which was begun with a dataset goes on with one of another length."""
-    if saved is not None and now is not None and saved != now:
+    if saved is not None and current is not None and saved != current:
         warn(
-            f"the checkpoint was made within an epoch of {saved:,} samples, and the dataset has {now:,} now: the rest "
-            "of the epoch is not what it would have been, and a sample may be missing or seen twice. Resume from an "
-            "epoch's end to train on other data."
+            f"the checkpoint was made within an epoch of {saved:,} samples, and the dataset has {current:,} now: the "
+            "rest of the epoch is not what it would have been, and a sample may be missing or seen twice. Resume from "
+            "an epoch's end to train on other data."
         )
 
 
-def sized(value: Any) -> int | None:
+def get_length(value: Any) -> int | None:
     """``len(value)``, or None where it has none."""
     if not isinstance(value, Sized):
         return None
@@ -89,18 +89,18 @@ def sized(value: Any) -> int | None:
 # -- what a dataset holds for each sample ------------------------------------------------------------------------------
 
 
-def _columns(dataset: Any) -> Iterator[Any]:
+def _iter_columns(dataset: Any) -> Iterator[Any]:
     """What a dataset holds in memory with one item for each sample: arrays, and lists of plain values."""
     if isinstance(dataset, Subset):
         yield dataset.indices
         return
     if _is_table(dataset):
-        yield _table_indices(dataset) if dataset._indices is not None else _table_ends(dataset)
+        yield _read_table_indices(dataset) if dataset._indices is not None else _digest_table_ends(dataset)
         return
-    count = sized(dataset)
+    count = get_length(dataset)
     for _, value in sorted(getattr(dataset, "__dict__", {}).items()):
         for column in value if isinstance(value, tuple) else (value,):  # a TensorDataset's
-            if sized(column) == count and _is_column(column):
+            if get_length(column) == count and _is_column(column):
                 yield column
 
 
@@ -110,10 +110,10 @@ def _is_column(value: Any) -> bool:
     if not isinstance(value, list | tuple) or not value:
         return False
     first = value[0]
-    return isinstance(first, _PLAIN) or (isinstance(first, tuple) and all(isinstance(each, _PLAIN) for each in first))
+    return isinstance(first, _PLAIN) or (isinstance(first, tuple) and all(isinstance(item, _PLAIN) for item in first))
 
 
-def _relative(column: Any) -> list[Any]:
+def _strip_common_folder(column: Any) -> list[Any]:
     """Paths without the folder they share: the same data may lie in another folder on each machine."""
     rows = [row if isinstance(row, tuple) else (row,) for row in column]
     if not isinstance(rows[0][0], str | os.PathLike) or not os.path.isabs(os.fspath(rows[0][0])):
@@ -123,14 +123,14 @@ def _relative(column: Any) -> list[Any]:
     return [(os.path.relpath(path, root), *row[1:]) for path, row in zip(paths, rows, strict=True)]
 
 
-def _datasets_within(dataset: Any) -> Iterable[Any]:
+def _list_inner_datasets(dataset: Any) -> Iterable[Any]:
     if isinstance(dataset, ConcatDataset):
         return dataset.datasets
     values = [value for _, value in sorted(getattr(dataset, "__dict__", {}).items())]
     return [value for value in values if isinstance(value, Dataset) or _is_table(value)]
 
 
-def _excerpt(column: Any) -> list[Any]:
+def _take_excerpt(column: Any) -> list[Any]:
     """Some of a column's items, in little time whatever its length; of wider arrays the ends' first numbers."""
     if not len(column):
         return []
@@ -139,47 +139,50 @@ def _excerpt(column: Any) -> list[Any]:
     parts = column[:_ENDS], column[:: max(1, len(column) // _BETWEEN)], column[-_ENDS:]
     if isinstance(column, Tensor | np.ndarray):
         return [part.tolist() for part in parts]
-    return _relative(list(itertools.chain(*parts)))
+    return _strip_common_folder(list(itertools.chain(*parts)))
 
 
 # -- which samples they are --------------------------------------------------------------------------------------------
 
 
-def _sketch(dataset: Any) -> list[int] | None:
+def _sketch_samples(dataset: Any) -> list[int] | None:
     """The smallest of the keys that tell a dataset's samples apart; None where nothing tells them apart."""
-    keys = _keys(dataset)
+    keys = _hash_samples(dataset)
     if keys is None:
         return None
     distinct = np.unique(keys)
     return distinct[:_SKETCH].tolist() if 2 * len(distinct) > len(keys) else None
 
 
-def _disjoint(sketches: list[list[int] | None]) -> bool:
+def _are_disjoint(sketches: list[list[int] | None]) -> bool:
     keys = list(itertools.chain.from_iterable(sketch or () for sketch in sketches))
     return len(set(keys)) == len(keys)
 
 
-def _keys(dataset: Any) -> np.ndarray | None:
+def _hash_samples(dataset: Any) -> np.ndarray | None:
     """One number for each sample, evenly spread."""
     if isinstance(dataset, Subset):
-        inner, indices = _keys(dataset.dataset), np.asarray(dataset.indices, dtype=np.int64)
-        return _hashed(indices) if inner is None else inner[indices]
+        inner, indices = _hash_samples(dataset.dataset), np.asarray(dataset.indices, dtype=np.int64)
+        return _hash_columns(indices) if inner is None else inner[indices]
     if isinstance(dataset, ConcatDataset):
-        parts = [_keys(part) for part in dataset.datasets]
+        parts = [_hash_samples(part) for part in dataset.datasets]
         return None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]
     if _is_table(dataset) and dataset._indices is None:
         # Rows in the order of their file: what is not an excerpt of it is another file.
-        return _hashed(_table_ends(dataset))
-    columns = [_relative(each) if isinstance(each, list | tuple) else each for each in _columns(dataset)]
-    return _hashed(*columns) if columns else None
+        return _hash_columns(_digest_table_ends(dataset))
+    columns = [
+        _strip_common_folder(column) if isinstance(column, list | tuple) else column
+        for column in _iter_columns(dataset)
+    ]
+    return _hash_columns(*columns) if columns else None
 
 
-def _hashed(*columns: Any) -> np.ndarray:
-    rows = zip(*map(_rows, columns), strict=True)
+def _hash_columns(*columns: Any) -> np.ndarray:
+    rows = zip(*map(_iter_row_bytes, columns), strict=True)
     return np.array([xxhash.xxh3_64_intdigest(b"\0".join(row)) for row in rows], dtype=np.uint64)
 
 
-def _rows(column: Any) -> Iterator[bytes]:
+def _iter_row_bytes(column: Any) -> Iterator[bytes]:
     if isinstance(column, Tensor):
         column = column.detach().cpu().contiguous()
         column = column.reshape(len(column), -1).view(torch.uint8).numpy() if column.numel() else column.numpy()
@@ -195,11 +198,11 @@ def _is_table(dataset: Any) -> bool:
     return type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "_indices")
 
 
-def _table_indices(dataset: Any) -> np.ndarray:
+def _read_table_indices(dataset: Any) -> np.ndarray:
     return dataset._indices.column(0).to_numpy()
 
 
-def _table_ends(dataset: Any) -> list[Any]:
+def _digest_table_ends(dataset: Any) -> list[Any]:
     """The first and the last row, as they lie in the file."""
     table = dataset.data
     ends = [table.slice(0, 1), table.slice(max(0, len(table) - 1), 1)]

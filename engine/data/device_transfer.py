@@ -48,7 +48,7 @@ class _Movable(Protocol):
         """Return it on ``device``."""
 
 
-def mover(device: torch.device, precision: Precision) -> Callable[[Any], Any] | None:
+def choose_mover(device: torch.device, precision: Precision) -> Callable[[Any], Any] | None:
     """What to apply to each batch so that the model can take it; None where that is nothing.
 
     A CPU batch for a CPU model needs nothing, and then costs nothing.

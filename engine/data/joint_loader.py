@@ -9,10 +9,10 @@ from typing import Any
 
 from ...strategies import World
 from ..rng import RandomStream, State, isolated_random_state, random_state, seed_everything, seed_from
-from .combined_loader import CombinedLoader, joint_length, least, rows
+from .combined_loader import CombinedLoader, compute_joint_length, find_least, read_rows
 from .loader import Cursor, Loader
 from .micro_batches import GroupPlanner, Micro
-from .sampler_rng import states_of
+from .sampler_rng import read_states
 
 
 class JointBatches:
@@ -40,14 +40,14 @@ class JointBatches:
 
     def length(self, limit: int | None) -> int | None:
         """Batches of an epoch, no more than ``limit``; None where that is not known."""
-        return least(joint_length(self.mode, [loader.length for loader in self.loaders]), limit)
+        return find_least(compute_joint_length(self.mode, [loader.length for loader in self.loaders]), limit)
 
     def behind(self) -> int:
         """Batches of this epoch that follow from where each loader stands."""
         firsts = [loader for loader, ended in zip(self.loaders, self.passes, strict=True) if not ended]
         lengths = [loader.length for loader in firsts]
         ahead = [None if n is None else n - loader.batches for n, loader in zip(lengths, firsts, strict=True)]
-        total, left = self.length(None), joint_length(self.mode, ahead) if ahead else 0
+        total, left = self.length(None), compute_joint_length(self.mode, ahead) if ahead else 0
         if total is None or left is None:
             return max((loader.batches for loader in firsts), default=0)
         return total - left
@@ -88,11 +88,11 @@ class JointBatches:
             # A plain loop over zip() begins all of them before it reads a batch.
             return self.loaders[number].begun() if together else iter(self.loaders[number])
 
-        for batches, numbers in rows(self.mode, start, self.passes):
+        for batches, numbers in read_rows(self.mode, start, self.passes):
             micros = [self.loaders[number].micro for number in numbers]
-            own = sum(micro.samples for micro in micros)
-            everyone = own if alone else sum(micro.everyone for micro in micros)
-            yield (batches[0] if self.mode == "sequential" else self.form(batches)), (own, everyone)
+            samples = sum(micro.samples for micro in micros)
+            everyone = samples if alone else sum(micro.everyone for micro in micros)
+            yield (batches[0] if self.mode == "sequential" else self.form(batches)), (samples, everyone)
 
 
 class JointLoader(Loader):
@@ -108,7 +108,7 @@ class JointLoader(Loader):
     _plan: JointBatches  # type: ignore[assignment]
 
     def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
-        if any(isinstance(each, Loader) for each in source.flattened):
+        if any(isinstance(dataloader, Loader) for dataloader in source.flattened):
             raise TypeError(
                 "CombinedLoader holds a prepared loader: combine the DataLoaders themselves, and prepare that."
             )
@@ -116,7 +116,7 @@ class JointLoader(Loader):
         # a batch whose others count.
         self.loaders = [
             Loader(
-                each,
+                dataloader,
                 world=world,
                 cursor=Cursor(),
                 stream=self._stream,
@@ -125,9 +125,9 @@ class JointLoader(Loader):
                 evaluation=True,
                 split=split,
             )
-            for each in source.flattened
+            for dataloader in source.flattened
         ]
-        self._own_streams: dict[int, RandomStream] = {}
+        self._loader_streams: dict[int, RandomStream] = {}
         for number, loader in enumerate(self.loaders):
             loader.limit = source.limit_of(number)
             if loader._plan.draws_later:
@@ -153,13 +153,13 @@ class JointLoader(Loader):
         self._leave_epoch()
         self._resuming, self._plan.order = False, {}
         for number, loader in enumerate(self.loaders):
-            if loader._plan.draws_later and number not in self._own_streams:
-                self._own_streams[number] = _apart(self._stream, number)
-                loader.draw_from(self._own_streams[number])
+            if loader._plan.draws_later and number not in self._loader_streams:
+                self._loader_streams[number] = _derive_stream(self._stream, number)
+                loader.draw_from(self._loader_streams[number])
         passing, self._passing = self._passing, 0
         length = self.length
         batches = self._plan.batches(None if length is None else max(0, length - self.batches))
-        return self._after(passing, batches) if passing else batches
+        return self._pass_over(passing, batches) if passing else batches
 
     def end_epoch(self) -> None:
         """Go on with the next epoch, even if this one was left early. Happens by itself when it is exhausted."""
@@ -201,7 +201,7 @@ class JointLoader(Loader):
             "running": self._plan.order is not None,
             "passes": list(self._plan.passes),
             "loaders": [loader.state_dict() for loader in self.loaders],
-            "streams": {str(number): stream.now() for number, stream in self._own_streams.items()},
+            "streams": {str(number): stream.get_state() for number, stream in self._loader_streams.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ class JointLoader(Loader):
         Raises:
             ValueError: see `check`.
         """
-        if self.evaluation and self._difference(state):
+        if self.evaluation and self._describe_difference(state):
             self.set_epoch(state["epoch"])
             return
         self.check(state)
@@ -218,8 +218,8 @@ class JointLoader(Loader):
         widths = [saved["width"] for saved in state["loaders"]]
         for loader, saved in zip(self.loaders, state["loaders"], strict=True):
             loader.load_state_dict(saved)
-        self._own_streams = {int(number): RandomStream(stream) for number, stream in state["streams"].items()}
-        for number, stream in self._own_streams.items():
+        self._loader_streams = {int(number): RandomStream(stream) for number, stream in state["streams"].items()}
+        for number, stream in self._loader_streams.items():
             self.loaders[number].draw_from(stream)
         self.epoch, self.samples, self.batches = state["epoch"], state["samples"], state["batches"]
         plan.passes = list(state["passes"])
@@ -236,8 +236,10 @@ class JointLoader(Loader):
         """See `Loader.load_reading_state`."""
         super().load_reading_state(state)
         within = state["loaders"] if isinstance(state, dict) else []
-        for loader, each in zip(self.loaders, within, strict=False):
-            loader.load_reading_state({**each, "generators": states_of(loader._reads)})  # which are put back already
+        for loader, loader_state in zip(self.loaders, within, strict=False):
+            loader.load_reading_state(
+                {**loader_state, "generators": read_states(loader._reads)}
+            )  # which are put back already
 
     def check(self, state: dict[str, Any]) -> None:
         """See that the same loaders were saved, in the same mode.
@@ -245,22 +247,22 @@ class JointLoader(Loader):
         Raises:
             ValueError: if others were.
         """
-        if text := self._difference(state):
+        if text := self._describe_difference(state):
             raise ValueError(f"{text}: pass the same ones, or resume with weights only.")
         for loader, saved in zip(self.loaders, state["loaders"], strict=True):
             loader.check(saved)
 
-    def _difference(self, state: dict[str, Any]) -> str:
-        here, mode = len(self.loaders), self._plan.mode
-        there = len(state["loaders"]) if "loaders" in state else 1
-        if there != here or "loaders" not in state:
-            return f"the checkpoint was saved with {there} training loader(s), this run combines {here}"
+    def _describe_difference(self, state: dict[str, Any]) -> str:
+        count, mode = len(self.loaders), self._plan.mode
+        saved_count = len(state["loaders"]) if "loaders" in state else 1
+        if saved_count != count or "loaders" not in state:
+            return f"the checkpoint was saved with {saved_count} training loader(s), this run combines {count}"
         if state["mode"] != mode:
             return f"the checkpoint's loaders were combined in mode {state['mode']!r}, this run's are in {mode!r}"
         return ""
 
 
-def _apart(stream: RandomStream, number: int) -> RandomStream:
+def _derive_stream(stream: RandomStream, number: int) -> RandomStream:
     """A stream that follows from another one, and from a loader's number."""
     with isolated_random_state():
         seed_everything(seed_from(stream.state, f"loader {number}") % 2**32)

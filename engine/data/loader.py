@@ -17,11 +17,19 @@ from ...strategies import World
 from ..rng import RandomStream, State
 from .dataset_check import say_other_length
 from .micro_batches import Cursor, GroupPlanner, Micro
-from .sampler_rng import Draws, fitting, generators_within, load_states, say_begin_anew, stateful, states_of
-from .sharded_sampler import ShardedBatches, set_epoch, shards_itself, sized
-from .source_libraries import not_repeatable, state_gap
-from .streamed_batches import Counted, StreamedBatches, follow_iterator, other_batches
-from .worker_seeding import SeededSamples, SeededStream, read_here
+from .sampler_rng import (
+    Draws,
+    find_generators,
+    get_stateful,
+    load_states,
+    match_generators,
+    read_states,
+    say_begin_anew,
+)
+from .sharded_sampler import ShardedBatches, get_length, set_epoch, shards_itself
+from .source_libraries import explain_not_repeatable, explain_state_gap
+from .streamed_batches import Counted, StreamedBatches, follow_iterator, make_batches_error
+from .worker_seeding import SeededSamples, SeededStream, iterate_in_process
 
 _NO_MORE = object()
 
@@ -88,14 +96,14 @@ class Loader:
         self._prepare(source, world, shard, (lambda: 1) if evaluation else accumulate, split)
 
     def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
-        own = not shard or shards_itself(source)
-        planner = GroupPlanner(world.rank, world.size, accumulate, own)
+        presharded = not shard or shards_itself(source)
+        planner = GroupPlanner(world.rank, world.size, accumulate, presharded)
         if isinstance(source, DataLoader):
             self._prepare_view(source, planner)
         else:
             # A list draws nothing, so nothing has to be lent to it.
             lent = not isinstance(source, list | tuple)
-            self._plan = StreamedBatches(source, None, planner, Draws(self._stream, source), lent, stateful(source))
+            self._plan = StreamedBatches(source, None, planner, Draws(self._stream, source), lent, get_stateful(source))
         if split and planner.size > 1:
             self._plan.split()
 
@@ -117,13 +125,13 @@ class Loader:
             # A subclass's own __iter__ may draw the workers' seed late, or anything else.
             lent = not workers or type(source).__iter__ is not DataLoader.__iter__
             # A loader that knows where it is knows it of its workers too.
-            knows = stateful(view)
+            knows = get_stateful(view)
             if knows is None and not workers:
-                knows = stateful(source.dataset)
-            gap = state_gap(source.dataset)
+                knows = get_stateful(source.dataset)
+            gap = explain_state_gap(source.dataset)
             if gap:
                 knows = None
-            if knows is None and not self.evaluation and (reason := not_repeatable(source.dataset)):
+            if knows is None and not self.evaluation and (reason := explain_not_repeatable(source.dataset)):
                 warn(f"a run cannot resume exactly within an epoch of this stream: {reason}.")
             streamed = self._plan = StreamedBatches(source, counted, planner, draws, lent, knows, gap)
             if source.persistent_workers and not isinstance(source.dataset, IterDataPipe):
@@ -135,20 +143,20 @@ class Loader:
         if workers:
             settings["dataset"] = SeededSamples(source.dataset)
         else:
-            self._reads = generators_within(source.dataset)
+            self._reads = find_generators(source.dataset)
         # Not around `iter(view)`: a subclass whose __iter__ is a generator starts the workers later, from within.
         # Weak, as a cycle would keep persistent workers alive.
         weak_view, weak_self = weakref.ref(view), weakref.ref(self)
         start: Callable[[DataLoader[Any]], Iterator[Any]] = type(view)._get_iterator
         if start is DataLoader._get_iterator and not workers and not source.pin_memory:
-            start = read_here
+            start = iterate_in_process
 
         def get_iterator() -> Any:
-            own_view, loader = weak_view(), weak_self()
-            assert own_view is not None
+            live_view, loader = weak_view(), weak_self()
+            assert live_view is not None
             assert loader is not None
             silently, loader._started = loader._started, source.persistent_workers
-            return plan.start(lambda: start(own_view), silently)
+            return plan.start(lambda: start(live_view), silently)
 
         settings["_get_iterator"] = get_iterator
 
@@ -178,7 +186,7 @@ class Loader:
                 if batch is _NO_MORE:
                     break
                 if not micros:
-                    raise other_batches(self.source)
+                    raise make_batches_error(self.source)
                 micro, drawn = micros.popleft()
                 cursor.micro = self._micro = micro
                 self.samples += micro.everyone
@@ -189,7 +197,7 @@ class Loader:
                         stream.state = drawn
                 yield batch if move is None else move(batch)
             if micros:
-                raise other_batches(self.source)
+                raise make_batches_error(self.source)
             if end:
                 self.end_epoch()
         finally:
@@ -203,9 +211,9 @@ class Loader:
         for batch in batches:
             micro = cursor.micro
             assert micro is not None
-            yield (batch,) if micro.last else itertools.chain((batch,), self._rest(batches))
+            yield (batch,) if micro.last else itertools.chain((batch,), self._finish_group(batches))
 
-    def _rest(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _finish_group(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             last = self._cursor.micro.last  # type: ignore[union-attr]
             yield batch
@@ -227,11 +235,11 @@ class Loader:
             iterator = plan.start(lambda: iter(self._view), self._started)
             self._started = getattr(self._view, "persistent_workers", False)
             batches = plan.batches(iterator)
-            return self._after(passing, batches) if passing else batches
+            return self._pass_over(passing, batches) if passing else batches
         plan.begin(self.epoch, self.samples, limit, self.batches, passing)
-        return self._after(passing, iter(self._view)) if passing else iter(self._view)
+        return self._pass_over(passing, iter(self._view)) if passing else iter(self._view)
 
-    def _after(self, passing: int, batches: Iterator[Any]) -> Iterator[Any]:
+    def _pass_over(self, passing: int, batches: Iterator[Any]) -> Iterator[Any]:
         """Count the batches that the epoch begins without; a stream has to read them."""
         plan = self._plan
         if not isinstance(plan, ShardedBatches):
@@ -391,7 +399,7 @@ class Loader:
             "batches": self.batches,
             "order": plan.order,
             "width": plan.full,
-            "length": sized(getattr(self.source, "dataset", None)),
+            "length": get_length(getattr(self.source, "dataset", None)),
             "items": plan.items(self.samples, self.batches) + self._ahead,
             "generators": plan.draws.private_states(),
             "epochs": plan.draws.epochs(),
@@ -423,7 +431,7 @@ class Loader:
             return
         self.check(state)
         if state["order"] is not None and not self.evaluation:
-            say_other_length(state.get("length"), sized(getattr(self.source, "dataset", None)))
+            say_other_length(state.get("length"), get_length(getattr(self.source, "dataset", None)))
         plan.draws.load_private(state["generators"])
         plan.draws.load_samplers(state)
         plan.draws.load_epochs(state)
@@ -461,8 +469,8 @@ class Loader:
     def reading_state(self) -> dict[str, Any]:
         """What this rank alone knows: its dataset's generators, and its place in data of its own."""
         planner = self._plan.planner
-        own = None if planner.shares is None else self.state_dict()
-        return {"generators": states_of(self._reads), "own": own, "ranks": planner.world_size}
+        rank_state = None if planner.shares is None else self.state_dict()
+        return {"generators": read_states(self._reads), "own": rank_state, "ranks": planner.world_size}
 
     def load_reading_state(self, state: dict[str, Any] | list[Any]) -> None:
         """Resume from `reading_state`; generators of another dataset are left, which a warning says of training."""
@@ -470,7 +478,7 @@ class Loader:
             state = {"generators": state, "own": None}
         if state["own"] is not None and state["ranks"] == self._plan.planner.world_size:
             self.load_state_dict(state["own"])
-        if fitting(self._reads, state["generators"]):
+        if match_generators(self._reads, state["generators"]):
             load_states(self._reads, state["generators"])
         elif not self.evaluation:
             say_begin_anew(getattr(self.source, "dataset", self.source), self._reads, state["generators"])

@@ -53,16 +53,16 @@ def share(count: int, rank: int, size: int) -> slice:
     return slice(start, start + base + (rank < extra))
 
 
-def steady(iterator: Iterator[Any]) -> Iterator[Any]:
+def avoid_rewind(iterator: Iterator[Any]) -> Iterator[Any]:
     """Return an iterator over the same items that ``iter`` leaves as it is.
 
     ``itertools.islice``, ``zip`` and ``for`` call ``iter`` on what they are given. A user-defined iterator whose
     ``__iter__`` rewinds it would begin anew with each call. Iterators written in C and generators don't.
     """
-    return _nexts(iterator) if type(iterator).__flags__ & _DEFINED_IN_PYTHON else iterator
+    return _iter_without_rewind(iterator) if type(iterator).__flags__ & _DEFINED_IN_PYTHON else iterator
 
 
-def _nexts(iterator: Iterator[Any]) -> Iterator[Any]:
+def _iter_without_rewind(iterator: Iterator[Any]) -> Iterator[Any]:
     while True:
         try:
             item = next(iterator)
@@ -78,22 +78,22 @@ class GroupPlanner:
         rank: this process.
         size: world size.
         accumulate: returns how many micro-batches form a group; asked anew for each group.
-        own: each rank reads data of its own, so that nothing is dealt.
+        presharded: each rank reads data of its own, so that nothing is dealt.
 
     Attributes:
         shares: what all ranks hold, where each reads data of its own; else None.
     """
 
-    def __init__(self, rank: int, size: int, accumulate: Callable[[], int], own: bool = False) -> None:
+    def __init__(self, rank: int, size: int, accumulate: Callable[[], int], presharded: bool = False) -> None:
         self.world_rank = rank
         self.world_size = size
         self.accumulate = accumulate
         self.shares: RankShares | None = None
         self.rank, self.size = rank, size
-        if own and size > 1:
-            self.keep_own()
+        if presharded and size > 1:
+            self.disable_sharding()
 
-    def keep_own(self) -> None:
+    def disable_sharding(self) -> None:
         """Deal nothing: each rank reads data of its own."""
         self.rank, self.size = 0, 1
         self.shares = RankShares(self.world_size)
@@ -108,8 +108,8 @@ class GroupPlanner:
         for _, everyone in sizes:
             total += everyone
         micros, last = [], len(sizes) - 1
-        for number, (own, everyone) in enumerate(sizes):
+        for number, (samples, everyone) in enumerate(sizes):
             # Gradients are averaged over the ranks, hence the world size; every sample then weighs 1 / total.
-            scale = self.world_size * own / total if total else 0.0
-            micros.append(Micro(own, scale, number == last, total, everyone))
+            scale = self.world_size * samples / total if total else 0.0
+            micros.append(Micro(samples, scale, number == last, total, everyone))
         return micros

@@ -61,13 +61,13 @@ class RankShares:
         self._world = world
         counts = [share.batches for share in shares]
         if any(count == 0 for count in counts) and any(counts):
-            raise _empty([rank for rank, count in enumerate(counts) if count == 0], source)
+            raise _make_empty_error([rank for rank, count in enumerate(counts) if count == 0], source)
         self._shares = shares
         self._alike = Counter(shares) if all(share.samples is not None for share in shares) else None
-        known = [count for count in counts if count is not None]
-        if len(known) == self.size and len(set(known)) > 1:
-            each = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
-            self._announce(f"the ranks read data of their own, of different length (batches of {each})")
+        defined_counts = [count for count in counts if count is not None]
+        if len(defined_counts) == self.size and len(set(defined_counts)) > 1:
+            by_rank = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+            self._announce(f"the ranks read data of their own, of different length (batches of {by_rank})")
 
     @property
     def batches(self) -> int | None:
@@ -75,15 +75,15 @@ class RankShares:
         if self._shares is None:
             return None
         counts = [share.batches for share in self._shares]
-        known = [count for count in counts if count is not None]
-        return max(known) if len(known) == len(counts) else None
+        defined_counts = [count for count in counts if count is not None]
+        return max(defined_counts) if len(defined_counts) == len(counts) else None
 
-    def totals(self, first: int, own: list[int], width: int, source: str) -> list[int]:
+    def totals(self, first: int, local_samples: list[int], width: int, source: str) -> list[int]:
         """Return the samples of the next micro-batches, over all ranks; none once all ranks have read their data.
 
         Args:
             first: micro-batches of the epoch so far.
-            own: samples of this rank's next micro-batches; fewer than ``width`` at the end of its data.
+            local_samples: samples of this rank's next micro-batches; fewer than ``width`` at the end of its data.
             width: micro-batches in a full group.
             source: what to call the loader in an error.
 
@@ -91,34 +91,34 @@ class RankShares:
             ValueError: on every rank, if some rank has no data and others have.
         """
         if self._world is None:  # nobody was asked
-            return [self.size * samples for samples in own]
+            return [self.size * samples for samples in local_samples]
         if self._alike is not None:
             alike = self._alike.items()
-            sums = [sum(ranks * _samples(share, first + n) for share, ranks in alike) for n in range(width)]
+            sums = [sum(ranks * _count_samples(share, first + n) for share, ranks in alike) for n in range(width)]
             return sums[: sums.index(0)] if 0 in sums else sums
         # The last number counts the ranks that have data left.
-        packed = torch.tensor([*own, *[0] * (width - len(own)), bool(own)])
+        packed = torch.tensor([*local_samples, *[0] * (width - len(local_samples)), bool(local_samples)])
         *sums, active = self._world.all_reduce(packed).tolist()
         if 0 < active < self.size:
             if first == 0:
-                every = self._world.gather_objects(bool(own))
-                raise _empty([rank for rank, some in enumerate(every) if not some], source)
+                every = self._world.gather_objects(bool(local_samples))
+                raise _make_empty_error([rank for rank, some in enumerate(every) if not some], source)
             self._announce(f"after {first} batches {self.size - active} of {self.size} ranks have no data left")
         return sums[: sums.index(0)] if 0 in sums else sums
 
-    def _announce(self, what: str) -> None:
+    def _announce(self, event: str) -> None:
         if not self._announced:
             self._announced = True
-            announce(f"{what}: those that are done take part with weight 0 until all are, so that no sample is lost.")
+            announce(f"{event}: those that are done take part with weight 0 until all are, so that no sample is lost.")
 
 
-def same_on_all_ranks(first: str, source: str, what: str, world: World) -> bool:
+def compare_across_ranks(first: str, source: str, kind: str, world: World) -> bool:
     """Compare what a source yields first over the ranks; log it if each rank's is another. All ranks must ask.
 
     Args:
         first: a digest of it, unlike any other where there is nothing.
         source: what to call the source.
-        what: what it yields.
+        kind: what it yields.
         world: the ranks.
 
     Returns:
@@ -131,25 +131,25 @@ def same_on_all_ranks(first: str, source: str, what: str, world: World) -> bool:
     if len(set(marks)) == 1:
         return True
     if len(set(marks)) < world.size:
-        same = [[rank for rank, mark in enumerate(marks) if mark == known] for known in dict.fromkeys(marks)]
+        rank_groups = [[rank for rank, mark in enumerate(marks) if mark == common] for common in dict.fromkeys(marks)]
         raise ValueError(
-            f"{source} yields the same {what} on some ranks and other ones on others (the same on ranks "
-            f"{'; '.join(', '.join(map(str, ranks)) for ranks in same)}), so it can be neither shared out nor "
+            f"{source} yields the same {kind} on some ranks and other ones on others (the same on ranks "
+            f"{'; '.join(', '.join(map(str, ranks)) for ranks in rank_groups)}), so it can be neither shared out nor "
             f"taken as it is. Split it over all {world.size} ranks, or not at all."
         )
     announce(
-        f"{source} yields different {what} on each rank, so it is taken as split by rank: each rank trains on all that "
+        f"{source} yields different {kind} on each rank, so it is taken as split by rank: each rank trains on all that "
         "its own yields. If all ranks were to have the same, seed what it draws from: then it is shared out."
     )
     return False
 
 
-def _samples(share: Share, batch: int) -> int:
+def _count_samples(share: Share, batch: int) -> int:
     assert share.samples is not None
     return min(max(0, share.samples - batch * share.batch_size), share.batch_size)
 
 
-def _empty(ranks: list[int], source: str) -> ValueError:
+def _make_empty_error(ranks: list[int], source: str) -> ValueError:
     names = ", ".join(map(str, ranks))
     return ValueError(
         f"{source} yields no batch on rank {names}, and batches on the others: a rank without data cannot take part. "

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from ...common.messages import warn
 from ...strategies import World
 from ..rng import RandomStream, host_state, set_host_state
-from .source_libraries import parts_of
+from .source_libraries import iter_parts
 
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -36,15 +36,15 @@ class Draws:
         self, stream: RandomStream, source: Any, samplers: Iterable[Any] = (), dataset: Dataset[Any] | None = None
     ) -> None:
         self.stream = stream
-        found = _within(samplers, Sampler, ("sampler", "batch_sampler"))
-        datasets = [part for each in _within([dataset], Dataset) for part in (each, *parts_of(each))]
-        self.private = generators_of([source, *found, *datasets])
-        self.counting_epochs = [each for each in {id(d): d for d in datasets}.values() if _counts_epochs(each)]
-        self.stateful = [sampler for sampler in found if stateful(sampler) is not None]
+        reachable_samplers = _find_nested(samplers, Sampler, ("sampler", "batch_sampler"))
+        datasets = [part for root in _find_nested([dataset], Dataset) for part in (root, *iter_parts(root))]
+        self.private = collect_generators([source, *reachable_samplers, *datasets])
+        self.counting_epochs = [part for part in {id(d): d for d in datasets}.values() if _counts_epochs(part)]
+        self.stateful = [sampler for sampler in reachable_samplers if get_stateful(sampler) is not None]
         self._counting = [
             sampler
-            for sampler in found
-            if stateful(sampler) is None
+            for sampler in reachable_samplers
+            if get_stateful(sampler) is None
             and not hasattr(sampler, "set_epoch")
             and hasattr(sampler, "__dict__")
             and type(sampler).__module__ != Sampler.__module__  # torch's own count nothing
@@ -55,7 +55,7 @@ class Draws:
     def state(self) -> dict[str, Any]:
         """Where all of them are now."""
         return {
-            "stream": self.stream.now(),
+            "stream": self.stream.get_state(),
             "generators": self.private_states(),
             "samplers": self.sampler_states(),
             "epochs": self.epochs(),
@@ -83,7 +83,7 @@ class Draws:
 
     def private_states(self) -> list[Any]:
         """Where the private generators are now."""
-        return states_of(self.private)
+        return read_states(self.private)
 
     def load_private(self, states: list[Any]) -> None:
         """Put the private generators back."""
@@ -103,14 +103,14 @@ class Draws:
         for sampler, saved in zip(self.stateful, state.get("samplers", ()), strict=False):
             sampler.load_state_dict(copy.deepcopy(saved))
 
-    def here(self) -> dict[str, Any]:
+    def read_host_state(self) -> dict[str, Any]:
         """As `state`, inside of `RandomStream.drawing`, whichever stream it is of."""
         return {"stream": host_state(), "generators": self.private_states()}
 
     @contextmanager
-    def gone_to(self, state: dict[str, Any] | None) -> Iterator[None]:
-        """Inside, what is drawn is drawn from where `here` was, and leaves no trace."""
-        before = self.here()
+    def replay_from(self, state: dict[str, Any] | None) -> Iterator[None]:
+        """Inside, what is drawn is drawn from where `read_host_state` was, and leaves no trace."""
+        before = self.read_host_state()
         try:
             if state is not None:
                 set_host_state(state["stream"])
@@ -125,7 +125,7 @@ class Draws:
         if "loaders" in state:
             return f"the checkpoint was saved with {len(state['loaders'])} combined loaders, this is a single one"
         saved, samplers = state["generators"], state.get("samplers")
-        if not fitting(self.private, saved):
+        if not match_generators(self.private, saved):
             other = " of other kinds" if len(saved) == len(self.private) else ""
             text = f"the checkpoint's loader drew from {len(saved)} generators of its own"
             return f"{text}, this one has {len(self.private)}{other}"
@@ -138,7 +138,7 @@ class Draws:
 
     def note_counts(self) -> None:
         """An epoch's order is about to be drawn for the first time."""
-        self._last = self._counts()
+        self._last = self._read_counts()
         if self._first is None:
             self._first = self._last
 
@@ -150,10 +150,10 @@ class Draws:
         """
         if self._first is None or not self._counting:
             return
-        for sampler, first, now in zip(
-            self._counting, self._first, self._last if inside else self._counts(), strict=True
+        for sampler, first, latest in zip(
+            self._counting, self._first, self._last if inside else self._read_counts(), strict=True
         ):
-            changed = [name for name, count in now.items() if first.get(name) != count]
+            changed = [name for name, count in latest.items() if first.get(name) != count]
             if changed:
                 name = type(sampler).__name__
                 warn(
@@ -164,19 +164,19 @@ class Draws:
                 self._counting = []
                 return
 
-    def _counts(self) -> list[dict[str, int]]:
+    def _read_counts(self) -> list[dict[str, int]]:
         return [{name: value for name, value in vars(s).items() if type(value) is int} for s in self._counting]
 
 
 @contextmanager
-def left_as_it_is(loader: Any) -> Iterator[None]:
+def preserve_loader_state(loader: Any) -> Iterator[None]:
     """Whatever is read from ``loader`` inside leaves no trace in its generators, its samplers and its datasets."""
     batches = getattr(loader, "batch_sampler", None)
-    samplers = _within([getattr(loader, "sampler", None), batches], Sampler, ("sampler", "batch_sampler"))
-    owners = [*samplers, *_within([getattr(loader, "dataset", None)], Dataset)]
-    generators = generators_of([loader, *owners])
-    drawn = states_of(generators)
-    states = [(owner, copy.deepcopy(owner.state_dict())) for owner in owners if stateful(owner) is not None]
+    samplers = _find_nested([getattr(loader, "sampler", None), batches], Sampler, ("sampler", "batch_sampler"))
+    owners = [*samplers, *_find_nested([getattr(loader, "dataset", None)], Dataset)]
+    generators = collect_generators([loader, *owners])
+    drawn = read_states(generators)
+    states = [(owner, copy.deepcopy(owner.state_dict())) for owner in owners if get_stateful(owner) is not None]
     counts = [(owner, {k: v for k, v in getattr(owner, "__dict__", {}).items() if type(v) is int}) for owner in owners]
     try:
         yield
@@ -189,7 +189,7 @@ def left_as_it_is(loader: Any) -> Iterator[None]:
         load_states(generators, drawn)
 
 
-def stateful(value: Any) -> Any:
+def get_stateful(value: Any) -> Any:
     """``value``, if it can say and take back where it is; else None."""
     if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
         return None
@@ -208,37 +208,37 @@ def _counts_epochs(dataset: Any) -> bool:
         not (isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset))
         and type(getattr(dataset, "__dict__", {}).get("epoch")) is int
         and not hasattr(dataset, "set_epoch")
-        and stateful(dataset) is None
+        and get_stateful(dataset) is None
     )
 
 
-def generators_within(dataset: Any) -> list[Any]:
+def find_generators(dataset: Any) -> list[Any]:
     """The generators among the attributes of a dataset, and of the datasets that it holds."""
-    return generators_of(_within([dataset], Dataset))
+    return collect_generators(_find_nested([dataset], Dataset))
 
 
-def generators_of(owners: Iterable[Any]) -> list[Any]:
+def collect_generators(owners: Iterable[Any]) -> list[Any]:
     """The generators among the attributes of ``owners``, each once."""
-    found: dict[int, Any] = {}
+    generators: dict[int, Any] = {}
     for owner in owners:
-        for _, value in _attributes(owner):
+        for _, value in _iter_attributes(owner):
             if isinstance(value, _KINDS):
-                found.setdefault(id(value), value)
-    return list(found.values())
+                generators.setdefault(id(value), value)
+    return list(generators.values())
 
 
-def _within(roots: Iterable[Any], kind: type, names: tuple[str, ...] = ()) -> list[Any]:
+def _find_nested(roots: Iterable[Any], kind: type, names: tuple[str, ...] = ()) -> list[Any]:
     """``roots`` and, from them on, every attribute that is a ``kind`` or has one of these names; each once."""
-    found: dict[int, Any] = {}
+    reached: dict[int, Any] = {}
     waiting = [root for root in roots if root is not None]
     for owner in waiting:  # which grows
-        if id(owner) not in found:
-            found[id(owner)] = owner
-            waiting += [value for name, value in _attributes(owner) if isinstance(value, kind) or name in names]
-    return list(found.values())
+        if id(owner) not in reached:
+            reached[id(owner)] = owner
+            waiting += [value for name, value in _iter_attributes(owner) if isinstance(value, kind) or name in names]
+    return list(reached.values())
 
 
-def _attributes(owner: Any) -> Iterable[tuple[str, Any]]:
+def _iter_attributes(owner: Any) -> Iterable[tuple[str, Any]]:
     """Attributes by name; those of a list or dict that begins with an object of its own one by one."""
     for name, value in sorted(getattr(owner, "__dict__", {}).items()):
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -248,20 +248,20 @@ def _attributes(owner: Any) -> Iterable[tuple[str, Any]]:
             yield name, value
 
 
-def states_of(generators: list[Any]) -> list[Any]:
+def read_states(generators: list[Any]) -> list[Any]:
     """Where generators are now."""
-    return [_get(generator) for generator in generators]
+    return [_read_state(generator) for generator in generators]
 
 
 def load_states(generators: list[Any], states: list[Any]) -> None:
-    """Put generators back to what `states_of` returned."""
+    """Put generators back to what `read_states` returned."""
     for generator, state in zip(generators, states, strict=True):
-        _set(generator, state)
+        _restore_state(generator, state)
 
 
-def fitting(generators: list[Any], states: list[Any]) -> bool:
+def match_generators(generators: list[Any], states: list[Any]) -> bool:
     """Whether ``states`` are those of as many generators, of the same kinds."""
-    return len(generators) == len(states) and all(map(_takes, generators, states))
+    return len(generators) == len(states) and all(map(_accepts_state, generators, states))
 
 
 def say_begin_anew(owner: Any, generators: list[Any], states: list[Any]) -> None:
@@ -272,7 +272,7 @@ def say_begin_anew(owner: Any, generators: list[Any], states: list[Any]) -> None
     )
 
 
-def _takes(generator: Any, state: Any) -> bool:
+def _accepts_state(generator: Any, state: Any) -> bool:
     if isinstance(generator, torch.Generator):
         return isinstance(state, Tensor)
     if isinstance(generator, np.random.Generator):
@@ -280,7 +280,7 @@ def _takes(generator: Any, state: Any) -> bool:
     return isinstance(state, tuple) and isinstance(state[0], str) == isinstance(generator, np.random.RandomState)
 
 
-def _get(generator: Any) -> Any:
+def _read_state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
@@ -288,7 +288,7 @@ def _get(generator: Any) -> Any:
     return generator.get_state()
 
 
-def _set(generator: Any, state: Any) -> None:
+def _restore_state(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):

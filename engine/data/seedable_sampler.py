@@ -44,7 +44,7 @@ class SeedableRandomSampler(RandomSampler):
         self.seed, self.epoch = state_dict["seed"], state_dict["epoch"]
 
 
-def with_seedable_sampler(loader: Any, seed: int) -> Any:
+def replace_random_sampler(loader: Any, seed: int) -> Any:
     """Return a shallow copy of a loader in which `SeedableRandomSampler` replaces torch's ``RandomSampler``.
 
     Args:
@@ -57,11 +57,11 @@ def with_seedable_sampler(loader: Any, seed: int) -> Any:
     settings = view.__dict__  # DataLoader forbids to set these by name once it is built
     settings["_iterator"] = None
     for name in ("sampler", "batch_sampler"):
-        settings[name] = _replaced(settings[name], seed, replaced)
+        settings[name] = _replace_sampler(settings[name], seed, replaced)
     return view
 
 
-def _replaced(sampler: Any, seed: int, replaced: dict[int, Any]) -> Any:
+def _replace_sampler(sampler: Any, seed: int, replaced: dict[int, Any]) -> Any:
     """Return ``sampler``, or a copy with the seedable one in it.
 
     Args:
@@ -73,9 +73,9 @@ def _replaced(sampler: Any, seed: int, replaced: dict[int, Any]) -> Any:
     if isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__:
         return replaced.setdefault(id(sampler), SeedableRandomSampler(sampler, seed))
     within = getattr(sampler, "sampler", None)  # of a batch sampler
-    own = _replaced(within, seed, replaced) if within is not None else None
-    if own is within:
+    replacement = _replace_sampler(within, seed, replaced) if within is not None else None
+    if replacement is within:
         return sampler
     copied = copy.copy(sampler)
-    copied.sampler = own
+    copied.sampler = replacement
     return copied

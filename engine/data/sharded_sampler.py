@@ -21,10 +21,10 @@ from torch.utils.data import (
 from ...strategies import World
 from ..rng import RandomStream, State, seed_from
 from .batch_digest import digest
-from .dataset_check import share_data, sized
-from .micro_batches import GroupPlanner, Micro, share, steady
-from .rank_shares import RankShares, Share, same_on_all_ranks
-from .sampler_rng import Draws, left_as_it_is
+from .dataset_check import get_length, share_data
+from .micro_batches import GroupPlanner, Micro, avoid_rewind, share
+from .rank_shares import RankShares, Share, compare_across_ranks
+from .sampler_rng import Draws, preserve_loader_state
 from .seedable_sampler import SeedableRandomSampler
 
 # These draw when an epoch begins and never again, so nothing has to be lent to them later.
@@ -102,10 +102,10 @@ class ShardedBatches:
         """
         size = self.planner.size
         if not self.plain or self.batch_size % size:
-            what = f"batch_size={self.batch_size}" if self.plain else "a batch sampler of its own"
+            actual = f"batch_size={self.batch_size}" if self.plain else "a batch sampler of its own"
             raise ValueError(
                 f"split_batches=True shares each batch out to {size} processes, so DataLoader(batch_size=) must be a "
-                f"multiple of {size}; this loader has {what}."
+                f"multiple of {size}; this loader has {actual}."
             )
         self.batch_size //= size
 
@@ -161,7 +161,7 @@ class ShardedBatches:
         shares = self.planner.shares
         if shares is not None and shares.batches is not None:
             return shares.batches if limit is None else min(shares.batches, limit)
-        return self._rounds(len(self.sampler), limit)  # type: ignore[arg-type]
+        return self._count_batches(len(self.sampler), limit)  # type: ignore[arg-type]
 
     def agree(self, world: World) -> None:
         """Find out whether the ranks share out one dataset in one order, or each reads its own. All ranks must ask.
@@ -170,15 +170,15 @@ class ShardedBatches:
             ValueError: on every rank, if it is neither.
         """
         if self.planner.shares is None and not share_data(self.dataset, world):
-            self.planner.keep_own()
+            self.planner.disable_sharding()
         if self.planner.shares is None:
             self.draws.agree(world)
-            if not self._one_order(world):
-                self.planner.keep_own()
+            if not self._has_common_order(world):
+                self.planner.disable_sharding()
         if self.planner.shares is not None:
             self.planner.shares.agree(self.share(), world, type(self.dataset).__name__)
 
-    def _one_order(self, world: World) -> bool:
+    def _has_common_order(self, world: World) -> bool:
         """Whether the user's sampler yields the same on all ranks; one that looks at the rank does not.
 
         Raises:
@@ -186,21 +186,21 @@ class ShardedBatches:
         """
         if type(self.sampler).__module__ == Sampler.__module__:  # torch's own know of no rank
             return True
-        before = self.draws.stream.now()
-        with self.draws.stream.drawing(), left_as_it_is(self._loader):
-            first = list(itertools.islice(steady(iter(self.sampler)), _COMPARED))
+        before = self.draws.stream.get_state()
+        with self.draws.stream.drawing(), preserve_loader_state(self._loader):
+            first = list(itertools.islice(avoid_rewind(iter(self.sampler)), _COMPARED))
         self.draws.stream.go_to(before)
-        return same_on_all_ranks(digest(first), type(self.sampler).__name__, "indices", world)
+        return compare_across_ranks(digest(first), type(self.sampler).__name__, "indices", world)
 
     def share(self) -> Share:
         """How long this rank's own data is."""
-        count = sized(self.sampler)
+        count = get_length(self.sampler)
         if count is None:
             return Share(None, self.batch_size, None)
         samples = count - count % self.batch_size if self.drop_last and self.plain else count
-        return Share(samples if self.plain or not self.batched else None, self.batch_size, self._rounds(count))
+        return Share(samples if self.plain or not self.batched else None, self.batch_size, self._count_batches(count))
 
-    def _rounds(self, items: int, limit: int | None = None) -> int:
+    def _count_batches(self, items: int, limit: int | None = None) -> int:
         """Batches this process makes of so many of the user's sampler's last items, no more than ``limit``."""
         size = self.planner.size
         count, rest = divmod(items, self.width)
@@ -212,7 +212,7 @@ class ShardedBatches:
 
     def length(self, limit: int | None) -> int | None:
         """As `total`; without a length the limit, if there is one."""
-        return limit if sized(self.sampler) is None else self.total(limit)
+        return limit if get_length(self.sampler) is None else self.total(limit)
 
     @property
     def width(self) -> int:
@@ -227,7 +227,7 @@ class ShardedBatches:
     @property
     def left_out(self) -> int:
         """Samples of each epoch that ``drop_last`` leaves out: those of a last, short global batch."""
-        count = sized(self.sampler)
+        count = get_length(self.sampler)
         return count % self.width if self.drop_last and count is not None else 0
 
     def items(self, samples: int, batches: int) -> int:
@@ -236,10 +236,10 @@ class ShardedBatches:
 
     def batches_of(self, items: int) -> int:
         """Batches of this process that ``items`` of the user's sampler stand for: with those to come, an epoch's."""
-        count = sized(self.sampler)
+        count = get_length(self.sampler)
         if count is None or self.planner.shares is not None:
             return -(-items // self.full)
-        return self._rounds(count) - self._rounds(max(0, count - items))
+        return self._count_batches(count) - self._count_batches(max(0, count - items))
 
     def __len__(self) -> int:
         return self.total(self.limit)
@@ -256,25 +256,25 @@ class ShardedBatches:
         draws = self.draws
         with draws.stream.drawing():
             self._rewind()
-            now = draws.state()
+            start_state = draws.state()
             again = self.order is not None
             if self.order is None:
-                self.order = now
+                self.order = start_state
                 draws.note_counts()
             else:
                 draws.load(self.order)
-            batches = self._batches(seed_from(self.order["stream"], self._purpose()))
+            batches = self._plan_batches(seed_from(self.order["stream"], self._name_seed_purpose()))
             first = list(itertools.islice(batches, 1))
             if self.planner.shares is not None:
-                self._keep_in_step(now)
+                self._keep_in_step(start_state)
             if again:  # what it draws here is in there already
-                draws.stream.go_to(now["stream"])
+                draws.stream.go_to(start_state["stream"])
                 if self.draws_at_once or self.limit == 0:  # with nothing left to yield, nothing was drawn again
-                    draws.load_private(now["generators"])
-                    draws.load_samplers(now)
+                    draws.load_private(start_state["generators"])
+                    draws.load_samplers(start_state)
         return itertools.chain(first, batches)
 
-    def _purpose(self) -> int | str:
+    def _name_seed_purpose(self) -> int | str:
         """What the seed of the epoch's workers is for: ranks with data of their own draw numbers of their own."""
         rank = 0 if self.planner.shares is None else self.planner.world_rank
         return f"epoch {self.epoch} of rank {rank}" if rank else self.epoch
@@ -291,15 +291,15 @@ class ShardedBatches:
         if type(self.sampler) is RandomSampler and self.sampler.generator is not None:
             # It draws once more at its end, which workers reach at another time than the loop does.
             return iter(list(self.sampler))
-        source = steady(iter(self.sampler))
+        source = avoid_rewind(iter(self.sampler))
         if self.draws_at_once:
             return source
         # A sampler that draws as it goes has a stream of its own from here, or the workers' reading ahead and the
         # validation loaders between would change what it draws.
-        self._rest = RandomStream(self.draws.stream.now())
-        return _drawn_from(self._rest, source, block)
+        self._rest = RandomStream(self.draws.stream.get_state())
+        return _draw_in_blocks(self._rest, source, block)
 
-    def _global_batches(self) -> Iterator[tuple[list[Any], list[int] | None]]:
+    def _read_global_batches(self) -> Iterator[tuple[list[Any], list[int] | None]]:
         """Global batches as flat indices; with the sizes of the user's own batches where those must be kept."""
         size, width = self.planner.size, self.width
         skip = self.skip if self.planner.shares is None else 0  # of data of its own a rank passes over batches
@@ -321,9 +321,9 @@ class ShardedBatches:
             elif not self.drop_last:
                 yield list(itertools.chain.from_iterable(batches)), None
 
-    def _groups(self) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
+    def _read_groups(self) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
         """Groups of global batches, each with the samples of its batches."""
-        batches: Iterator[Any] = itertools.islice(self._global_batches(), self.limit)
+        batches: Iterator[Any] = itertools.islice(self._read_global_batches(), self.limit)
         if self.merge_tail:
             batches = _merge_tail(batches, self.planner.size)
         for indices, _ in itertools.islice(batches, self.passed):
@@ -331,9 +331,11 @@ class ShardedBatches:
         while group := list(itertools.islice(batches, self.planner.accumulate())):
             yield group, [len(indices) for indices, _ in group]
 
-    def _own_groups(self, shares: RankShares) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
-        """As `_groups`, where each rank reads data of its own: until the last rank has read it."""
-        batches, stand_in = self._global_batches(), list[Any]()
+    def _read_rank_groups(
+        self, shares: RankShares
+    ) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
+        """As `_read_groups`, where each rank reads data of its own: until the last rank has read it."""
+        batches, stand_in = self._read_global_batches(), list[Any]()
         for indices, _ in itertools.islice(batches, self.done):
             stand_in = indices[:1]
         first, left, name = self.done, self.limit, type(self.sampler).__name__
@@ -352,35 +354,35 @@ class ShardedBatches:
             else:
                 yield group, totals
 
-    def _batches(self, epoch_seed: int) -> Iterator[Any]:
+    def _plan_batches(self, epoch_seed: int) -> Iterator[Any]:
         rank, size, shares = self.planner.rank, self.planner.size, self.planner.shares
         micros, noted, positions, batched = self.micros, self.noted, self.positions, self.batched
         consumed: int | None = None
         planned: list[int] | None = None
-        for group, totals in self._groups() if shares is None else self._own_groups(shares):
+        for group, totals in self._read_groups() if shares is None else self._read_rank_groups(shares):
             if consumed is None:
                 consumed = self.skip + self.passed_samples
             if totals != planned:  # most groups are like the one before
                 # Batches of the user's own may be cut otherwise, and those of ranks with data of their own too.
                 planned = totals if group[0][1] is None and shares is None else None
-                parts = [_part(indices, widths, rank, size) for indices, widths in group]
+                parts = [_cut_share(indices, widths, rank, size) for indices, widths in group]
                 plan = self.planner.plan([(p.stop - p.start, n) for p, n in zip(parts, totals, strict=True)])
             drawn = self.drawn if shares is None else None
             for number, micro in enumerate(plan):
                 indices = group[number][0]
                 # An empty share takes part with one sample of weight zero, so that the collectives match.
-                own = indices if size == 1 else indices[parts[number]] or indices[:1]
+                local_indices = indices if size == 1 else indices[parts[number]] or indices[:1]
                 if noted is not None:
                     noted.append(list(indices[parts[number]]))
                 if positions:
                     first = consumed + parts[number].start  # with data of its own, each rank has a seed of its own
-                    own = [(epoch_seed, first + offset, index) for offset, index in enumerate(own)]
+                    local_indices = [(epoch_seed, first + offset, index) for offset, index in enumerate(local_indices)]
                 micros.append((micro, drawn))
                 consumed += micro.everyone
-                yield own if batched else own[0]
+                yield local_indices if batched else local_indices[0]
 
 
-def _drawn_from(stream: RandomStream, source: Iterator[Any], block: int) -> Iterator[Any]:
+def _draw_in_blocks(stream: RandomStream, source: Iterator[Any], block: int) -> Iterator[Any]:
     while True:
         with stream.drawing():  # dear, hence in blocks
             items = list(itertools.islice(source, block))
@@ -389,7 +391,7 @@ def _drawn_from(stream: RandomStream, source: Iterator[Any], block: int) -> Iter
         yield from items
 
 
-def _part(indices: list[Any], widths: list[int] | None, rank: int, size: int) -> slice:
+def _cut_share(indices: list[Any], widths: list[int] | None, rank: int, size: int) -> slice:
     if widths is None:
         return share(len(indices), rank, size)
     start = sum(widths[:rank])
@@ -398,16 +400,16 @@ def _part(indices: list[Any], widths: list[int] | None, rank: int, size: int) ->
 
 def _merge_tail(batches: Iterator[Any], size: int) -> Iterator[Any]:
     """Add a last batch of fewer than ``size`` samples to the one before it."""
-    held = next(batches, None)
+    previous = next(batches, None)
     for indices, widths in batches:
-        assert held is not None
+        assert previous is not None
         if widths is None and len(indices) < size:
-            yield [*held[0], *indices], None
+            yield [*previous[0], *indices], None
             return
-        yield held
-        held = indices, widths
-    if held is not None:
-        yield held
+        yield previous
+        previous = indices, widths
+    if previous is not None:
+        yield previous
 
 
 def shards_itself(loader: Any) -> bool:

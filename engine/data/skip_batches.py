@@ -45,7 +45,7 @@ class SkippedLoader:
         if isinstance(self.loader, Loader):
             self.loader.start_at(self.skipped)
             return iter(self.loader)
-        return _passed(self.loader, self.skipped)
+        return _skip_batches(self.loader, self.skipped)
 
     def __len__(self) -> int:
         return max(0, len(self.loader) - self.skipped)
@@ -56,7 +56,7 @@ class SkippedLoader:
         return getattr(self.loader, name)
 
 
-def _passed(loader: Iterable[Any], count: int) -> Iterator[Any]:
+def _skip_batches(loader: Iterable[Any], count: int) -> Iterator[Any]:
     batches = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or batches is None or isinstance(loader.dataset, IterableDataset):
         return itertools.islice(loader, count, None)  # read to be passed over: nothing else is known of it

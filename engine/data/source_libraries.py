@@ -11,18 +11,18 @@ _MAPPED = "MappedExamplesIterable"
 
 def split_over(dataset: Any) -> int:
     """The number of ranks that a Hugging Face stream was split over by ``split_dataset_by_node``; 0 for any other."""
-    distributed = getattr(dataset, "_distributed", None) if _library(dataset) == "datasets" else None
+    distributed = getattr(dataset, "_distributed", None) if _name_library(dataset) == "datasets" else None
     return int(getattr(distributed, "world_size", 0))
 
 
-def state_gap(dataset: Any) -> str:
+def explain_state_gap(dataset: Any) -> str:
     """Why the state of a stream, which it has, does not say where it is; "" where it does.
 
     Hugging Face: ``IterableDataset.state_dict`` names both cases.
     """
-    if _library(dataset) != "datasets":
+    if _name_library(dataset) != "datasets":
         return ""
-    names = {type(part).__name__: part for part in parts_of(dataset)}
+    names = {type(part).__name__: part for part in iter_parts(dataset)}
     if _SHUFFLE_BUFFER in names:
         return f"the state of {type(dataset).__name__} leaves out what its shuffle buffer holds"
     formatting = getattr(dataset, "_formatting", None)
@@ -31,35 +31,39 @@ def state_gap(dataset: Any) -> str:
     return ""
 
 
-def not_repeatable(dataset: Any) -> str:
+def explain_not_repeatable(dataset: Any) -> str:
     """Why a stream without a state yields other samples when it is read again; "" where that is not known."""
     if any(kind.__module__.partition(".")[0] == "streaming" for kind in type(dataset).__mro__):
         return "StreamingDataset counts its epochs by itself; read it through streaming.StreamingDataLoader"
-    if _library(dataset) != "webdataset":
+    if _name_library(dataset) != "webdataset":
         return ""
-    for part in parts_of(dataset):
+    for part in iter_parts(dataset):
         arguments = getattr(part, "kw", {})
         if getattr(getattr(part, "f", None), "__name__", "") == "_shuffle":
-            given = (arguments.get("seed"), arguments.get("rng"), *getattr(part, "args", ())[2:])
-            if all(value is None for value in given):
+            seed_arguments = (arguments.get("seed"), arguments.get("rng"), *getattr(part, "args", ())[2:])
+            if all(value is None for value in seed_arguments):
                 return "shuffle(n) of WebDataset draws from the clock; give it seed=, or use detshuffle"
         if type(part).__name__ == "ResampledShards" and not part.deterministic:
             return "resampled=True of WebDataset draws from the clock; use ResampledShards(urls, deterministic=True)"
     return ""
 
 
-def parts_of(dataset: Any) -> Iterator[Any]:
+def iter_parts(dataset: Any) -> Iterator[Any]:
     """The objects of the dataset's own library that it is made of, itself first; of another library none."""
-    library, seen, waiting = _library(dataset), set[int](), [dataset]
+    library, visited, waiting = _name_library(dataset), set[int](), [dataset]
     for part in waiting if library in ("datasets", "webdataset") else ():  # which grows
-        if id(part) in seen:
+        if id(part) in visited:
             continue
-        seen.add(id(part))
+        visited.add(id(part))
         yield part
         for value in vars(part).values():
             within = value if isinstance(value, list | tuple) else (value,)
-            waiting += [each for each in within if _library(each) == library and hasattr(each, "__dict__")]
+            waiting += [
+                candidate
+                for candidate in within
+                if _name_library(candidate) == library and hasattr(candidate, "__dict__")
+            ]
 
 
-def _library(value: Any) -> str:
+def _name_library(value: Any) -> str:
     return type(value).__module__.partition(".")[0]

@@ -15,12 +15,12 @@ from ...common.messages import announce, warn
 from ...strategies import World
 from ..rng import RandomStream, State, seed_from
 from .batch_digest import digest
-from .micro_batches import GroupPlanner, Micro, steady
-from .rank_shares import RankShares, Share, same_on_all_ranks
-from .sampler_rng import Draws, stateful
-from .sharded_sampler import sized
+from .micro_batches import GroupPlanner, Micro, avoid_rewind
+from .rank_shares import RankShares, Share, compare_across_ranks
+from .sampler_rng import Draws, get_stateful
+from .sharded_sampler import get_length
 from .source_libraries import split_over
-from .worker_seeding import LEFT_AS_IT_IS, SeededStream, seed_epoch
+from .worker_seeding import TORCH_SEEDED, SeededStream, seed_epoch
 
 
 class Counted:
@@ -33,13 +33,13 @@ class Counted:
         return len(samples), self.collate(samples)
 
 
-def ordinal(number: int) -> str:
+def format_ordinal(number: int) -> str:
     """Return ``"2nd"``, ``"3rd"``, ``"4th"`` ..."""
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 
 
-def other_batches(source: Any) -> ValueError:
+def make_batches_error(source: Any) -> ValueError:
     """What is wrong with a loader whose own ``__iter__`` yields fewer or more batches than it was given."""
     return ValueError(
         f"{type(source).__name__} does not yield one batch for each that is read for it, so it can be neither sharded "
@@ -155,13 +155,13 @@ class StreamedBatches:
         if shares is not None:
             count = shares.batches
         else:
-            count = sized(self.source)
+            count = get_length(self.source)
             count = None if count is None else -(-count // self.planner.size)
         return count if limit is None else limit if count is None else min(limit, count)
 
     def share(self) -> Share:
         """How long this rank's own data is; where batches hold unknown numbers of samples, batches weigh the same."""
-        return Share(None, self.counted or 1, sized(self.source))
+        return Share(None, self.counted or 1, get_length(self.source))
 
     def agree(self, world: World) -> None:
         """Find out what the ranks read, as far as that is known before the first batch. All ranks must ask."""
@@ -172,16 +172,16 @@ class StreamedBatches:
         if isinstance(self.source, list | tuple):
             ends = (len(self.source), self.source[:1], self.source[-1:])
             if len(set(world.gather_objects(digest(ends)))) > 1:
-                self.keep_own(world)
+                self.disable_sharding(world)
         elif world.all(split_over(getattr(self.source, "dataset", self.source)) == world.size):
-            self.keep_own(world)
+            self.disable_sharding(world)
         else:
             self.compare = world
 
-    def keep_own(self, world: World) -> None:
+    def disable_sharding(self, world: World) -> None:
         """Deal nothing: the stream is split by rank already. All ranks must ask."""
         self.compare = None
-        self.planner.keep_own()
+        self.planner.disable_sharding()
         self.planner.shares.agree(self.share(), world, self._name)  # type: ignore[union-attr]
 
     @property
@@ -194,7 +194,7 @@ class StreamedBatches:
 
     def batches_of(self, items: int) -> int:
         """Batches of this process that ``items`` stand for: with those to come, an epoch's."""
-        size, read, count = self.planner.size, -(-items // (self.counted or 1)), sized(self.source)
+        size, read, count = self.planner.size, -(-items // (self.counted or 1)), get_length(self.source)
         if count is None or size < self.planner.world_size:
             return -(-read // self.planner.world_size)
         return -(-count // size) - -(-max(0, count - read) // size)
@@ -222,15 +222,15 @@ class StreamedBatches:
     def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
         """Start the source's iterator, which may draw a seed for its workers; see `ShardedBatches.start`."""
         draws = self.draws
-        now = draws.state()
+        start_state = draws.state()
         again = self._again = self.order is not None
         if self.order is None:
-            self.order = {**now, "late": silently}
+            self.order = {**start_state, "late": silently}
         else:
             draws.load(self.order)
         if self.seeded is not None:
             late = self.order.get("late", False)
-            seed_epoch(self.seeded, seed_from(self.order["stream"], self.epoch) if late else LEFT_AS_IT_IS)
+            seed_epoch(self.seeded, seed_from(self.order["stream"], self.epoch) if late else TORCH_SEEDED)
         self._reader = self._late = None
         if self._stands is not None:
             self.stateful.load_state_dict(self._stands["source"])
@@ -239,11 +239,11 @@ class StreamedBatches:
         # Read ahead of the run's stream, which follows the batches that are really taken.
         self._reader = RandomStream(draws.stream.state)
         if again:
-            draws.stream.go_to(now["stream"])
+            draws.stream.go_to(start_state["stream"])
         if self._stands is not None and self._stands["stream"] is not None:
             self._late = self._stands["stream"]
             self.started()
-            draws.load_private(now["generators"])
+            draws.load_private(start_state["generators"])
         return iterator
 
     @contextmanager
@@ -255,10 +255,10 @@ class StreamedBatches:
         if not persistent:
             yield
         elif self.order is None or not self.order.get("late", False):
-            self.workers = self.draws.here()
+            self.workers = self.draws.read_host_state()
             yield
         else:
-            with self.draws.gone_to(self.workers):
+            with self.draws.replay_from(self.workers):
                 yield
 
     def started(self) -> None:
@@ -268,7 +268,7 @@ class StreamedBatches:
 
     def batches(self, source: Iterator[Any]) -> Iterator[Any]:
         """Yield this process's micro-batches; their facts are in ``micros``."""
-        source = steady(source)
+        source = avoid_rewind(source)
         stands, self._stands = self._stands, None
         self._ended = False
         if self.compare is not None:
@@ -277,13 +277,17 @@ class StreamedBatches:
             self.draws.stream.advance()  # what is read moves each rank's reader by another length
         stand_in = None
         if stands is None:
-            self._see_first(source)
+            self._compare_first(source)
             stand_in = self._fast_forward(source)
         left = 0 if stands is not None and stands["ended"] else self.limit
         shares = self.planner.shares
-        yield from self._dealt(source, left) if shares is None else self._own(source, left, shares, stand_in)
+        yield from (
+            self._deal_batches(source, left)
+            if shares is None
+            else self._read_rank_batches(source, left, shares, stand_in)
+        )
 
-    def _dealt(self, source: Iterator[Any], left: int | None) -> Iterator[Any]:
+    def _deal_batches(self, source: Iterator[Any], left: int | None) -> Iterator[Any]:
         """One stream, which all ranks read."""
         micros = self.micros
         rank, size = self.planner.rank, self.planner.size
@@ -301,7 +305,9 @@ class StreamedBatches:
                 yield dealt[min(rank, len(dealt) - 1)][1]
             left = None if left is None else left - len(rounds)
 
-    def _own(self, source: Iterator[Any], left: int | None, shares: RankShares, stand_in: Any) -> Iterator[Any]:
+    def _read_rank_batches(
+        self, source: Iterator[Any], left: int | None, shares: RankShares, stand_in: Any
+    ) -> Iterator[Any]:
         """A stream of this rank's own, until all ranks have read theirs."""
         first = self.done
         while left is None or left > 0:
@@ -335,16 +341,16 @@ class StreamedBatches:
         first = f"nothing on rank {world.rank}" if nothing else digest(self._pushed[0][1])
         if world.all(nothing):
             return
-        if not same_on_all_ranks(first, self._name, "batches", world):
-            self.keep_own(world)
+        if not compare_across_ranks(first, self._name, "batches", world):
+            self.disable_sharding(world)
         elif isinstance(self.source, DataLoader):
             announce(
-                f"all {world.size} ranks read the whole of {self._name} and keep every {ordinal(world.size)} batch. "
-                "Split the stream by rank to read only a share of it: in __iter__, or with "
+                f"all {world.size} ranks read the whole of {self._name} and keep every {format_ordinal(world.size)} "
+                "batch. Split the stream by rank to read only a share of it: in __iter__, or with "
                 "datasets.distributed.split_dataset_by_node(dataset, rank, world_size)."
             )
 
-    def _see_first(self, source: Iterator[Any]) -> None:
+    def _compare_first(self, source: Iterator[Any]) -> None:
         """Note what the epoch begins with; warn if a resumed epoch does not begin with it again."""
         expected, self._expected = self._expected, ""
         self.first_digest = ""
@@ -366,7 +372,7 @@ class StreamedBatches:
         """Where the source stands, if it can say: between two groups nothing has been read ahead of the loop."""
         if self.stateful is None or (self._ended and self.planner.shares is not None):
             return None  # a rank whose own stream has ended needs a batch of it to stay in step
-        stream = None if self.order is None else drawn or self.draws.stream.now()
+        stream = None if self.order is None else drawn or self.draws.stream.get_state()
         # A source whose end was met may say already that it begins anew.
         ended = self.order is not None and self._ended
         return {"source": self.stateful.state_dict(), "stream": stream, "ended": ended}
@@ -392,14 +398,14 @@ class StreamedBatches:
         if self.counted is None:
             return [*pushed, *((1, item) for item in items)]
         if len(items) > len(self.sizes) or (len(items) < count and len(items) < len(self.sizes)):
-            raise other_batches(self.source)
+            raise make_batches_error(self.source)
         return [*pushed, *((self.sizes.popleft(), item) for item in items)]
 
-    def _why_again(self) -> str:
+    def _explain_rereading(self) -> str:
         dataset = getattr(self.source, "dataset", None)
         if self.gap:
             return self.gap
-        if stateful(dataset) is None:
+        if get_stateful(dataset) is None:
             return "the stream has no state of its own"
         if self.stateful is None:
             return f"the state of {type(dataset).__name__} is in its workers, where it can't be asked for"
@@ -407,18 +413,18 @@ class StreamedBatches:
 
     def _fast_forward(self, source: Iterator[Any]) -> Any:
         """Read up to where the run stopped; returns the last batch, or None."""
-        own = self.planner.shares is not None
+        presharded = self.planner.shares is not None
         passed, batches, batch = 0, 0, None
         if self.skip and not isinstance(self.source, list | tuple):
             warn(
-                f"{self._why_again()}, so {self.skip} samples are read again and passed over to resume where the run "
-                "stopped. A dataset with state_dict/load_state_dict resumes at once without workers, a loader with "
-                "them always."
+                f"{self._explain_rereading()}, so {self.skip} samples are read again and passed over to resume where "
+                "the run stopped. A dataset with state_dict/load_state_dict resumes at once without workers, a loader "
+                "with them always."
             )
         with self._lend():
-            while (batches < self.done if own else passed < self.skip) and (read := self._read(source, 1)):
+            while (batches < self.done if presharded else passed < self.skip) and (read := self._read(source, 1)):
                 passed, batches, batch = passed + read[0][0], batches + 1, read[0][1]
-        self._ended = own and batches < self.done
+        self._ended = presharded and batches < self.done
         return batch
 
 
@@ -427,10 +433,10 @@ def follow_iterator(view: DataLoader[Any], plan: StreamedBatches) -> None:
     weak = weakref.ref(view)  # a cycle would keep persistent workers alive
 
     def get_iterator() -> Any:
-        own_view = weak()
-        assert own_view is not None
-        with plan.starting(own_view.persistent_workers):
-            iterator = type(own_view)._get_iterator(own_view)
+        live_view = weak()
+        assert live_view is not None
+        with plan.starting(live_view.persistent_workers):
+            iterator = type(live_view)._get_iterator(live_view)
         plan.started()
         return iterator if plan.counted is None else Unwrapped(iterator, plan.sizes)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
-LEFT_AS_IT_IS = -1
+TORCH_SEEDED = -1
 """The seed of an epoch whose workers have just been started, and seeded by torch."""
 
 
@@ -41,11 +41,11 @@ class SeededStream(_StandIn, IterableDataset[Any]):
 
     def __init__(self, dataset: Any) -> None:
         self.__dict__["dataset"] = dataset
-        self.__dict__["_epoch_seed"] = torch.full((1,), LEFT_AS_IT_IS).share_memory_()
+        self.__dict__["_epoch_seed"] = torch.full((1,), TORCH_SEEDED).share_memory_()
 
     def __iter__(self) -> Iterator[Any]:
         seed = int(self.__dict__["_epoch_seed"])
-        if seed != LEFT_AS_IT_IS:
+        if seed != TORCH_SEEDED:
             info = get_worker_info()
             _seed((seed + (0 if info is None else info.id)) % 2**63)
         return iter(self.dataset)
@@ -95,17 +95,17 @@ def _reads_in_bulk(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def read_here(loader: DataLoader[Any]) -> Iterator[Any]:
+def iterate_in_process(loader: DataLoader[Any]) -> Iterator[Any]:
     """What torch's iterator yields without workers, for less: it marks each batch for the profiler, asked for or not.
 
     The step of `benchmarks/overhead.py` goes from 1.08 to 1.03 of the raw loop's time with it.
     """
     # The seed for workers that are not there: torch draws it all the same, and so do we, or the order would differ.
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    return _read_here(loader)
+    return _generate_batches(loader)
 
 
-def _read_here(loader: DataLoader[Any]) -> Iterator[Any]:
+def _generate_batches(loader: DataLoader[Any]) -> Iterator[Any]:
     dataset, collate = loader.dataset, loader.collate_fn
     if loader.batch_sampler is None:
         for index in loader.sampler:

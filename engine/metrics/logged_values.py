@@ -62,9 +62,9 @@ class Metrics:
                 yield batch
                 continue
             objects = [*metric_state.find(owner).values()]
-            held = metric_state.parts_of(objects)
-            objects += [e.metric for e in self.entries if e.metric is not None and id(e.metric) not in held]
-            with metric_state.unchanged(objects):
+            part_ids = metric_state.collect_part_ids(objects)
+            objects += [e.metric for e in self.entries if e.metric is not None and id(e.metric) not in part_ids]
+            with metric_state.preserve_counts(objects):
                 yield batch
 
     @property
@@ -93,7 +93,7 @@ class Metrics:
             entry = self._register(name, value, spec, self.suffix if add_suffix else "")
         if isinstance(value, Tensor):
             if value.ndim:
-                value = _one_number(name, value)
+                value = _to_number(name, value)
             if value.is_cpu:
                 value = value.item()  # nothing to wait for, and a fifth of what detaching costs
             else:
@@ -104,9 +104,9 @@ class Metrics:
                 entry.replace_metric(value)
             value = getattr(value, "_forward_cache", None) if entry.on_step else None
             if value is not None and not (isinstance(value, Tensor) and value.ndim == 0):
-                value = _one_number(name, value)
+                value = _to_number(name, value)
         elif value.__class__ is not float and value.__class__ is not int:
-            value = _one_number(name, value)
+            value = _to_number(name, value)
         # A stand-in that only keeps the processes in step weighs nothing, whatever size the user says it has.
         weight = batch_size if batch_size is not None and self.weight else self.weight
         entry.last = value
@@ -120,8 +120,8 @@ class Metrics:
                 entry.fold()
 
     def _register(self, name: str, value: Any, spec: tuple[Any, ...], suffix: str) -> Entry:
-        known = self._entries.get(name)
-        if known is not None and known.spec is not None:
+        previous = self._entries.get(name)
+        if previous is not None and previous.spec is not None:
             raise ValueError(
                 f"{name!r} was logged twice in one stage with different arguments; give one of them another name."
             )
@@ -143,7 +143,7 @@ class Metrics:
             spec,
             on_step=on_step,
             on_epoch=on_epoch,
-            reduction=_reduction(name, reduce_fx),
+            reduction=_resolve_reduction(name, reduce_fx),
             prog_bar=prog_bar,
             logger=logger is not False,
             suffix=suffix,
@@ -157,9 +157,9 @@ class Metrics:
                     f"{name!r} is logged with on_step=True, but {type(value).__name__}.update() leaves no value of the "
                     "step to log. Call the metric itself, metric(...), or log with on_step=False, on_epoch=True."
                 )
-        if known is not None:  # restored from a checkpoint
-            entry.total, entry.total_weight = known.total, known.total_weight
-            entry.values, entry.weights = known.values, known.weights
+        if previous is not None:  # restored from a checkpoint
+            entry.total, entry.total_weight = previous.total, previous.total_weight
+            entry.values, entry.weights = previous.values, previous.weights
         self._entries[name] = entry
         return entry
 
@@ -168,7 +168,7 @@ class Metrics:
     def step_values(self, world: World) -> list[tuple[Entry, float]]:
         """The latest step's values over all processes; one exchange. All processes must ask."""
         entries = [entry for entry in self._in_step.values() if entry.on_step and entry.last is not None]
-        return self._reduced(entries, [entry.step_pair() for entry in entries], world)
+        return self._reduce_entries(entries, [entry.step_pair() for entry in entries], world)
 
     def epoch_values(self, world: World) -> list[tuple[Entry, float]]:
         """The values of the epoch over all batches and processes; one exchange. All processes must ask."""
@@ -176,10 +176,10 @@ class Metrics:
         plain = [entry for entry in entries if entry.metric is None]
         # Metric objects and the values of batches are exchanged apart: the same ones on all processes, or they hang.
         others = [entry for entry in self.entries if entry.metric is not None or entry.batches is not None]
-        values = dict(self._reduced(plain, [entry.epoch_pair() for entry in plain], world, others))
+        values = dict(self._reduce_entries(plain, [entry.epoch_pair() for entry in plain], world, others))
         for entry in entries:
             if entry.metric is not None:  # exchanges its own state
-                values[entry] = _computed(entry)
+                values[entry] = _compute_number(entry)
         return [(entry, values[entry]) for entry in entries if entry in values]
 
     def batch_values(self, world: World) -> list[tuple[Place, list[tuple[Entry, float]]]]:
@@ -196,12 +196,12 @@ class Metrics:
         every = world.gather_objects([entry.batches.read() for entry in entries])  # type: ignore[union-attr]
         rows: dict[Place, list[tuple[Entry, float]]] = {}
         for entry, *parts in zip(entries, *every, strict=True):
-            known: dict[Place, list[tuple[float, float]]] = {}
+            pairs_by_place: dict[Place, list[tuple[float, float]]] = {}
             for place, value, weight in itertools.chain.from_iterable(parts):
                 if weight:
                     weighed = value * weight if entry.reduction == "mean" else value
-                    known.setdefault(place, []).append((weighed, weight))
-            for place, pairs in known.items():
+                    pairs_by_place.setdefault(place, []).append((weighed, weight))
+            for place, pairs in pairs_by_place.items():
                 rows.setdefault(place, []).append((entry, entry.reduced(pairs)))
         return sorted(rows.items())
 
@@ -232,25 +232,25 @@ class Metrics:
         self.evaluation = None
 
     @staticmethod
-    def _reduced(
+    def _reduce_entries(
         entries: list[Entry], pairs: list[tuple[Any, float]], world: World, others: Iterable[Entry] = ()
     ) -> list[tuple[Entry, float]]:
         if world.size > 1:
-            _same_names([f"{entry.name} ({entry.reduction})" for entry in (*entries, *others)], world)
+            _check_names_match([f"{entry.name} ({entry.reduction})" for entry in (*entries, *others)], world)
         if not entries:
             return []
         flat = [value for value, _ in pairs] + [weight for _, weight in pairs]
         if world.size > 1 or any(isinstance(value, Tensor) for value in flat):
-            packed = stack(flat)
+            packed = stack_numbers(flat)
             parts = [part.tolist() for part in world.all_gather(packed.to(world.device) if world.size > 1 else packed)]
         else:
             parts = [flat]
         count = len(entries)
         results = []
         for index, entry in enumerate(entries):
-            known = [(part[index], part[count + index]) for part in parts if part[count + index]]
-            if known:
-                results.append((entry, entry.reduced(known)))
+            weighted_pairs = [(part[index], part[count + index]) for part in parts if part[count + index]]
+            if weighted_pairs:
+                results.append((entry, entry.reduced(weighted_pairs)))
         return results
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -263,17 +263,17 @@ class Metrics:
         objects = {} if owner is None else metric_state.find(owner)
         done = [e.metric for e in self.entries] if over else []
         done += [] if self.evaluation is None else [e.metric for e in self.evaluation.entries]
-        counts = metric_state.state(objects, metric_state.parts_of(done), world)
+        counts = metric_state.collect_states(objects, metric_state.collect_part_ids(done), world)
         if over:
             return {"values": {}, "metrics": {}, "latest": {}, "objects": counts}
         shown = {e.name: {key: getattr(e, key) for key in SHOWN} for e in self._in_step.values()}
-        held = {id(metric) for metric in objects.values()}
+        object_ids = {id(metric) for metric in objects.values()}
         logged = {
             e.name: e.metric
             for e in self._in_step.values()
-            if e.metric is not None and (e.on_epoch or id(e.metric) in held)
+            if e.metric is not None and (e.on_epoch or id(e.metric) in object_ids)
         }
-        places = metric_state.places(logged, objects, owner)
+        places = metric_state.find_places(logged, objects, owner)
         entries = self._in_step.values()
         sums = {e.name: e.part() for e in entries if e.on_epoch and e.metric is None}
         newest = {e.name: e.latest() for e in entries if e.on_step and e.last is not None}
@@ -292,15 +292,15 @@ class Metrics:
         self.evaluation = None
         objects = {} if owner is None else metric_state.find(owner)
         metric_state.load(objects, state["objects"], world)
-        for name, one in (state["values"] | state["metrics"]).items():
-            entry = self._in_step[name] = Entry(name, None, **{key: one[key] for key in SHOWN})
-            if "place" in one:
-                entry.metric = objects.get(one["place"])
+        for name, saved in (state["values"] | state["metrics"]).items():
+            entry = self._in_step[name] = Entry(name, None, **{key: saved[key] for key in SHOWN})
+            if "place" in saved:
+                entry.metric = objects.get(saved["place"])
             else:
-                entry.take(_own(one["parts"], world))
-        for name, one in state.get("latest", {}).items():
-            entry = self._in_step.setdefault(name, Entry(name, None, **{key: one[key] for key in SHOWN}))
-            entry.take_latest(_own(one["parts"], world))
+                entry.take(_select_parts(saved["parts"], world))
+        for name, saved in state.get("latest", {}).items():
+            entry = self._in_step.setdefault(name, Entry(name, None, **{key: saved[key] for key in SHOWN}))
+            entry.take_latest(_select_parts(saved["parts"], world))
 
 
 class MutedMetrics(Metrics):
@@ -310,13 +310,13 @@ class MutedMetrics(Metrics):
         """Do nothing."""
 
 
-def _own(parts: list[Any], world: World) -> list[Any]:
+def _select_parts(parts: list[Any], world: World) -> list[Any]:
     """What this process goes on from: its own part, or where there were more or fewer, all of them on rank zero."""
     mine = parts[world.rank : world.rank + 1] if len(parts) == world.size else parts if world.is_main else []
     return [part for part in mine if part]
 
 
-def _reduction(name: str, reduce_fx: Any) -> str:
+def _resolve_reduction(name: str, reduce_fx: Any) -> str:
     """Return the name of a reduction, given by its name or as a function."""
     reduction = getattr(reduce_fx, "__name__", reduce_fx)
     reduction = {"amin": "min", "amax": "max", "avg": "mean"}.get(reduction, reduction)
@@ -328,7 +328,7 @@ def _reduction(name: str, reduce_fx: Any) -> str:
     return reduction
 
 
-def _one_number(name: str, value: Any) -> Any:
+def _to_number(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.numel() == 1:
             return value.reshape(())
@@ -345,19 +345,21 @@ def _one_number(name: str, value: Any) -> Any:
         ) from None
 
 
-def _computed(entry: Entry) -> float:
+def _compute_number(entry: Entry) -> float:
     value = entry.metric.compute()
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        returned = (
+            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        )
         raise TypeError(
-            f"{entry.name!r} was logged as a {type(entry.metric).__name__}, whose compute() returned {what}: log takes "
-            "one number. Call compute() in the epoch's last hook and log its parts."
+            f"{entry.name!r} was logged as a {type(entry.metric).__name__}, whose compute() returned {returned}: log "
+            "takes one number. Call compute() in the epoch's last hook and log its parts."
         ) from None
 
 
-def _same_names(names: list[str], world: World) -> None:
+def _check_names_match(names: list[str], world: World) -> None:
     """Raise on every process if they log different names; vectors of different length would hang or mix them up."""
     digest = hashlib.sha256("\0".join(names).encode()).digest()
     mark = torch.tensor([int.from_bytes(digest[:7], "little")], dtype=torch.int64, device=world.device)
@@ -441,19 +443,19 @@ class Entry:
 
     def fold(self) -> None:
         """Sum up what was appended."""
-        kept = [(v, w) for v, w in zip(self.values, self.weights, strict=True) if w]
+        weighted_pairs = [(v, w) for v, w in zip(self.values, self.weights, strict=True) if w]
         self.values.clear()
         self.weights.clear()
-        if not kept:
+        if not weighted_pairs:
             return
-        values = stack([value for value, _ in kept])
-        weights = torch.tensor([w for _, w in kept], dtype=values.dtype, device=values.device)
+        values = stack_numbers([value for value, _ in weighted_pairs])
+        weights = torch.tensor([w for _, w in weighted_pairs], dtype=values.dtype, device=values.device)
         if self.reduction == "mean":
             folded = (values * weights).sum()
         else:
             folded = FOLDS[self.reduction](values)
         self.total = folded if self.total is None else COMBINE[self.reduction](self.total.to(folded.device), folded)
-        self.total_weight += sum(w for _, w in kept)
+        self.total_weight += sum(w for _, w in weighted_pairs)
 
     def replace_metric(self, metric: Any) -> None:
         """Take another metric object of the same name.
@@ -479,21 +481,21 @@ class Entry:
 
     def take_latest(self, parts: Iterable[tuple[float, float]]) -> None:
         """Go on from one `latest`, or from those of several processes."""
-        known = [(value, weight) for value, weight in parts if weight]
-        self.last, self.last_weight = 0.0, float(sum(weight for _, weight in known))
-        if len(known) == 1:
-            self.last = known[0][0]
-        elif known and self.reduction == "mean":
-            self.last = sum(value * weight for value, weight in known) / self.last_weight
-        elif known:
-            self.last = FOLDS[self.reduction](stack([value for value, _ in known])).item()
+        weighted_pairs = [(value, weight) for value, weight in parts if weight]
+        self.last, self.last_weight = 0.0, float(sum(weight for _, weight in weighted_pairs))
+        if len(weighted_pairs) == 1:
+            self.last = weighted_pairs[0][0]
+        elif weighted_pairs and self.reduction == "mean":
+            self.last = sum(value * weight for value, weight in weighted_pairs) / self.last_weight
+        elif weighted_pairs:
+            self.last = FOLDS[self.reduction](stack_numbers([value for value, _ in weighted_pairs])).item()
 
     def take(self, parts: Iterable[Any]) -> None:
         """Go on from one `part`, or from those of several processes."""
         for total, weight, values, weights in parts:
             if total is not None:
-                one = stack([total])[0]
-                self.total = one if self.total is None else COMBINE[self.reduction](self.total, one)
+                total_tensor = stack_numbers([total])[0]
+                self.total = total_tensor if self.total is None else COMBINE[self.reduction](self.total, total_tensor)
                 self.total_weight += weight
             self.values += values
             self.weights += weights
@@ -510,7 +512,7 @@ class Entry:
         if self.reduction != "mean":
             return self.last, self.last_weight
         # In float64, where weighing a float32 and dividing it again gives the same number.
-        return stack([self.last])[0] * self.last_weight, self.last_weight
+        return stack_numbers([self.last])[0] * self.last_weight, self.last_weight
 
     def label(self, form: str) -> str:
         """The name under which the ``"step"`` or ``"epoch"`` value is shown."""
@@ -518,12 +520,12 @@ class Entry:
             return self.name
         return f"{self.name.removesuffix(self.suffix)}_{form}{self.suffix}"
 
-    def reduced(self, known: list[tuple[float, float]]) -> float:
+    def reduced(self, pairs: list[tuple[float, float]]) -> float:
         """Reduce the (value, weight) pairs of several processes; a mean's values are weighted sums."""
         if self.reduction == "mean":
-            return sum(value for value, _ in known) / sum(weight for _, weight in known)
+            return sum(value for value, _ in pairs) / sum(weight for _, weight in pairs)
         # In torch: Python's min and max drop a NaN or keep it, depending on its place.
-        return FOLDS[self.reduction](torch.tensor([value for value, _ in known], dtype=torch.float64)).item()
+        return FOLDS[self.reduction](torch.tensor([value for value, _ in pairs], dtype=torch.float64)).item()
 
 
 class BatchValues:
@@ -542,7 +544,7 @@ class BatchValues:
             self._latest[newest[0]] = newest[1]
 
     def _fold(self) -> None:
-        values = stack([value for value, _ in self._latest.values()])
+        values = stack_numbers([value for value, _ in self._latest.values()])
         self._folded.append((list(self._latest), values, [weight for _, weight in self._latest.values()]))
         self._latest.clear()
 
@@ -567,7 +569,7 @@ COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def stack(values: list[Any]) -> Tensor:
+def stack_numbers(values: list[Any]) -> Tensor:
     """0-d tensors and numbers as one vector of float64 (float32 on MPS, which has no other)."""
     device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
     dtype = torch.float32 if device.type == "mps" else torch.float64

@@ -24,39 +24,39 @@ _MOST = 256  # a longer list among a task's attributes holds data, not metrics
 
 def find(owner: nn.Module) -> dict[str, Any]:
     """The metric objects of a module by their place in it: its parts, its attributes, lists and dicts of these."""
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
-    for place, metric in _look(owner):
-        if id(metric) not in seen:
-            seen.add(id(metric))
-            found[place] = metric
-    return found
+    metrics: dict[str, Any] = {}
+    visited: set[int] = set()
+    for place, metric in _iter_metrics(owner):
+        if id(metric) not in visited:
+            visited.add(id(metric))
+            metrics[place] = metric
+    return metrics
 
 
-def _look(owner: nn.Module) -> Iterator[tuple[str, Any]]:
-    yield from _in_module("", owner)
+def _iter_metrics(owner: nn.Module) -> Iterator[tuple[str, Any]]:
+    yield from _iter_in_module("", owner)
     for name, value in list(vars(owner).items()):
         if isinstance(value, dict):
             several: Iterable[tuple[Any, Any]] = value.items()
         elif isinstance(value, list | tuple):
             several = enumerate(value)
         else:
-            yield from _in_attribute(name, value)
+            yield from _iter_in_attribute(name, value)
             continue
         if len(value) <= _MOST:
             for key, item in list(several):
-                yield from _in_attribute(f"{name}[{key!r}]", item)
+                yield from _iter_in_attribute(f"{name}[{key!r}]", item)
 
 
-def _in_attribute(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _iter_in_attribute(place: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
-        yield from _in_module(f"{place}.", value)
+        yield from _iter_in_module(f"{place}.", value)
     # Asked of the type: there are objects that answer to every name.
     elif all(callable(getattr(type(value), name, None)) for name in _METHODS):
         yield place, value
 
 
-def _in_module(place: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _iter_in_module(place: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, part in module.named_modules():
         if isinstance(getattr(part, "compute_groups", None), dict):
             part.values(copy_state=False)  # type: ignore[operator]  # the members of a group get their common state
@@ -69,27 +69,27 @@ def _has_states(part: Any) -> bool:
     return isinstance(attributes.get("_defaults"), dict) and isinstance(attributes.get("_reductions"), dict)
 
 
-def parts_of(metrics: Iterable[Any]) -> set[int]:
+def collect_part_ids(metrics: Iterable[Any]) -> set[int]:
     """The identities of ``metrics`` and of the metrics inside of them."""
     return {id(part) for m in metrics for part in (m.modules() if isinstance(m, nn.Module) else (m,))}
 
 
-def places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Module | None) -> dict[str, str]:
+def find_places(logged: dict[str, Any], objects: dict[str, Any], owner: nn.Module | None) -> dict[str, str]:
     """Where among ``objects`` the metrics are that were logged, by the name they have there; warns of the others."""
-    known = {id(metric): place for place, metric in objects.items()}
-    found = {}
+    places_by_id = {id(metric): place for place, metric in objects.items()}
+    logged_places = {}
     for name, metric in logged.items():
-        if id(metric) in known:
-            found[name] = known[id(metric)]
+        if id(metric) in places_by_id:
+            logged_places[name] = places_by_id[id(metric)]
         elif owner is not None:
             warn(
                 f"{name!r} was logged as a {type(metric).__name__} that is no attribute of {type(owner).__name__}, or "
                 "can't save its state: what it has counted is not in the checkpoint."
             )
-    return found
+    return logged_places
 
 
-def state(objects: dict[str, Any], empty: set[int], world: World) -> dict[str, list[Any] | None]:
+def collect_states(objects: dict[str, Any], empty: set[int], world: World) -> dict[str, list[Any] | None]:
     """What each object has counted on each process, by place. All processes must ask.
 
     Args:
@@ -97,13 +97,13 @@ def state(objects: dict[str, Any], empty: set[int], world: World) -> dict[str, l
         empty: the identities of those whose counts are over and done with; None stands for them.
         world: the processes.
     """
-    own = {place: _state(metric) for place, metric in objects.items() if id(metric) not in empty}
-    every = world.gather_objects(own) if objects else [own]
-    return {place: [part[place] for part in every] if place in own else None for place in objects}
+    local_counts = {place: _copy_state(metric) for place, metric in objects.items() if id(metric) not in empty}
+    every = world.gather_objects(local_counts) if objects else [local_counts]
+    return {place: [part[place] for part in every] if place in local_counts else None for place in objects}
 
 
 def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: World) -> None:
-    """Give the objects back what `state` returned, on any number of processes.
+    """Give the objects back what `collect_states` returned, on any number of processes.
 
     Raises:
         ValueError: if the number is another one and a metric's states can't be shared out anew.
@@ -116,31 +116,31 @@ def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: Wor
         elif states is None:
             metric.reset()
         else:
-            _take(
-                metric, states[world.rank] if len(states) == world.size else _shared_out(metric, place, states, world)
+            _restore_state(
+                metric, states[world.rank] if len(states) == world.size else _share_counts(metric, place, states, world)
             )
 
 
 @contextmanager
-def unchanged(metrics: Iterable[Any]) -> Iterator[None]:
+def preserve_counts(metrics: Iterable[Any]) -> Iterator[None]:
     """A context after which metric objects hold what they held before it."""
-    before = [(metric, copy.deepcopy(_state(metric)), getattr(metric, "_computed", None)) for metric in metrics]
+    before = [(metric, copy.deepcopy(_copy_state(metric)), getattr(metric, "_computed", None)) for metric in metrics]
     try:
         yield
     finally:
         for metric, counts, computed in before:
-            _take(metric, counts)
+            _restore_state(metric, counts)
             if _has_states(metric):  # who has a result exchanges nothing in compute(): on all processes, or they hang
                 metric._computed = computed
 
 
-def _state(metric: Any) -> Any:
+def _copy_state(metric: Any) -> Any:
     if not _has_states(metric):
         return metric.state_dict()
     return {
-        "states": {name: _copied(getattr(metric, name)) for name in metric._defaults},
+        "states": {name: _copy_value(getattr(metric, name)) for name in metric._defaults},
         "count": getattr(metric, "_update_count", 0),
-        "more": {name: _copied(value) for name, value in vars(metric).items() if _is_counter(name, value)},
+        "more": {name: _copy_value(value) for name, value in vars(metric).items() if _is_counter(name, value)},
     }
 
 
@@ -149,60 +149,62 @@ def _is_counter(name: str, value: Any) -> bool:
     return name == "_num_vals_seen" or (isinstance(value, Tensor) and not value.ndim and name in ("min_val", "max_val"))
 
 
-def _copied(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()  # the next update may add to it in place
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+    return [_copy_value(item) for item in value] if isinstance(value, list) else value
 
 
-def _take(metric: Any, one: Any) -> None:
-    if one is None:
+def _restore_state(metric: Any, saved: Any) -> None:
+    if saved is None:
         metric.reset()
         return
     if not _has_states(metric):
-        metric.load_state_dict(one)
+        metric.load_state_dict(saved)
         return
     device = getattr(metric, "device", None)
-    for name, value in (one["states"] | one["more"]).items():
-        own = getattr(metric, name, None)
-        setattr(metric, name, _moved(value, own.device if isinstance(own, Tensor) else device))
-    metric._update_count = one["count"]
+    for name, value in (saved["states"] | saved["more"]).items():
+        current = getattr(metric, name, None)
+        setattr(metric, name, _move_value(value, current.device if isinstance(current, Tensor) else device))
+    metric._update_count = saved["count"]
     metric._computed = None
 
 
-def _moved(value: Any, device: Any) -> Any:
+def _move_value(value: Any, device: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone() if device is None else value.clone().to(device)
-    return [_moved(item, device) for item in value] if isinstance(value, list) else value
+    return [_move_value(item, device) for item in value] if isinstance(value, list) else value
 
 
-def _shared_out(metric: Any, place: str, every: list[Any], world: World) -> Any:
+def _share_counts(metric: Any, place: str, every: list[Any], world: World) -> Any:
     """This process's part of what another number of processes has counted: `compute` gives what it would have given."""
     if not _has_states(metric):
         if len(every) == 1:
             return every[0] if world.is_main else None
-        raise _refusal(metric, place, len(every), world, "it has no states whose reduction is known")
-    count = sum(one["count"] for one in every)
+        raise _make_refusal(metric, place, len(every), world, "it has no states whose reduction is known")
+    count = sum(part["count"] for part in every)
     if not count:
-        return _state(metric)
+        return _copy_state(metric)
     states = {}
     for name, default in metric._defaults.items():
-        values = [one["states"][name] for one in every]
-        shared = _shared_state(values, metric._reductions[name], world)
+        values = [part["states"][name] for part in every]
+        shared = _share_state(values, metric._reductions[name], world)
         if shared is None:
-            what = "has no reduction" if metric._reductions[name] is None else "can't be cut in that many parts"
-            raise _refusal(metric, place, len(every), world, f"its state {name!r} ({type(default).__name__}) {what}")
+            problem = "has no reduction" if metric._reductions[name] is None else "can't be cut in that many parts"
+            raise _make_refusal(
+                metric, place, len(every), world, f"its state {name!r} ({type(default).__name__}) {problem}"
+            )
         states[name] = shared
     for name, value in every[0]["more"].items():
-        if any(bool(one["more"][name] != value) for one in every):
-            raise _refusal(metric, place, len(every), world, f"the processes have different {name}")
+        if any(bool(part["more"][name] != value) for part in every):
+            raise _make_refusal(metric, place, len(every), world, f"the processes have different {name}")
     return {"states": states, "count": -(-count // world.size), "more": every[0]["more"]}
 
 
-def _shared_state(values: list[Any], reduction: Any, world: World) -> Any:
+def _share_state(values: list[Any], reduction: Any, world: World) -> Any:
     """This process's part of one state, or None: over all processes the parts reduce to what it was before."""
     if isinstance(values[0], list):
-        return _shared_list([item for value in values for item in value], reduction, world)
+        return _share_list([item for value in values for item in value], reduction, world)
     if reduction is None or len({value.shape for value in values}) > 1:
         return None
     whole = reduction(torch.stack(values))
@@ -217,7 +219,7 @@ def _shared_state(values: list[Any], reduction: Any, world: World) -> Any:
     return None
 
 
-def _shared_list(items: list[Any], reduction: Any, world: World) -> list[Any] | None:
+def _share_list(items: list[Any], reduction: Any, world: World) -> list[Any] | None:
     if getattr(reduction, "__name__", "") == "dim_zero_cat":
         if items and len(items) < world.size:  # torchmetrics gathers no rows of nothing, unless they are numbers
             items = list(torch.cat([torch.atleast_1d(item) for item in items]).split(1))
@@ -226,7 +228,7 @@ def _shared_list(items: list[Any], reduction: Any, world: World) -> list[Any] | 
     return items[share(len(items), world.rank, world.size)]
 
 
-def _refusal(metric: Any, place: str, before: int, world: World, why: str) -> ValueError:
+def _make_refusal(metric: Any, place: str, before: int, world: World, why: str) -> ValueError:
     return ValueError(
         f"the metric {place!r} ({type(metric).__name__}) has counted on {before} process(es) in this checkpoint, and "
         f"that can't be shared out to {world.size}: {why}. Resume with {before}, or from a checkpoint of an epoch's "

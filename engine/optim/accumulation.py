@@ -96,7 +96,7 @@ class Accumulation:
     @property
     def steps(self) -> int:
         """Optimizer steps taken, before and after a resume."""
-        return self._steps_before + max((optimizer.taken for optimizer in self.optimizers), default=0)
+        return self._steps_before + max((optimizer.steps_taken for optimizer in self.optimizers), default=0)
 
     @steps.setter
     def steps(self, value: int) -> None:
@@ -135,11 +135,11 @@ class Accumulation:
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which gradients stay on their process."""
-        return self.strategy.no_sync(_wrapper(model))
+        return self.strategy.no_sync(_unwrap_compiled(model))
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context whose backward reduces the gradients."""
-        return self.strategy.sync_in_backward(_wrapper(model))
+        return self.strategy.sync_in_backward(_unwrap_compiled(model))
 
     def backward(
         self,
@@ -230,21 +230,21 @@ class Accumulation:
             weight = self._weight if total is None else total
             assert weight is not None
             self._weight, self.unfinished = None, False
-            divide_gradients(self._trained_parameters(), weight, self.world.size)
+            divide_gradients(self._iter_trained_parameters(), weight, self.world.size)
         return self.agreement
 
     def not_finite_on(self) -> list[int]:
         """Return the ranks whose loss was not finite, and forget them."""
-        finite_here = self.agreement.own_finite
-        self.agreement.finite = self.agreement.own_finite = True
-        return [rank for rank, finite in enumerate(self.world.gather_objects(finite_here)) if not finite]
+        local_finite = self.agreement.local_finite
+        self.agreement.finite = self.agreement.local_finite = True
+        return [rank for rank, finite in enumerate(self.world.gather_objects(local_finite)) if not finite]
 
-    def _trained_parameters(self) -> Iterable[Tensor]:
+    def _iter_trained_parameters(self) -> Iterable[Tensor]:
         if self.models:
             return (p for model in self.models for p in self.strategy.unwrap(model).parameters())
         return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
 
 
-def _wrapper(model: nn.Module) -> nn.Module:
+def _unwrap_compiled(model: nn.Module) -> nn.Module:
     compiled = model._modules.get("_orig_mod")  # a prepared model that was compiled afterwards
     return model if compiled is None else compiled

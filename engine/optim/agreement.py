@@ -32,14 +32,14 @@ class Agreement:
         self.leave_vote = False
         self.leaves = 0
         self.finite = True
-        self.own_finite = True
+        self.local_finite = True
         self.watch_finite = True
         self.alone = world.size == 1
         self.immediate = world.device.type == "cpu"
         self._device = world.device
         self._strategy = strategy
         self._taint: Tensor | None = None
-        self._own_taint: Tensor | None = None
+        self._local_taint: Tensor | None = None
         self._pending: tuple[Tensor, Tensor, torch.cuda.Event | None] | None = None
 
     def watch(self, loss: Tensor) -> None:
@@ -48,7 +48,7 @@ class Agreement:
             return
         if self.alone and self.immediate:
             if not math.isfinite(loss.item()):
-                self.own_finite = self.finite = False
+                self.local_finite = self.finite = False
             return
         taint = loss.detach().float() * 0.0  # 0 for a finite loss, NaN for any other: no host read
         self._taint = taint if self._taint is None else self._taint + taint
@@ -66,7 +66,7 @@ class Agreement:
             votes[_LEAVE] = 1.0
         if self._taint is not None:
             votes[_TAINT] = self._taint
-        self._own_taint, self._taint = self._taint, None
+        self._local_taint, self._taint = self._taint, None
         self._strategy.start_agreement(votes)
 
     def count(self) -> Tensor | None:
@@ -75,10 +75,10 @@ class Agreement:
             self.stop = self.stop_vote
             if not self.immediate and self.watch_finite:
                 taint, self._taint = self._taint, None
-                self._read_later(_packed(None, taint, self._device))
+                self._read_later(_pack_votes(None, taint, self._device))
             return None
         summed = self._strategy.agreement()
-        packed = _packed(summed, self._own_taint, self._device)
+        packed = _pack_votes(summed, self._local_taint, self._device)
         if self.immediate:
             self._read(packed)
         else:
@@ -91,7 +91,7 @@ class Agreement:
             self.stop = values[_STOP] > 0
             self.leaves = round(values[_LEAVE])
         self.finite = not math.isnan(values[_TAINT])
-        self.own_finite = not math.isnan(values[-1])
+        self.local_finite = not math.isnan(values[-1])
 
     def settle(self) -> None:
         """Read at once what would be read one step later; waits for the device."""
@@ -116,7 +116,7 @@ class Agreement:
 
     def forget_losses(self) -> None:
         """Forget the losses of a group that will not be finished."""
-        self.finite = self.own_finite = True
+        self.finite = self.local_finite = True
         self._taint = None
 
     def reset(self) -> None:
@@ -124,13 +124,13 @@ class Agreement:
         self.forget_losses()
         self.stop_vote = self.stop = self.leave_vote = False
         self.leaves = 0
-        self._own_taint = self._pending = None
+        self._local_taint = self._pending = None
 
 
-def _packed(votes: Tensor | None, own_taint: Tensor | None, device: torch.device) -> Tensor:
+def _pack_votes(votes: Tensor | None, local_taint: Tensor | None, device: torch.device) -> Tensor:
     """The summed votes and this process's own taint, to be read at once; in a world of one they are the same."""
-    own = torch.zeros(1, device=device) if own_taint is None else own_taint.reshape(1)
+    taint = torch.zeros(1, device=device) if local_taint is None else local_taint.reshape(1)
     if votes is None:
         votes = torch.zeros(4, device=device)
-        votes[_TAINT] = own[0]
-    return torch.cat((votes.float(), own))
+        votes[_TAINT] = taint[0]
+    return torch.cat((votes.float(), taint))

@@ -75,7 +75,7 @@ def find_executable_batch_size(
             signature.bind(starting_batch_size, *args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{body.__name__} gets its batch size from find_executable_batch_size: {error}") from None
-        first = _accumulation(body, signature, args, kwargs, starting_batch_size) if accumulates else 1
+        first = _read_accumulation(body, signature, args, kwargs, starting_batch_size) if accumulates else 1
         size, attempts = starting_batch_size, Attempts()
         while True:
             if accumulates:
@@ -86,7 +86,7 @@ def find_executable_batch_size(
                 return result
             del result
             attempts.start_over()
-            size = _smaller(size, starting_batch_size, reduce_batch_size_fn)
+            size = _choose_smaller(size, starting_batch_size, reduce_batch_size_fn)
             _announce(body, size, starting_batch_size, first if accumulates else None)
 
     _check_call(body, signature)
@@ -118,7 +118,7 @@ def _forget(error: BaseException) -> None:
         following = following.__cause__ or following.__context__
 
 
-def _smaller(size: int, starting: int, reduce: Callable[[], int] | None) -> int:
+def _choose_smaller(size: int, starting: int, reduce: Callable[[], int] | None) -> int:
     if size == 1 and reduce is None:
         raise MemoryError("no batch size fits into memory: not even a batch of 1.")
     if reduce is None:
@@ -138,8 +138,10 @@ def _announce(function: Callable[..., Any], size: int, starting: int, first: int
         rest = f" The global batch is smaller by it; give {name} a parameter {_ACCUMULATION} to keep it."
     else:
         steps = -(-first * starting // size)
-        same = size * steps == first * starting
-        rest = f" {_ACCUMULATION}={steps}: the global batch " + ("stays what it was." if same else "grows a little.")
+        unchanged = size * steps == first * starting
+        rest = f" {_ACCUMULATION}={steps}: the global batch " + (
+            "stays what it was." if unchanged else "grows a little."
+        )
     announce(f"Memory ran out in {name}: batch_size={size} is next.{rest}")
 
 
@@ -150,7 +152,7 @@ def _check_call(function: Callable[..., Any], signature: inspect.Signature) -> N
         raise TypeError(f"{name}{signature} must take the batch size as its first parameter.")
 
 
-def _accumulation(
+def _read_accumulation(
     function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
 ) -> int:
     """The accumulation steps that the caller wants with the starting batch size."""

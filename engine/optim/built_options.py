@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 State = dict[str, Any]
 
 # How an optimizer computes, not what; torch chooses some of these itself.
-_HOW = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+_IMPLEMENTATION_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 # Where a scheduler stands, and what follows from its other arguments or from the optimizer's options.
 _POSITION = {"last_epoch", "T_cur", "T_i", "base_lrs", "optimizer", "best", "num_bad_epochs", "cooldown_counter"}
 _NESTED = {"_schedulers", "_milestones"}  # `SequentialLR` keeps its arguments under these names
@@ -25,46 +25,50 @@ class BuiltSchedule:
     Attributes:
         state: a copy of its ``state_dict``.
         arguments: what the script built it with, as far as its state tells, by dotted name.
-        held: the arguments that hold; those of a resumed run are what it began with.
+        effective_arguments: the arguments that hold; those of a resumed run are what it began with.
         options: those of its optimizer's groups, to which it has added its own.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self.state: State = copy.deepcopy(scheduler.state_dict())
-        self.arguments: State = dict(_arguments(self.state))
-        self.held = self.arguments
+        self.arguments: State = dict(_iter_arguments(self.state))
+        self.effective_arguments = self.arguments
         driven = getattr(scheduler, "optimizer", None)
-        self.options = built_options(driven) if isinstance(driven, Optimizer) else []
+        self.options = copy_plain_options(driven) if isinstance(driven, Optimizer) else []
 
 
-def built_options(optimizer: Optimizer) -> list[State]:
+def copy_plain_options(optimizer: Optimizer) -> list[State]:
     """Return the plain options of an optimizer's groups, such as ``lr`` and ``weight_decay``."""
     return [
-        {name: plain(value) for name, value in group.items() if name not in _HOW and _is_plain(plain(value))}
+        {
+            name: to_plain(value)
+            for name, value in group.items()
+            if name not in _IMPLEMENTATION_OPTIONS and _is_plain(to_plain(value))
+        }
         for group in optimizer.param_groups
     ]
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return an option as plain data: a tensor of one element as its number, a tuple as a list."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else None
-    return list(map(plain, value)) if isinstance(value, list | tuple) else value
+    return list(map(to_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | str | None)
 
 
-def _arguments(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _iter_arguments(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Counter):  # the milestones of `MultiStepLR`
         value = sorted(value.elements())
     if isinstance(value, Mapping):
         for key, item in value.items():
             if key not in _POSITION and (key in _NESTED or not str(key).startswith("_")):
-                yield from _arguments(item, f"{name}.{key}" if name else str(key))
+                yield from _iter_arguments(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
         for number, item in enumerate(value):
-            yield from _arguments(item, f"{name}[{number}]")
-    elif _is_plain(value := plain(value)):
+            yield from _iter_arguments(item, f"{name}[{number}]")
+    elif _is_plain(value := to_plain(value)):
         yield name, value

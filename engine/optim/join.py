@@ -70,8 +70,8 @@ def _catch_up(accelerator: Accelerator) -> None:
     torch evens out parameters and buffers only: moments that differ would part the replicas at the next step.
     """
     optimizers, schedulers = accelerator.optimizers, accelerator.schedulers
-    taken_here = [o.taken for o in optimizers]
-    counts = accelerator.world.gather_objects((taken_here, accelerator.accumulation.position))
+    local_steps = [o.steps_taken for o in optimizers]
+    counts = accelerator.world.gather_objects((local_steps, accelerator.accumulation.position))
     if all(of_rank == counts[0] for of_rank in counts):
         return
     if any(position for _, position in counts):
@@ -80,26 +80,26 @@ def _catch_up(accelerator: Accelerator) -> None:
             "the gradients of that unfinished group are dropped."
         )
         accelerator.drop_gradients()
-    taken = [of_rank for of_rank, _ in counts]
-    if all(of_rank == taken[0] for of_rank in taken):
+    steps_by_rank = [of_rank for of_rank, _ in counts]
+    if all(of_rank == steps_by_rank[0] for of_rank in steps_by_rank):
         return
-    source = max(range(len(taken)), key=lambda rank: sum(taken[rank]))
+    source = max(range(len(steps_by_rank)), key=lambda rank: sum(steps_by_rank[rank]))
     state = None
     if accelerator.process_index == source:
         state = {
-            "optimizers": [(o.taken, o.skipped, o.state_dict()) for o in optimizers],
+            "optimizers": [(o.steps_taken, o.skipped, o.state_dict()) for o in optimizers],
             "schedulers": [(s.state_dict(), getattr(s, "since", None)) for s in schedulers],
             "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
         }
     state = accelerator.world.broadcast(state, source)
-    if taken_here == taken[source]:
+    if local_steps == steps_by_rank[source]:
         return
     for optimizer, (count, skipped, values) in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(values)
-        optimizer.taken, optimizer.skipped = count, skipped
+        optimizer.steps_taken, optimizer.skipped = count, skipped
     for scheduler, (values, since) in zip(schedulers, state["schedulers"], strict=True):
         if isinstance(scheduler, PreparedScheduler):
-            scheduler.resume(values, since, scheduler.advances, same_batch=True)
+            scheduler.resume(values, since, scheduler.advances, batch_size_unchanged=True)
         else:
             scheduler.load_state_dict(values)
     if accelerator.scaler is not None:

@@ -12,50 +12,52 @@ from torch.optim import Optimizer
 
 from ...strategies.distributed import cut_like, is_sharded
 from ..checkpoint import OptimizerState, Stored
-from ..parameter_names import own_name
+from ..parameter_names import strip_compile_prefix
 
 State = dict[str, Any]
 
 
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+def list_parameters(optimizer: Optimizer) -> list[Tensor]:
     """Its parameters, in the order in which torch counts them in a state."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def parameter_names(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[str]:
+def name_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[str]:
     """A name for each of its parameters: the model's own, or ``parameter 3`` for the fourth if no model has it."""
-    known: dict[int, str] = {}
+    names_by_id: dict[int, str] = {}
     for number, model in enumerate(models):
         for name, parameter in model.named_parameters():
-            known.setdefault(id(parameter), own_name(name) if number == 0 else f"{number}:{own_name(name)}")
-    return [known.get(id(p), f"parameter {index}") for index, p in enumerate(parameters_of(optimizer))]
+            names_by_id.setdefault(
+                id(parameter), strip_compile_prefix(name) if number == 0 else f"{number}:{strip_compile_prefix(name)}"
+            )
+    return [names_by_id.get(id(p), f"parameter {index}") for index, p in enumerate(list_parameters(optimizer))]
 
 
-def of_no_model(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[Tensor]:
+def find_unowned_parameters(optimizer: Optimizer, models: Iterable[nn.Module]) -> list[Tensor]:
     """Those of its parameters that no model has."""
-    known = {id(parameter) for model in models for parameter in model.parameters()}
-    return [parameter for parameter in parameters_of(optimizer) if id(parameter) not in known]
+    model_ids = {id(parameter) for model in models for parameter in model.parameters()}
+    return [parameter for parameter in list_parameters(optimizer) if id(parameter) not in model_ids]
 
 
-def class_of(optimizer: Optimizer) -> str:
+def name_class(optimizer: Optimizer) -> str:
     """The name of its class."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def named(state: State, optimizer: Optimizer, names: list[str]) -> OptimizerState:
+def encode_by_name(state: State, optimizer: Optimizer, names: list[str]) -> OptimizerState:
     """A state as ``optimizer.state_dict()`` returns it, by name.
 
     Args:
         state: its tensors may be this process's parts.
         optimizer: whose it is.
-        names: what `parameter_names` returned.
+        names: what `name_parameters` returned.
     """
     others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     slots = state["state"]
     return {
-        "class": class_of(optimizer),
-        "shapes": {name: list(p.shape) for name, p in zip(names, parameters_of(optimizer), strict=True)},
-        "formats": {name: p.dtype for name, p in zip(names, parameters_of(optimizer), strict=True)},
+        "class": name_class(optimizer),
+        "shapes": {name: list(p.shape) for name, p in zip(names, list_parameters(optimizer), strict=True)},
+        "formats": {name: p.dtype for name, p in zip(names, list_parameters(optimizer), strict=True)},
         "groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
         "slots": {names[i]: slots[i] for i in range(len(names)) if i in slots},
         "unnamed": {key: value for key, value in slots.items() if not _is_index(key, names)},
@@ -67,58 +69,58 @@ def _is_index(key: Any, names: list[str]) -> bool:
     return isinstance(key, int) and 0 <= key < len(names)
 
 
-def differences(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> list[str]:
-    """What keeps a state that `named` returned from being this optimizer's, one line each."""
+def list_differences(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> list[str]:
+    """What keeps a state that `encode_by_name` returned from being this optimizer's, one line each."""
     lines = []
-    if saved["class"] != class_of(optimizer):
-        lines.append(f"optimizer: {saved['class']} in the checkpoint, {class_of(optimizer)} in this run")
-    shapes = {name: list(p.shape) for name, p in zip(names, parameters_of(optimizer), strict=True)}
+    if saved["class"] != name_class(optimizer):
+        lines.append(f"optimizer: {saved['class']} in the checkpoint, {name_class(optimizer)} in this run")
+    shapes = {name: list(p.shape) for name, p in zip(names, list_parameters(optimizer), strict=True)}
     lines += [f"missing: {name}" for name in shapes if name not in saved["shapes"]]
     lines += [f"unexpected: {name}" for name in saved["shapes"] if name not in shapes]
     lines += [
-        f"{name}: {tuple(there)} in the checkpoint, {tuple(shapes[name])} in this run"
-        for name, there in saved["shapes"].items()
-        if name in shapes and there != shapes[name]
+        f"{name}: {tuple(saved_shape)} in the checkpoint, {tuple(shapes[name])} in this run"
+        for name, saved_shape in saved["shapes"].items()
+        if name in shapes and saved_shape != shapes[name]
     ]
-    if not lines and _grouping(saved["groups"]) != _grouping(_groups_by_name(optimizer, names)):
+    if not lines and _list_group_members(saved["groups"]) != _list_group_members(_name_groups(optimizer, names)):
         lines.append(f"the parameters are in other groups: {len(saved['groups'])} of them in the checkpoint")
     return lines
 
 
-def _groups_by_name(optimizer: Optimizer, names: list[str]) -> list[State]:
+def _name_groups(optimizer: Optimizer, names: list[str]) -> list[State]:
     left = iter(names)
     return [{**group, "params": list(itertools.islice(left, len(group["params"])))} for group in optimizer.param_groups]
 
 
-def _grouping(groups: list[State]) -> list[frozenset[str]]:
+def _list_group_members(groups: list[State]) -> list[frozenset[str]]:
     return [frozenset(group["params"]) for group in groups]
 
 
-def _counterpart(group: State, saved: list[State]) -> State:
+def _find_counterpart(group: State, saved: list[State]) -> State:
     """Return the saved group that a group's parameters were in; the group itself if they were in none or in several."""
-    owners = [there for there in saved if not set(group["params"]).isdisjoint(there["params"])]
+    owners = [saved_group for saved_group in saved if not set(group["params"]).isdisjoint(saved_group["params"])]
     return owners[0] if len(owners) == 1 else group
 
 
-def numbered(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> State:
-    """A state that `named` returned, as ``optimizer.load_state_dict`` wants it: this process's parts of it.
+def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> State:
+    """A state that `encode_by_name` returned, as ``optimizer.load_state_dict`` wants it: this process's parts of it.
 
     Where the two differ it is what fits: the slots of parameters of the same name and shape, the others begin anew; and
     the options of the one saved group that a group's parameters were in, as a schedule counts on the rate it has left.
     """
-    parameters = dict(zip(names, parameters_of(optimizer), strict=True))
+    parameters = dict(zip(names, list_parameters(optimizer), strict=True))
     index = {name: i for i, name in enumerate(names)}
-    now = _groups_by_name(optimizer, names)
-    alike = _grouping(saved["groups"]) == _grouping(now)
-    options = saved["groups"] if alike else [_counterpart(group, saved["groups"]) for group in now]
+    current_groups = _name_groups(optimizer, names)
+    alike = _list_group_members(saved["groups"]) == _list_group_members(current_groups)
+    options = saved["groups"] if alike else [_find_counterpart(group, saved["groups"]) for group in current_groups]
     groups = [
-        {**_taken(there, None), "params": [index[name] for name in here["params"]]}
-        for here, there in zip(now, options, strict=True)
+        {**_read_tensors(saved_group, None), "params": [index[name] for name in group["params"]]}
+        for group, saved_group in zip(current_groups, options, strict=True)
     ]
     fits = [name for name, shape in saved["shapes"].items() if name in index and shape == list(parameters[name].shape)]
     formats = saved["formats"]
-    slots = {index[n]: _taken(saved["slots"][n], parameters[n], formats[n]) for n in fits if n in saved["slots"]}
-    rest = _taken({"others": saved["others"], "unnamed": saved["unnamed"]}, None)
+    slots = {index[n]: _read_tensors(saved["slots"][n], parameters[n], formats[n]) for n in fits if n in saved["slots"]}
+    rest = _read_tensors({"others": saved["others"], "unnamed": saved["unnamed"]}, None)
     return {**rest["others"], "state": {**slots, **rest["unnamed"]}, "param_groups": groups}
 
 
@@ -127,26 +129,26 @@ def keep_formats(optimizer: Optimizer, state: State) -> None:
 
     torch 2.13 spares the step count alone: NAdam keeps a float32 product beside float64 parameters.
     """
-    for index, parameter in enumerate(parameters_of(optimizer)):
+    for index, parameter in enumerate(list_parameters(optimizer)):
         slots = optimizer.state.get(parameter, {})
         for name, saved in state["state"].get(index, {}).items():
-            now = slots.get(name)
-            if isinstance(now, Tensor) and isinstance(saved, Tensor) and now.dtype != saved.dtype:
-                slots[name] = saved.to(now.device)
+            slot = slots.get(name)
+            if isinstance(slot, Tensor) and isinstance(saved, Tensor) and slot.dtype != saved.dtype:
+                slots[name] = saved.to(slot.device)
 
 
-def _taken(value: Any, parameter: Tensor | None, was: torch.dtype | None = None) -> Any:
+def _read_tensors(value: Any, parameter: Tensor | None, saved_dtype: torch.dtype | None = None) -> Any:
     """A nested state with its tensors in memory; those of the parameter's shape are laid out as it is.
 
-    What had the parameter's format, which ``was`` another one, changes with it; counts and products do not.
+    What had the parameter's format, where ``saved_dtype`` is another one, changes with it; counts and products do not.
     """
     if isinstance(value, Mapping):
-        return {key: _taken(item, parameter, was) for key, item in value.items()}
+        return {key: _read_tensors(item, parameter, saved_dtype) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_taken(item, parameter, was) for item in value)
+        return type(value)(_read_tensors(item, parameter, saved_dtype) for item in value)
     if not isinstance(value, Stored):
         return value
     alike = is_sharded(parameter) and value.shape == parameter.shape  # type: ignore[union-attr]
     tensor = cut_like(value, parameter) if alike else value.read()
-    changes = parameter is not None and tensor.dtype == was and (tensor.ndim or not parameter.ndim)
+    changes = parameter is not None and tensor.dtype == saved_dtype and (tensor.ndim or not parameter.ndim)
     return tensor.to(parameter.dtype) if changes else tensor  # type: ignore[union-attr]

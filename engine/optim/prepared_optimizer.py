@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...common.messages import warn
-from .built_options import built_options
+from .built_options import copy_plain_options
 
 if TYPE_CHECKING:
     from .accumulation import Accumulation
@@ -27,15 +27,15 @@ class PreparedOptimizer(Optimizer):
 
     Attributes:
         built: the options that the script built it with.
-        held: the options that hold, which a resume changes.
-        taken: steps taken in this process.
+        effective_options: the options that hold, which a resume changes.
+        steps_taken: steps taken in this process.
         skipped: steps that a float16 overflow prevented.
     """
 
     def __init__(self, optimizer: Optimizer, accumulation: Accumulation) -> None:
         self.optimizer = optimizer
-        self.built = self.held = built_options(optimizer)
-        self.taken = 0
+        self.built = self.effective_options = copy_plain_options(optimizer)
+        self.steps_taken = 0
         self.skipped = 0
         self._accumulation = accumulation
 
@@ -69,7 +69,7 @@ class PreparedOptimizer(Optimizer):
         else:
             result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         accumulation.optimizer_step_was_skipped = skipped
-        self.taken += not skipped
+        self.steps_taken += not skipped
         self.skipped += skipped
         return result
 
@@ -120,7 +120,7 @@ class PreparedScheduler:
         self.scheduler = scheduler
         self.advances = advances
         self._accumulation = accumulation
-        self._seen = (0, 0)
+        self._last_counts = (0, 0)
         self._warned = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -131,17 +131,17 @@ class PreparedScheduler:
         """
         if not self._accumulation.sync_gradients:
             return
-        taken, skipped = self.since
-        if skipped and not taken:
+        steps, skipped = self.since
+        if skipped and not steps:
             return
-        self._seen = self._counts()
+        self._last_counts = self._count_steps()
         if args or kwargs:
             # Told one value of a metric twice, ReduceLROnPlateau would count an epoch without improvement.
             self.scheduler.step(*args, **kwargs)
             return
-        if taken > 1 and self.advances > 1:
+        if steps > 1 and self.advances > 1:
             self._warn(
-                f"{type(self.scheduler).__name__}.step() was called after {taken} optimizer steps. A prepared "
+                f"{type(self.scheduler).__name__}.step() was called after {steps} optimizer steps. A prepared "
                 f"scheduler advances by {self.advances} per call, one for each process, so a schedule that counts "
                 f"epochs runs {self.advances} times too fast. Use Accelerator(step_scheduler_with_optimizer=False) "
                 "for it."
@@ -177,23 +177,25 @@ class PreparedScheduler:
     @property
     def since(self) -> tuple[int, int]:
         """The steps that its optimizer has taken, and those it skipped, since this was called last."""
-        taken, skipped = self._counts()
-        return taken - self._seen[0], skipped - self._seen[1]
+        steps, skipped = self._count_steps()
+        return steps - self._last_counts[0], skipped - self._last_counts[1]
 
-    def resume(self, state: dict[str, Any], since: tuple[int, int], advances: int, *, same_batch: bool) -> None:
+    def resume(
+        self, state: dict[str, Any], since: tuple[int, int], advances: int, *, batch_size_unchanged: bool
+    ) -> None:
         """Continue a saved schedule.
 
         Args:
             state: the scheduler's own.
             since: what `since` was.
             advances: what `advances` was.
-            same_batch: an optimizer step takes as many samples as in the run that saved. With another number of
-                processes each then has a batch of another size, and the schedule's steps have another length.
+            batch_size_unchanged: an optimizer step takes as many samples as in the run that saved. With another number
+                of processes each then has a batch of another size, and the schedule's steps have another length.
         """
         self.scheduler.load_state_dict(state)
-        taken, skipped = self._counts()
-        self._seen = (taken - since[0], skipped - since[1])
-        if same_batch and advances != self.advances and not self._convert(advances):
+        steps, skipped = self._count_steps()
+        self._last_counts = (steps - since[0], skipped - since[1])
+        if batch_size_unchanged and advances != self.advances and not self._convert(advances):
             self.advances = advances  # what the schedule's length is counted in was saved with it
 
     def _convert(self, saved_advances: int) -> bool:
@@ -222,10 +224,10 @@ class PreparedScheduler:
         scheduler.last_epoch, scheduler._step_count = position, position + 1
         return True
 
-    def _counts(self) -> tuple[int, int]:
+    def _count_steps(self) -> tuple[int, int]:
         driven = getattr(self.scheduler, "optimizer", None)
         prepared = [o for o in self._accumulation.optimizers if driven is o or driven is o.optimizer]
-        return sum(o.taken for o in prepared), sum(o.skipped for o in prepared)
+        return sum(o.steps_taken for o in prepared), sum(o.skipped for o in prepared)
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":

@@ -45,21 +45,21 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
     tensors = {
         prefix + name: tensor
         for prefix, model in zip(prefixes, models, strict=True)
-        for name, tensor in _replicated(model, buffers)
+        for name, tensor in _list_replicated(model, buffers)
     }
     # The form goes along as a number, so that the usual case is one exchange of little.
     forms = [f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items()]
-    own = zlib.crc32("\n".join(forms).encode()), _digests(tensors.values())
-    parts = world.gather_objects(own)
-    if all(part == own for part in parts):
+    local_digests = zlib.crc32("\n".join(forms).encode()), _digest_tensors(tensors.values())
+    parts = world.gather_objects(local_digests)
+    if all(part == local_digests for part in parts):
         return
-    if any(form != own[0] for form, _ in parts):
-        raise ReplicasDiffer(_other_forms(world.gather_objects(forms)))
+    if any(form != local_digests[0] for form, _ in parts):
+        raise ReplicasDiffer(_describe_other_forms(world.gather_objects(forms)))
     columns = zip(tensors, zip(*(digests for _, digests in parts), strict=True), strict=True)
     differing = {name: column for name, column in columns if len(set(column)) > 1}
     first, column = next(iter(differing.items()))
     source = max(range(world.size), key=column.count)  # one of the majority; the lowest rank where there is none
-    distances = world.gather_objects(_distance(tensors[first], world, source))
+    distances = world.gather_objects(_measure_distance(tensors[first], world, source))
     odd = [rank for rank in range(world.size) if column[rank] != column[source]]
     apart = ", ".join(f"{distances[rank]:.3g} on rank {rank}" for rank in odd[:8])
     names = ", ".join(list(differing)[:8]) + (f" and {len(differing) - 8} more" if len(differing) > 8 else "")
@@ -75,35 +75,35 @@ def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
     debug = accelerator.world.debug
     if debug is None or not debug.replicas or accelerator.world.size == 1:
         return
-    every, taken = debug.replicas, 0
+    every, step_count = debug.replicas, 0
 
-    def stepped(*_: Any) -> None:
-        nonlocal taken
+    def check_replicas(*_: Any) -> None:
+        nonlocal step_count
         if type(accelerator.accumulation.agreement) is not Agreement:
             return  # inside join_uneven_inputs, where a process may have no more steps to take
-        if taken % every == 0 and accelerator.strategy.replicas_equal:
+        if step_count % every == 0 and accelerator.strategy.replicas_equal:
             accelerator.check_replicas()
-        taken += 1
+        step_count += 1
 
-    optimizer.register_step_post_hook(stepped)
+    optimizer.register_step_post_hook(check_replicas)
 
 
-def _replicated(model: nn.Module, buffers: bool) -> list[tuple[str, Tensor]]:
+def _list_replicated(model: nn.Module, buffers: bool) -> list[tuple[str, Tensor]]:
     named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
     return [(name, t.detach()) for name, t in named if not is_sharded(t) and t.device.type != "meta"]
 
 
-def _digests(tensors: Iterable[Tensor]) -> list[int]:
+def _digest_tensors(tensors: Iterable[Tensor]) -> list[int]:
     """A number for the bits of each tensor, read from the device at once."""
     generator = torch.Generator().manual_seed(0)  # of its own: nobody else's draws may depend on a check
     # Odd, as an even weight would lose the highest bit.
     weights = torch.randint(-(2**62), 2**62, (_PART,), generator=generator) | 1
     by_device: dict[torch.device, Tensor] = {}
-    digests = [_digest(t, by_device.setdefault(t.device, weights.to(t.device))) for t in tensors]
+    digests = [_digest_tensor(t, by_device.setdefault(t.device, weights.to(t.device))) for t in tensors]
     return torch.stack([d.cpu() for d in digests]).tolist() if digests else []
 
 
-def _digest(tensor: Tensor, weights: Tensor) -> Tensor:
+def _digest_tensor(tensor: Tensor, weights: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     bits = tensor.contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
@@ -114,17 +114,17 @@ def _digest(tensor: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def _distance(tensor: Tensor, world: World, source: int) -> float:
+def _measure_distance(tensor: Tensor, world: World, source: int) -> float:
     other = world.broadcast_tensor(tensor.clone().contiguous(), source)
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     return (tensor.cpu().to(wide) - other.cpu().to(wide)).abs().max().item()
 
 
-def _other_forms(forms: list[list[str]]) -> str:
+def _describe_other_forms(forms: list[list[str]]) -> str:
     rank = next(rank for rank, other in enumerate(forms) if other != forms[0])
     only = [
-        f"rank {one} has {', '.join(missing[:4])}{' ...' * (len(missing) > 4)}"
-        for one, missing in ((0, sorted({*forms[0]} - {*forms[rank]})), (rank, sorted({*forms[rank]} - {*forms[0]})))
+        f"rank {holder} has {', '.join(missing[:4])}{' ...' * (len(missing) > 4)}"
+        for holder, missing in ((0, sorted({*forms[0]} - {*forms[rank]})), (rank, sorted({*forms[rank]} - {*forms[0]})))
         if missing
     ]
     return f"the processes do not hold the same parameters: {'; '.join(only) or 'their order differs'}."

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from ...common.messages import announce, warn
 from ...common.validation import choose
 from ..checkpoint import TrainState
-from .built_options import BuiltSchedule, State, plain
+from .built_options import BuiltSchedule, State, to_plain
 from .prepared_optimizer import PreparedOptimizer
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class LoadedOptimizer(NamedTuple):
     Attributes:
         optimizer: the user's own.
         state: for its ``load_state_dict``.
-        options: what `built_options` was when the saved run began; None if the checkpoint does not say.
+        options: what `copy_plain_options` was when the saved run began; None if the checkpoint does not say.
         groups: how many groups of parameters it has in the checkpoint.
     """
 
@@ -44,9 +44,9 @@ class LoadedOptimizer(NamedTuple):
     groups: int
 
 
-def _numbers(value: Any) -> list[int | float]:
+def _to_numbers(value: Any) -> list[int | float]:
     """Return a list of numbers as it is; of anything else, which a damaged file may hold, nothing."""
-    numbers = plain(value)
+    numbers = to_plain(value)
     return numbers if isinstance(numbers, list) and all(isinstance(item, int | float) for item in numbers) else []
 
 
@@ -65,8 +65,8 @@ def compare(accelerator: Accelerator, path: Path, optimizers: list[LoadedOptimiz
     Raises:
         ValueError: if the saved schedule ends before the script's, so that torch would end the run there.
     """
-    lines = _other_options(accelerator, optimizers)
-    schedules, rates = _other_schedules(accelerator, state)
+    lines = _compare_options(accelerator, optimizers)
+    schedules, rates = _compare_schedules(accelerator, state)
     lines += schedules
     if not (lines or rates):
         return
@@ -83,59 +83,65 @@ def compare(accelerator: Accelerator, path: Path, optimizers: list[LoadedOptimiz
     warn(f"{path} was saved by a run with another optimizer configuration or schedule:\n  {text}")
 
 
-def _other_options(accelerator: Accelerator, optimizers: list[LoadedOptimizer]) -> list[str]:
+def _compare_options(accelerator: Accelerator, optimizers: list[LoadedOptimizer]) -> list[str]:
     lines = []
     for optimizer, _, saved, _ in optimizers:
-        groups = _prepared(accelerator, optimizer).built
+        groups = _find_prepared(accelerator, optimizer).built
         if saved is None or len(saved) != len(groups):
             continue
         for number, (old, new) in enumerate(zip(saved, groups, strict=True)):
             scheduled = "initial_lr" in old and "initial_lr" in new  # then ``lr`` is the schedule's first value
-            where = f" group {number}" if len(groups) > 1 else ""
+            label = f" group {number}" if len(groups) > 1 else ""
             lines += [
-                f"{type(optimizer).__name__}{where}: {'lr' if name == 'initial_lr' else name} {_shown(old[name])} "
-                f"in the checkpoint, {_shown(new[name])} in this script"
+                f"{type(optimizer).__name__}{label}: {'lr' if name == 'initial_lr' else name} {_format(old[name])} "
+                f"in the checkpoint, {_format(new[name])} in this script"
                 for name in new
-                if name in old and not (name == "lr" and scheduled) and _differ(old[name], new[name])
+                if name in old and not (name == "lr" and scheduled) and _is_different(old[name], new[name])
             ]
     return lines
 
 
-def _prepared(accelerator: Accelerator, optimizer: Optimizer) -> PreparedOptimizer:
+def _find_prepared(accelerator: Accelerator, optimizer: Optimizer) -> PreparedOptimizer:
     return next(prepared for prepared in accelerator.optimizers if prepared.optimizer is optimizer)
 
 
-def _other_schedules(accelerator: Accelerator, state: TrainState) -> tuple[list[str], list[str]]:
+def _compare_schedules(accelerator: Accelerator, state: TrainState) -> tuple[list[str], list[str]]:
     """Return in what the schedules differ; and what functions, which are the script's in any case, say otherwise."""
     lines, rates = [], []
-    for scheduler, built, saved, kind, arguments in _pairs(accelerator, state):
+    for scheduler, built, saved, kind, arguments in _iter_schedulers(accelerator, state):
         new, old = built.arguments, arguments if isinstance(arguments, dict) else {}
         lines += [
-            f"{kind}: {name.replace('_milestones', 'milestones')} {_shown(old[name])} in the checkpoint, "
-            f"{_shown(new[name])} in this script"
+            f"{kind}: {name.replace('_milestones', 'milestones')} {_format(old[name])} in the checkpoint, "
+            f"{_format(new[name])} in this script"
             for name in new
-            if name in old and _differ(old[name], new[name])
+            if name in old and _is_different(old[name], new[name])
         ]
         if isinstance(scheduler, LambdaLR):
-            rates += _other_rates(scheduler, saved)
+            rates += _compare_rates(scheduler, saved)
     return lines, rates
 
 
-def _other_rates(scheduler: LambdaLR, saved: State) -> list[str]:
+def _compare_rates(scheduler: LambdaLR, saved: State) -> list[str]:
     """Compare the functions of a schedule, which no checkpoint holds, at the step that the checkpoint stands at."""
-    step, before, bases = saved.get("last_epoch"), _numbers(saved.get("_last_lr")), _numbers(saved.get("base_lrs"))
+    step, before, bases = (
+        saved.get("last_epoch"),
+        _to_numbers(saved.get("_last_lr")),
+        _to_numbers(saved.get("base_lrs")),
+    )
     if not isinstance(step, int) or not len(before) == len(bases) == len(scheduler.lr_lambdas):
         return []
     rates = [base * function(step) for base, function in zip(bases, scheduler.lr_lambdas, strict=True)]
     if all(math.isclose(old, new, rel_tol=1e-5, abs_tol=1e-12) for old, new in zip(before, rates, strict=True)):
         return []
     return [
-        f"LambdaLR: lr {_shown(before)} in the checkpoint, {_shown(rates)} by this script's function at its step "
+        f"LambdaLR: lr {_format(before)} in the checkpoint, {_format(rates)} by this script's function at its step "
         f"{step}. Functions are not saved: the script's holds from the next step on"
     ]
 
 
-def _pairs(accelerator: Accelerator, state: TrainState) -> Iterator[tuple[Any, BuiltSchedule, State, str, Any]]:
+def _iter_schedulers(
+    accelerator: Accelerator, state: TrainState
+) -> Iterator[tuple[Any, BuiltSchedule, State, str, Any]]:
     """Yield each scheduler with what it was built as, its saved state, its kind, and its arguments in the saved run."""
     saved_arguments = state.get("schedules_built")
     arguments = saved_arguments if isinstance(saved_arguments, list) else []
@@ -150,27 +156,28 @@ def _pairs(accelerator: Accelerator, state: TrainState) -> Iterator[tuple[Any, B
 
 def _ends_early(accelerator: Accelerator, state: TrainState) -> bool:
     return any(
-        kind == "OneCycleLR" and any(end < built.state["total_steps"] for end in _numbers([saved.get("total_steps")]))
-        for _, built, saved, kind, _ in _pairs(accelerator, state)
+        kind == "OneCycleLR"
+        and any(end < built.state["total_steps"] for end in _to_numbers([saved.get("total_steps")]))
+        for _, built, saved, kind, _ in _iter_schedulers(accelerator, state)
     )
 
 
-def _differ(old: Any, new: Any) -> bool:
+def _is_different(old: Any, new: Any) -> bool:
     both_nan = old != old and new != new
     return bool(old != new and not both_nan)
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_shown, value))}]" if len(value) != 1 else _shown(value[0])
+        return f"[{', '.join(map(_format, value))}]" if len(value) != 1 else _format(value[0])
     return repr(value)
 
 
 def is_scheduled(accelerator: Accelerator, optimizer: Optimizer) -> bool:
     """Return whether a scheduler drives an optimizer."""
-    prepared = _prepared(accelerator, optimizer)
+    prepared = _find_prepared(accelerator, optimizer)
     return any(getattr(scheduler, "optimizer", None) in (optimizer, prepared) for scheduler in accelerator.schedulers)
 
 
@@ -191,30 +198,31 @@ def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], s
     Raises:
         ValueError: if a schedule of the script can't be brought to where the saved one is.
     """
-    pairs = list(_pairs(accelerator, state))
+    pairs = list(_iter_schedulers(accelerator, state))
     for optimizer, saved, *_ in optimizers:
-        prepared = _prepared(accelerator, optimizer)
+        prepared = _find_prepared(accelerator, optimizer)
         driving = [pair for pair in pairs if getattr(pair[0], "optimizer", None) in (optimizer, prepared)]
         groups, options = saved["param_groups"], driving[-1][1].options if driving else prepared.built
         if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler, *_ in driving):
             warn(
-                f"schedule='script': ReduceLROnPlateau follows measurements, so {_name(optimizer)} keeps what is saved."
+                f"schedule='script': ReduceLROnPlateau follows measurements, so {_name_class(optimizer)} "
+                "keeps what is saved."
             )
             continue
         if len(options) != len(groups):
             raise ValueError(
-                f"schedule='script' can't set the learning rate of {_name(optimizer)}: it was built with "
+                f"schedule='script' can't set the learning rate of {_name_class(optimizer)}: it was built with "
                 f"{len(options)} groups of parameters, and has {len(groups)} in the checkpoint."
             )
         stand_in = _Groups(options)
         for scheduler, built, saved_schedule, kind, _ in driving:
-            copied = _stepped(scheduler, built, saved_schedule, kind, stand_in)
+            copied = _step_copy(scheduler, built, saved_schedule, kind, stand_in)
             saved_schedule.clear()
             saved_schedule.update(copy.deepcopy(copied.state_dict()))
         for group, old, new in zip(groups, options, stand_in.param_groups, strict=True):
             group.update({name: new[name] for name in new if name in _RATES or new[name] != old.get(name)})
-        rates = _shown([group["lr"] for group in stand_in.param_groups])
-        announce(f"schedule='script': {_name(optimizer)} resumes with lr {rates}, from this script's schedule")
+        rates = _format([group["lr"] for group in stand_in.param_groups])
+        announce(f"schedule='script': {_name_class(optimizer)} resumes with lr {rates}, from this script's schedule")
 
 
 class _Groups:
@@ -229,9 +237,9 @@ class _Groups:
         """Do nothing; schedulers look whether it is there."""
 
 
-def _stepped(scheduler: Any, built: BuiltSchedule, saved: State, kind: str, optimizer: _Groups) -> Any:
+def _step_copy(scheduler: Any, built: BuiltSchedule, saved: State, kind: str, optimizer: _Groups) -> Any:
     """Return a copy of ``scheduler`` over ``optimizer``, stepped from its beginning to where ``saved`` is."""
-    first, last = _position(built.state), _position(saved)
+    first, last = _read_position(built.state), _read_position(saved)
     if not isinstance(scheduler, LRScheduler) or first is None or last is None or last < first:
         raise ValueError(
             f"schedule='script' can't bring this script's {kind} to where the checkpoint's is: its state does not say "
@@ -251,15 +259,15 @@ def _stepped(scheduler: Any, built: BuiltSchedule, saved: State, kind: str, opti
     return copied
 
 
-def _position(state: State) -> int | None:
+def _read_position(state: State) -> int | None:
     nested = state.get("_schedulers")
     if "last_epoch" not in state and isinstance(nested, list) and nested:
-        return _position(nested[0])
+        return _read_position(nested[0])
     last_epoch = state.get("last_epoch")
     return last_epoch if isinstance(last_epoch, int) else None
 
 
-def _name(optimizer: Optimizer) -> str:
+def _name_class(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
 
 
@@ -273,12 +281,14 @@ def hold(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: Tra
         script: the learning rates and schedules are the script's; other options are the saved ones nevertheless.
     """
     for optimizer, _, options, _ in optimizers:
-        prepared = _prepared(accelerator, optimizer)
+        prepared = _find_prepared(accelerator, optimizer)
         if options is not None and len(options) == len(prepared.built):
             rates = [{name: group[name] for name in group if script and name in _RATES} for group in prepared.built]
-            prepared.held = [{**saved, **of_script} for saved, of_script in zip(options, rates, strict=True)]
-    for _, built, _, _, arguments in _pairs(accelerator, state):
-        built.held = arguments if isinstance(arguments, dict) and not script else built.arguments
+            prepared.effective_options = [
+                {**saved, **of_script} for saved, of_script in zip(options, rates, strict=True)
+            ]
+    for _, built, _, _, arguments in _iter_schedulers(accelerator, state):
+        built.effective_arguments = arguments if isinstance(arguments, dict) and not script else built.arguments
 
 
 def check_schedule(schedule: str | None) -> str | None:

@@ -9,7 +9,7 @@ from ...common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from .advice import advise
     from .decoder import Decoder, next_token_loss, sizes_of, tokens
-    from .gpus import GPU, gpu_called, gpu_here
+    from .gpus import GPU, detect_gpu, find_gpu
     from .plan import Plan
     from .report import Schedule, screen
     from .simulation import simulate

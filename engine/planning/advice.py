@@ -23,96 +23,100 @@ def advise(plan: Plan, again: Again) -> list[str]:
             ``precision``.
     """
     if not plan.fits:
-        return [_made_to_fit(plan, again)]
-    found = _mixed(plan, again)
+        return [_advise_fit(plan, again)]
+    hints = _suggest_mixed_precision(plan, again)
     if plan.grid["shard"] > 1:
-        found += _hybrid(plan, again)
-        found += _half(plan, again)
-    return found
+        hints += _suggest_hybrid_sharding(plan, again)
+        hints += _suggest_half_gathering(plan, again)
+    return hints
 
 
-def _made_to_fit(plan: Plan, again: Again) -> str:
+def _advise_fit(plan: Plan, again: Again) -> str:
     """The first change, or changes, with which it fits."""
     changes: dict[str, Any] = {}
     words: list[str] = []
-    now = plan
+    candidate = plan
 
     def attempt(word: str, **change: Any) -> Plan:
-        made = again(**{**changes, **change})
+        changed = again(**{**changes, **change})
         changes.update(change)
         words.append(word)
-        return made
+        return changed
 
     if plan.grid["shard"] == 1 and plan.world_size > 1:
-        now = attempt("shard the model (strategy=fsdp)", shard=True)
+        candidate = attempt("shard the model (strategy=fsdp)", shard=True)
     elif plan.grid["replicate"] > 1:
-        now = attempt(f"shard over all {plan.world_size:,} processes (data_parallel_replicate=1)", replicate=1)
-    if not now.fits and now.grid["shard"] * now.grid["tensor"] > 1 and not now.strategy.recomputes_activations:
+        candidate = attempt(f"shard over all {plan.world_size:,} processes (data_parallel_replicate=1)", replicate=1)
+    if (
+        not candidate.fits
+        and candidate.grid["shard"] * candidate.grid["tensor"] > 1
+        and not candidate.strategy.recomputes_activations
+    ):
         with suppress(ValueError):  # the model has no repeated blocks
-            now = attempt("compute activations again (activation_checkpointing_policy=True)", recompute=True)
-    if not now.fits and now.micro_batch > 1:
-        now = _smaller(now, attempt, plan)
-    if now.fits:
-        return f"to make it fit, {' and '.join(words)}: then {size(now.reserved)} are held"
-    states = sum(now.states.values())
-    tried = f"; {', '.join(words)}: {size(now.reserved)} still" if words else ""
-    if states > now.gpu.memory:
-        return f"parameters and optimizer alone are {size(states)} per process{tried}. Take more processes."
+            candidate = attempt("compute activations again (activation_checkpointing_policy=True)", recompute=True)
+    if not candidate.fits and candidate.micro_batch > 1:
+        candidate = _shrink_micro_batch(candidate, attempt, plan)
+    if candidate.fits:
+        return f"to make it fit, {' and '.join(words)}: then {format_size(candidate.reserved)} are held"
+    states = sum(candidate.states.values())
+    tried = f"; {', '.join(words)}: {format_size(candidate.reserved)} still" if words else ""
+    if states > candidate.gpu.memory:
+        return f"parameters and optimizer alone are {format_size(states)} per process{tried}. Take more processes."
     return (
         f"nothing simple makes it fit{tried}. Take a smaller micro-batch or shorter samples, more processes, or share "
         "the work on one sample (tensor_parallel_size)."
     )
 
 
-def _smaller(now: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:
+def _shrink_micro_batch(candidate: Plan, attempt: Callable[..., Plan], plan: Plan) -> Plan:
     """Fewer samples at once, as many per step."""
-    fixed = sum(now.states.values())
-    room = now.gpu.memory / now.calibration.reserved - fixed
-    each = max(1, (now.peak - fixed) // now.micro_batch)
+    fixed = sum(candidate.states.values())
+    room = candidate.gpu.memory / candidate.calibration.reserved - fixed
+    sample_bytes = max(1, (candidate.peak - fixed) // candidate.micro_batch)
     samples = 1
-    while samples * 2 < now.micro_batch and samples * 2 * each <= room:
+    while samples * 2 < candidate.micro_batch and samples * 2 * sample_bytes <= room:
         samples *= 2
     times = max(1, round(plan.micro_batch * plan.accumulate / samples))
     return attempt(f"take micro-batches of {samples}, {times} accumulated", micro_batch=samples, accumulate=times)
 
 
-def _mixed(plan: Plan, again: Again) -> list[str]:
+def _suggest_mixed_precision(plan: Plan, again: Again) -> list[str]:
     """Multiply matrices in half precision; parameters and optimizer states keep theirs."""
     if plan.precision.name != "32-true":
         return []
     name = "16-mixed" if plan.gpu.name == "v100" else "bf16-mixed"  # Volta has no bfloat16
-    return _compared(plan, again(precision=name), f"mixed precision (precision={name})")
+    return _describe_gain(plan, again(precision=name), f"mixed precision (precision={name})")
 
 
-def _hybrid(plan: Plan, again: Again) -> list[str]:
+def _suggest_hybrid_sharding(plan: Plan, again: Again) -> list[str]:
     """Shard within a machine, replicate over machines: then parameters are gathered by the fast links alone."""
     inside = max(1, plan.gpu.per_machine // plan.grid["tensor"])
     replicas, left = divmod(plan.world_size // plan.grid["tensor"], inside)
     if replicas < 2 or left or inside < 2 or plan.grid["replicate"] > 1:
         return []
     other = again(replicate=replicas)
-    return _compared(plan, other, f"hybrid sharding (data_parallel_replicate={replicas}: shards of {inside})")
+    return _describe_gain(plan, other, f"hybrid sharding (data_parallel_replicate={replicas}: shards of {inside})")
 
 
-def _half(plan: Plan, again: Again) -> list[str]:
+def _suggest_half_gathering(plan: Plan, again: Again) -> list[str]:
     """Gather in the format of the computation."""
     if plan.precision.compute is None or not plan.strategy.gathers_in_storage_dtype:
         return []
     other = again(gather=plan.precision.compute)
     short = str(plan.precision.compute).removeprefix("torch.")
-    return _compared(plan, other, f"gathering in {short} (mixed_precision=MixedPrecisionPolicy({short}, float32))")
+    return _describe_gain(plan, other, f"gathering in {short} (mixed_precision=MixedPrecisionPolicy({short}, float32))")
 
 
-def _compared(plan: Plan, other: Plan, words: str) -> list[str]:
+def _describe_gain(plan: Plan, other: Plan, words: str) -> list[str]:
     gain = plan.band[1] / other.band[1] - 1
     if gain < _WORTH:
         return []
-    room = "" if other.fits else f", but would not fit ({size(other.reserved)} held)"
+    room = "" if other.fits else f", but would not fit ({format_size(other.reserved)} held)"
     faster = f"{gain:.0%} faster" if gain < 1 else f"{1 + gain:.1f} times as fast"
-    return [f"{words} would be {faster}, with {size(other.reserved)} held{room}"]
+    return [f"{words} would be {faster}, with {format_size(other.reserved)} held{room}"]
 
 
-def size(number: float) -> str:
+def format_size(number: float) -> str:
     """Bytes, as people say them."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if number < 1023.5 or unit == "TiB":

@@ -19,7 +19,7 @@ class Event:
         if stream is None:
             assert self.clocks is not None
             stream = self.clocks.current
-        self.at = stream.now
+        self.at = stream.time
 
     def wait(self, stream: Stream | None = None) -> None:
         """``stream`` goes on after this moment."""
@@ -37,24 +37,24 @@ class Event:
 
 
 class Stream:
-    """Work in order. ``now`` is when all of it so far is done, in seconds."""
+    """Work in order. ``time`` is when all of it so far is done, in seconds."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.now = 0.0
+        self.time = 0.0
         self.device = None
 
     def wait_stream(self, other: Stream) -> None:
         """What comes waits for what ``other`` has been given."""
-        self.now = max(self.now, other.now)
+        self.time = max(self.time, other.time)
 
     def wait_event(self, event: Event) -> None:
         """What comes waits for ``event``."""
-        self.now = max(self.now, event.at)
+        self.time = max(self.time, event.at)
 
     def record_event(self, event: Event | None = None) -> Event:
         """The moment at which all work so far is done."""
         event = Event() if event is None else event
-        event.at = self.now
+        event.at = self.time
         return event
 
     def synchronize(self) -> None:
@@ -94,7 +94,7 @@ class Clocks:
 
     def spend(self, seconds: float) -> None:
         """An operation in the current stream."""
-        self.current.now += seconds
+        self.current.time += seconds
 
     def exchange(self, group: tuple[int, ...], seconds: float, *, wait: bool) -> float:
         """A collective, after the earlier ones of its group; returns when it ends.
@@ -104,8 +104,8 @@ class Clocks:
             seconds: how long it takes once they are ready.
             wait: whether the current stream goes on only afterwards.
         """
-        end = max(self.current.now, self._groups.get(group, 0.0)) + seconds
+        end = max(self.current.time, self._groups.get(group, 0.0)) + seconds
         self._groups[group] = end
         if wait:
-            self.current.now = end
+            self.current.time = end
         return end

@@ -20,7 +20,7 @@ STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1,
 """How often each byte goes round."""
 
 
-def collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gpu: GPU) -> float:
+def estimate_collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gpu: GPU) -> float:
     """How long a collective of ``size`` bytes takes once all of ``ranks`` are ready.
 
     Args:
@@ -38,7 +38,7 @@ def collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gpu: GPU) -
     if machines == 1:
         forms = [(_SIMPLE, hops, 0, gpu.link), (_LL128, hops, 0, gpu.link * _LL128_SHARE)]
     else:
-        rate = min(gpu.link, _between(size, machines, count, gpu))
+        rate = min(gpu.link, _compute_network_bandwidth(size, machines, count, gpu))
         forms = [(_SIMPLE, hops - crossing, crossing, rate)]
         if kind == "all_reduce":  # up a tree and down again: few hops, where a ring of many waits for its latency
             within, between = 2 * (math.ceil(count / machines) - 1), 2 * math.ceil(math.log2(machines))
@@ -50,7 +50,7 @@ def collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gpu: GPU) -
     )
 
 
-def _between(size: int, machines: int, count: int, gpu: GPU) -> float:
+def _compute_network_bandwidth(size: int, machines: int, count: int, gpu: GPU) -> float:
     """Bytes per second of a ring through several machines."""
     rate = gpu.network * (_FEW_MACHINES + (1 - _FEW_MACHINES) * min(1.0, (machines - 1) / 7))
     ports = min(gpu.per_machine, math.ceil(count / machines))

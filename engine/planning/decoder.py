@@ -51,8 +51,8 @@ def sizes_of(name: str) -> Sizes:
         ValueError: for an unknown one, with the nearest known.
     """
     short = {full.partition("-")[2]: full for full in MODELS}
-    found = choose("model", name.lower(), [*MODELS, *short])
-    return MODELS[short.get(found, found)]
+    chosen = choose("model", name.lower(), [*MODELS, *short])
+    return MODELS[short.get(chosen, chosen)]
 
 
 class Attention(nn.Module):
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         """Mix tokens with those before them."""
         batch, length, _ = x.shape
         q, k, v = (part(x).view(batch, length, -1, self.head) for part in (self.queries, self.keys, self.values))
-        q, k = rotated(q, turn), rotated(k, turn)
+        q, k = rotate(q, turn), rotate(k, turn)
         times = q.shape[2] // k.shape[2]
         if times > 1:
             k, v = (part.repeat_interleave(times, dim=2) for part in (k, v))
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
 
 
-def rotated(x: Tensor, turn: Tensor) -> Tensor:
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Pairs of features, turned by angles that grow with the position."""
     first, second = x.float().chunk(2, dim=-1)
     cosine, sine = turn.unbind(0)

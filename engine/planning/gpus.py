@@ -54,7 +54,9 @@ _TABLE: dict[str, tuple[float, ...]] = {
 }
 
 
-def _gpu(name: str, half: float, tf32: float, single: float, speed: float, size: float, link: float, net: float) -> GPU:
+def _make_gpu(
+    name: str, half: float, tf32: float, single: float, speed: float, size: float, link: float, net: float
+) -> GPU:
     return GPU(
         name=name,
         half=half * 1e12,
@@ -67,12 +69,12 @@ def _gpu(name: str, half: float, tf32: float, single: float, speed: float, size:
     )
 
 
-GPUS = {name: _gpu(name, *numbers) for name, numbers in _TABLE.items()}
+GPUS = {name: _make_gpu(name, *numbers) for name, numbers in _TABLE.items()}
 # Words in a driver's name that make another device of the same chip.
 _OTHERS = {"laptop", "mig", "nvl", "pcie"}
 
 
-def gpu_called(name: str | GPU) -> GPU:
+def find_gpu(name: str | GPU) -> GPU:
     """The kind called ``name``.
 
     Raises:
@@ -83,18 +85,18 @@ def gpu_called(name: str | GPU) -> GPU:
     return GPUS[choose("gpu", name.lower().replace("_", "-"), GPUS)]
 
 
-def gpu_here() -> GPU | None:
+def detect_gpu() -> GPU | None:
     """The kind that this machine has, with its memory as the driver tells it; None without one that is known."""
     if not torch.cuda.is_available():
         return None
-    found = gpu_of_driver(torch.cuda.get_device_name())
-    return found and replace(found, memory=float(torch.cuda.get_device_properties(0).total_memory))
+    gpu = match_driver_name(torch.cuda.get_device_name())
+    return gpu and replace(gpu, memory=float(torch.cuda.get_device_properties(0).total_memory))
 
 
-def gpu_of_driver(name: str) -> GPU | None:
+def match_driver_name(name: str) -> GPU | None:
     """The kind that a driver calls ``name``, such as ``"NVIDIA H100 80GB HBM3"``; None for an unknown one."""
     words = re.findall("[a-z0-9]+", name.lower().replace("rtx 4090", "rtx4090"))
     if _OTHERS & set(words):
         return None
-    known = (gpu for gpu in GPUS.values() if set(gpu.name.split("-")) <= set(words))
-    return max(known, key=lambda gpu: len(gpu.name), default=None)
+    matches = (gpu for gpu in GPUS.values() if set(gpu.name.split("-")) <= set(words))
+    return max(matches, key=lambda gpu: len(gpu.name), default=None)

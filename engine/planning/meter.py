@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...strategies import simulation
 from .clocks import Clocks
-from .collective_costs import collective_seconds
+from .collective_costs import estimate_collective_seconds
 from .op_costs import Prices
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -60,25 +60,25 @@ class Memory:
     most: int = 0
 
     def __post_init__(self) -> None:
-        self._held: dict[int, tuple[Any, int, str]] = {}
+        self._storages: dict[int, tuple[Any, int, str]] = {}
         self._total = 0
 
     def hold(self, tensor: Tensor, category: str) -> None:
         """``tensor`` lives, unless its memory is known already."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._held:
+        if key not in self._storages:
             size = storage.nbytes()
-            self._held[key] = (weakref.ref(storage, lambda _: self._drop(key)), size, category)
+            self._storages[key] = (weakref.ref(storage, lambda _: self._drop(key)), size, category)
             self._add(size, category)
 
     def name(self, tensors: Iterable[Tensor], category: str) -> None:
         """Now it is known what the memory of ``tensors`` is for."""
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
-            if key in self._held:
-                reference, size, old = self._held[key]
-                self._held[key] = (reference, size, category)
+            if key in self._storages:
+                reference, size, old = self._storages[key]
+                self._storages[key] = (reference, size, category)
                 self.live[old] -= size
                 self.live[category] += size
 
@@ -86,9 +86,9 @@ class Memory:
         """The memory of ``tensor`` has another size: sharding does that to whole parameters."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._held:
-            reference, old, category = self._held[key]
-            self._held[key] = (reference, size, GATHERED)
+        if key in self._storages:
+            reference, old, category = self._storages[key]
+            self._storages[key] = (reference, size, GATHERED)
             self._add(-old, category)
             self._add(size, GATHERED)
         else:
@@ -107,7 +107,7 @@ class Memory:
             self.peak = dict(self.live)
 
     def _drop(self, key: int) -> None:
-        _, size, category = self._held.pop(key)
+        _, size, category = self._storages.pop(key)
         self.live[category] -= size
         self._total -= size
 
@@ -193,30 +193,32 @@ class Meter(TorchDispatchMode):
     def _exchange(self, name: str, args: Any, out: Any) -> None:
         if name == "wait_tensor":
             current = self.clocks.current
-            current.now = max(current.now, self._ready.pop(args[0].untyped_storage()._cdata, 0.0))
+            current.time = max(current.time, self._ready.pop(args[0].untyped_storage()._cdata, 0.0))
             return
         if name not in _KINDS:
             if name in ("barrier", "monitored_barrier_", "_wrap_tensor_autograd"):
                 return
             raise ValueError(f"a plan does not know the collective {name!r} yet; please report it.")
         kind, place = _KINDS[name]
-        whole = _flat(out if place < 0 else args[place])
+        whole = _flatten(out if place < 0 else args[place])
         size = sum(tensor.numel() * tensor.element_size() for tensor in whole)
-        ranks = self._ranks(args)
+        ranks = self._find_ranks(args)
         self.launched += 1
         self.traffic.add(kind, size)
         functional = isinstance(args[-1], str)
-        end = self.clocks.exchange(ranks, collective_seconds(kind, size, ranks, self.prices.gpu), wait=not functional)
+        end = self.clocks.exchange(
+            ranks, estimate_collective_seconds(kind, size, ranks, self.prices.gpu), wait=not functional
+        )
         if functional:
-            for tensor in _flat(out):
+            for tensor in _flatten(out):
                 self._ready[tensor.untyped_storage()._cdata] = end
         elif kind == "reduce_scatter":
-            self.memory.name(_flat(args[1]), GATHERED)
-            self.memory.name(_flat(args[0]), GRADIENTS)
+            self.memory.name(_flatten(args[1]), GATHERED)
+            self.memory.name(_flatten(args[0]), GRADIENTS)
         elif kind == "all_gather":
             self.memory.name(whole, GATHERED)
 
-    def _ranks(self, args: Any) -> tuple[int, ...]:
+    def _find_ranks(self, args: Any) -> tuple[int, ...]:
         for arg in args:
             if isinstance(arg, torch.ScriptObject):
                 return simulation.members(arg)
@@ -226,9 +228,9 @@ class Meter(TorchDispatchMode):
         return self._members[name]
 
 
-def _flat(value: Any) -> list[Tensor]:
+def _flatten(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _flat(item)]
+        return [tensor for item in value for tensor in _flatten(item)]
     return []

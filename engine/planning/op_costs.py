@@ -69,43 +69,43 @@ _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.convolution_backward}
 _SPARSE = {aten.embedding, aten.gather, aten.index_select, aten.nll_loss_forward}
 
 
-def _attention(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], products: int) -> int:
+def _count_attention_flops(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], products: int) -> int:
     batch, heads, rows, width = query
     return products * batch * heads * rows * key[-2] * (width + value[-1])
 
 
-def _for_cpu(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return _attention(query, key, value, 2)
+def _count_cpu_forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return _count_attention_flops(query, key, value, 2)
 
 
-def _for_cpu_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> int:
-    return _attention(query, key, value, 5)  # the scores again, and two products for each of the two
+def _count_cpu_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> int:
+    return _count_attention_flops(query, key, value, 5)  # the scores again, and two products for each of the two
 
 
 # The attention that torch has for the host. Its form is that of a GPU's, of which alone torch counts the arithmetic.
 _FORMULAS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _for_cpu,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _for_cpu_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: _count_cpu_forward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_cpu_backward,
 }
 
 
-def _size(value: Any) -> int:
+def _count_bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, list | tuple):
-        return sum(_size(item) for item in value)
+        return sum(_count_bytes(item) for item in value)
     return 0
 
 
-def _shape(value: Any) -> Any:
+def _to_shapes(value: Any) -> Any:
     if isinstance(value, Tensor):
         return tuple(value.shape)
     if isinstance(value, list | tuple):
-        return type(value)(_shape(item) for item in value) if not isinstance(value, torch.Size) else value
+        return type(value)(_to_shapes(item) for item in value) if not isinstance(value, torch.Size) else value
     return value
 
 
-def _dtype(value: Any) -> torch.dtype | None:
+def _get_dtype(value: Any) -> torch.dtype | None:
     return value.dtype if isinstance(value, Tensor) else None
 
 
@@ -137,18 +137,18 @@ class Prices:
         if free:
             return 0.0, LAUNCHES
         packet = func._overloadpacket
-        moved = self._moved(packet, args, kwargs, out) / self.gpu.bandwidth
+        moved = self._count_moved_bytes(packet, args, kwargs, out) / self.gpu.bandwidth
         flops = self._count(packet, args, kwargs, out)
         computed = 0.0
         if flops:
             self.flops += flops
-            computed = flops / (self._peak(packet, args) * self.calibration.arithmetic)
+            computed = flops / (self._find_peak_flops(packet, args) * self.calibration.arithmetic)
         else:
             moved *= self.traffic
         return max((computed, ARITHMETIC), (moved, TRAFFIC), (self.calibration.launch, LAUNCHES))
 
-    def _peak(self, packet: Any, args: Any) -> float:
-        first = next((dtype for arg in args if (dtype := _dtype(arg)) is not None), torch.float32)
+    def _find_peak_flops(self, packet: Any, args: Any) -> float:
+        first = next((dtype for arg in args if (dtype := _get_dtype(arg)) is not None), torch.float32)
         if first.itemsize < 4:
             return self.gpu.half
         if packet in _CONVOLUTIONS:
@@ -157,26 +157,26 @@ class Prices:
             rounded = torch.get_float32_matmul_precision() != "highest"
         return self.gpu.tf32 if rounded else self.gpu.single
 
-    def _moved(self, packet: Any, args: Any, kwargs: Any, out: Any) -> int:
+    def _count_moved_bytes(self, packet: Any, args: Any, kwargs: Any, out: Any) -> int:
         name = str(packet)
         if name == "fsdp.all_gather_copy_in":
-            return 2 * _size(args[0])  # its result is all of the buffer that it writes a part of
+            return 2 * _count_bytes(args[0])  # its result is all of the buffer that it writes a part of
         if packet in _SPARSE:
-            return 2 * _size(out)
+            return 2 * _count_bytes(out)
         if packet is aten.embedding_dense_backward:
-            return _size(args[0]) * 3 + _size(out)
-        inputs = sum(_size(arg) for arg in args) + sum(_size(value) for value in kwargs.values())
-        return inputs + _size(out)
+            return _count_bytes(args[0]) * 3 + _count_bytes(out)
+        inputs = sum(_count_bytes(arg) for arg in args) + sum(_count_bytes(value) for value in kwargs.values())
+        return inputs + _count_bytes(out)
 
     def _count(self, packet: Any, args: Any, kwargs: Any, out: Any) -> int:
         if packet not in self._formulas:
-            known = _FORMULAS.get(packet)
-            self._formulas[packet] = known or flop_counter.flop_registry.get(packet)
+            corrected = _FORMULAS.get(packet)
+            self._formulas[packet] = corrected or flop_counter.flop_registry.get(packet)
         formula = self._formulas[packet]
         if formula is None:
             return 0
         if packet in _FORMULAS:
-            return formula(*_shape(args))
+            return formula(*_to_shapes(args))
         return int(formula(*args, **kwargs, out_val=out))
 
 

@@ -7,7 +7,7 @@ from math import log2
 
 from ...common.validation import check_int
 from ...strategies import Precision, Strategy
-from .gpus import GPU, GPUS, gpu_called
+from .gpus import GPU, GPUS, find_gpu
 from .meter import Traffic
 from .op_costs import ARITHMETIC, Calibration
 
@@ -45,7 +45,7 @@ class Conditions:
     calibration: Calibration = field(default_factory=Calibration)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "gpu", gpu_called(self.gpu))
+        object.__setattr__(self, "gpu", find_gpu(self.gpu))
         object.__setattr__(self, "precision", Precision.parse(self.precision))
         for name in ("world_size", "micro_batch", "accumulate"):
             check_int(name, getattr(self, name), 1)
@@ -110,7 +110,8 @@ class Plan(Conditions):
         """Seconds that the host takes to send the step's operations: at best, most likely, at worst."""
         left = self.calibration.host_compiled if self.compiled else (1.0, 1.0, 1.0)
         least, likely, most = (
-            self.launched * each * share for each, share in zip(self.calibration.host, left, strict=True)
+            self.launched * operation_seconds * share
+            for operation_seconds, share in zip(self.calibration.host, left, strict=True)
         )
         return least, likely, most
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .advice import size
+from .advice import format_size
 from .meter import ACTIVATIONS, CATEGORIES, PARAMETERS
 from .plan import Plan
 
@@ -55,50 +55,50 @@ def screen(
         width: columns.
     """
     machines = -(-plan.world_size // plan.gpu.per_machine)
-    where = f"{plan.world_size:,} x {plan.gpu.name}" + (f" ({machines:,} machines)" if machines > 1 else "")
+    hardware = f"{plan.world_size:,} x {plan.gpu.name}" + (f" ({machines:,} machines)" if machines > 1 else "")
     compiled = ", compiled" if plan.compiled else ""
     rows: list[tuple[str, str]] = [
         *([("gpu", f"{plan.gpu.name}, {gpu_from}")] if gpu_from else []),
-        ("processes", _processes(plan)),
-        ("batch", _batch(plan)),
-        ("steps", _steps(plan, schedule)),
+        ("processes", _describe_processes(plan)),
+        ("batch", _describe_batch(plan)),
+        ("steps", _describe_steps(plan, schedule)),
     ]
     if schedule.rates:
         low, high = min(schedule.rates), max(schedule.rates)
-        drawn = curve(schedule.rates, min(40, width // 2 - 10))
+        drawn = draw_curve(schedule.rates, min(40, width // 2 - 10))
         rows.append(("schedule", f"{drawn}  learning rate {low:.3g} to {high:.3g}"))
     elif schedule.words:
         rows.append(("schedule", schedule.words))
     frozen = plan.parameters - plan.trainable
     rows += [
         ("parameters", f"{plan.parameters:,}" + (f", {frozen:,} of them frozen" if frozen else ", all trained")),
-        ("memory", _fit(plan)),
-        ("", _memory(plan)),
-        ("checkpoint", _checkpoint(plan)),
-        ("exchange", _exchange(plan)),
-        ("step", _time(plan)),
-        ("", _bound(plan)),
+        ("memory", _describe_fit(plan)),
+        ("", _describe_memory(plan)),
+        ("checkpoint", _describe_checkpoint(plan)),
+        ("exchange", _describe_exchange(plan)),
+        ("step", _describe_time(plan)),
+        ("", _describe_bound(plan)),
     ]
     if schedule.steps is not None:
         low_time, _, high_time = (seconds * schedule.steps for seconds in plan.band)
-        rows.append(("run", f"{duration(low_time)} to {duration(high_time)} of training"))
+        rows.append(("run", f"{format_duration(low_time)} to {format_duration(high_time)} of training"))
     rows += [("advice", hint) for hint in hints]
-    rows.append(("checked", " ".join(_checked(plan))))
-    head = f"plan of {name} on {where}, {plan.strategy.name}, {plan.precision.name}{compiled}"
-    return "\n".join([head, "", *(line for label, text in rows for line in _row(label, text, width))])
+    rows.append(("checked", " ".join(_describe_checks(plan))))
+    head = f"plan of {name} on {hardware}, {plan.strategy.name}, {plan.precision.name}{compiled}"
+    return "\n".join([head, "", *(line for label, text in rows for line in _format_row(label, text, width))])
 
 
-def _row(label: str, text: str, width: int) -> list[str]:
+def _format_row(label: str, text: str, width: int) -> list[str]:
     lines = textwrap.wrap(text, width - _LABEL, break_long_words=False, break_on_hyphens=False)
     return [f"{label if at == 0 else '':<{_LABEL}}{line}" for at, line in enumerate(lines)]
 
 
-def _checked(plan: Plan) -> list[str]:
+def _describe_checks(plan: Plan) -> list[str]:
     alike = plan.checked and not plan.host_bound
     return [CHECKED, *([] if alike else [UNCHECKED]), *([FURTHER] if plan.world_size > 512 else [])]
 
 
-def _processes(plan: Plan) -> str:
+def _describe_processes(plan: Plan) -> str:
     if plan.world_size == 1:
         return "1: nothing is exchanged"
     grid = plan.grid
@@ -107,7 +107,7 @@ def _processes(plan: Plan) -> str:
     return f"{plan.world_size:,} = {replicas} x {grid['shard']:,} shard" + ("" if grid["shard"] == 1 else "s") + shared
 
 
-def _batch(plan: Plan) -> str:
+def _describe_batch(plan: Plan) -> str:
     groups = plan.world_size // plan.grid["tensor"]
     whose = "processes" if plan.grid["tensor"] == 1 else f"groups of {plan.grid['tensor']} processes"
     if groups == 1:
@@ -118,81 +118,91 @@ def _batch(plan: Plan) -> str:
     )
 
 
-def _steps(plan: Plan, schedule: Schedule) -> str:
-    each = "" if schedule.per_epoch is None else f"{schedule.per_epoch:,} per epoch"
+def _describe_steps(plan: Plan, schedule: Schedule) -> str:
+    epoch_text = "" if schedule.per_epoch is None else f"{schedule.per_epoch:,} per epoch"
     if schedule.samples is not None and schedule.samples < plan.samples:
-        each += f", which has no more than {schedule.samples:,} samples"
+        epoch_text += f", which has no more than {schedule.samples:,} samples"
     if schedule.steps is None:
         unknown = "how many is not known: say how long with --max-steps, or --samples and --max-epochs"
-        return f"{each}; {unknown}" if each else unknown
-    return f"{schedule.steps:,} in all" + (each and f", {each}")
+        return f"{epoch_text}; {unknown}" if epoch_text else unknown
+    return f"{schedule.steps:,} in all" + (epoch_text and f", {epoch_text}")
 
 
-def _checkpoint(plan: Plan) -> str:
+def _describe_checkpoint(plan: Plan) -> str:
     parts = plan.grid["shard"] * plan.grid["tensor"]
-    return f"{size(plan.checkpoint)}" + (f" in {parts:,} parts of {size(plan.checkpoint / parts)}" if parts > 1 else "")
-
-
-def _fit(plan: Plan) -> str:
-    verdict = "fits" if plan.fits else "DOES NOT FIT"
-    return (
-        f"{verdict}: of {size(plan.gpu.memory)} per process {size(plan.peak)} at the peak, with the allocator's share "
-        f"about {size(plan.reserved)}"
+    return f"{format_size(plan.checkpoint)}" + (
+        f" in {parts:,} parts of {format_size(plan.checkpoint / parts)}" if parts > 1 else ""
     )
 
 
-def _memory(plan: Plan) -> str:
+def _describe_fit(plan: Plan) -> str:
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    return (
+        f"{verdict}: of {format_size(plan.gpu.memory)} per process {format_size(plan.peak)} at the peak, "
+        f"with the allocator's share about {format_size(plan.reserved)}"
+    )
+
+
+def _describe_memory(plan: Plan) -> str:
     parts = [(kind, plan.memory[kind]) for kind in CATEGORIES if plan.memory.get(kind, 0) >= plan.peak / 1000]
-    return "peak: " + ", ".join(f"{_NAMES.get(kind, kind)} {size(number)}" for kind, number in parts)
+    return "peak: " + ", ".join(f"{_NAMES.get(kind, kind)} {format_size(number)}" for kind, number in parts)
 
 
-def _exchange(plan: Plan) -> str:
+def _describe_exchange(plan: Plan) -> str:
     if not plan.traffic.count:
         return "nothing"
     kinds = sorted(plan.traffic.size, key=lambda kind: -plan.traffic.size[kind])
-    parts = [f"{plan.traffic.count[kind]:,} {kind} of {size(plan.traffic.size[kind])} together" for kind in kinds]
+    parts = [
+        f"{plan.traffic.count[kind]:,} {kind} of {format_size(plan.traffic.size[kind])} together" for kind in kinds
+    ]
     return "per step and process: " + ", ".join(parts)
 
 
-def _time(plan: Plan) -> str:
+def _describe_time(plan: Plan) -> str:
     low, likely, high = plan.band
     share = plan.flops / likely / plan.gpu.half
     peak = "less than 1%" if share < 0.01 else f"{share:.0%}"
     return (
-        f"{duration(low)} to {duration(high)}, {rounded(plan.samples / high)} to {rounded(plan.samples / low)} samples "
-        f"per second; {peak} of the peak arithmetic, what is computed again included"
+        f"{format_duration(low)} to {format_duration(high)}, "
+        f"{format_rounded(plan.samples / high)} to {format_rounded(plan.samples / low)} samples per second; "
+        f"{peak} of the peak arithmetic, what is computed again included"
     )
 
 
-def _bound(plan: Plan) -> str:
+def _describe_bound(plan: Plan) -> str:
     """What the step's time goes on."""
     if plan.host_bound:
         low, _, high = (seconds / plan.launched * 1e6 for seconds in plan.host)
         return (
-            f"bound by the host, which sends {plan.launched:,} operations in {rounded(low)} to {rounded(high)} us each "
-            f"(a guess); the GPU needs {duration(plan.seconds)} for them"
+            f"bound by the host, which sends {plan.launched:,} operations in {format_rounded(low)} to "
+            f"{format_rounded(high)} us each (a guess); the GPU needs {format_duration(plan.seconds)} for them"
         )
-    shares = sorted(((seconds / plan.seconds, what) for what, seconds in plan.spent.items()), reverse=True)
-    return ", ".join(f"{share:.0%} {what}" for share, what in shares if share >= 0.005)
+    shares = sorted(((seconds / plan.seconds, category) for category, seconds in plan.spent.items()), reverse=True)
+    return ", ".join(f"{share:.0%} {category}" for share, category in shares if share >= 0.005)
 
 
-def rounded(number: float) -> str:
+def format_rounded(number: float) -> str:
     """A number to three digits, as people write it."""
     if number and abs(number) < 1e-3:
         return f"{number:.3g}"
     return f"{float(f'{number:.3g}'):,.6f}".rstrip("0").rstrip(".")
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds, as people say them."""
     # Each up to what is rounded to the first of the next unit.
-    for limit, unit, each in ((0.9995e-3, "us", 1e-6), (0.9995, "ms", 1e-3), (119.5, "s", 1), (7170, "min", 60)):
+    for limit, unit, unit_seconds in (
+        (0.9995e-3, "us", 1e-6),
+        (0.9995, "ms", 1e-3),
+        (119.5, "s", 1),
+        (7170, "min", 60),
+    ):
         if seconds < limit:
-            return f"{rounded(seconds / each)} {unit}"
-    return f"{rounded(seconds / 3600)} h" if seconds < 172000 else f"{rounded(seconds / 86400)} days"
+            return f"{format_rounded(seconds / unit_seconds)} {unit}"
+    return f"{format_rounded(seconds / 3600)} h" if seconds < 172000 else f"{format_rounded(seconds / 86400)} days"
 
 
-def curve(values: Sequence[float], width: int = 40) -> str:
+def draw_curve(values: Sequence[float], width: int = 40) -> str:
     """Numbers as a row of bars, the first to the last."""
     if not values:
         return ""

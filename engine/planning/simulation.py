@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ...strategies import built_in_place, simulation
 from .clocks import Clocks
-from .collective_costs import collective_seconds
+from .collective_costs import estimate_collective_seconds
 from .meter import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, Memory, Meter
 from .op_costs import Prices
 from .plan import WAITING, Conditions, Plan
@@ -96,9 +96,9 @@ class _Step:
         with FakeTensorMode(allow_non_fake_inputs=True):
             _give_sizes(self.called)
             parameters = dict(self.model.named_parameters())
-            own = simulation.local_tensors(parameters.values())
-            self.shards = {name: tuple(part.shape) for name, part in zip(parameters, own, strict=True)}
-            for tensor in (*own, *self.model.buffers()):
+            local_parameters = simulation.local_tensors(parameters.values())
+            self.shards = {name: tuple(part.shape) for name, part in zip(parameters, local_parameters, strict=True)}
+            for tensor in (*local_parameters, *self.model.buffers()):
                 memory.hold(tensor, PARAMETERS)
             order = self._note_gradients()
             copies = torch.empty(self.on.strategy.gradient_copy_bytes(self.model), dtype=torch.uint8)
@@ -106,14 +106,14 @@ class _Step:
             batches = [self.on.precision.cast(make_batch(self.on.micro_batch)) for _ in range(self.on.accumulate)]
             try:
                 with meter:
-                    optimizer = self._prepared_optimizer()
+                    optimizer = self._prepare_optimizer()
                     self._train(optimizer, batches, order)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise _no_values(error, str(error.func)) from error
+                raise _make_value_error(error, str(error.func)) from error
             except RuntimeError as error:
                 if ".numpy()" not in str(error):
                     raise
-                raise _no_values(error, "numpy()") from error
+                raise _make_value_error(error, "numpy()") from error
 
     def _note_gradients(self) -> list[tuple[Tensor, float]]:
         """Where gradients lie whole: when each is ready, in a backward that is to be reduced."""
@@ -122,14 +122,14 @@ class _Step:
         def note(parameter: Tensor) -> None:
             assert parameter.grad is not None
             self.meter.memory.name(simulation.local_tensors([parameter.grad]), GRADIENTS)
-            order.append((parameter, self.meter.clocks.current.now))
+            order.append((parameter, self.meter.clocks.current.time))
 
         for parameter in self.model.parameters():
             if parameter.requires_grad and not hasattr(parameter, "device_mesh"):
                 parameter.register_post_accumulate_grad_hook(note)
         return order
 
-    def _prepared_optimizer(self) -> Optimizer:
+    def _prepare_optimizer(self) -> Optimizer:
         """With the states that it has after a first step."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         optimizer: Optimizer = self.make_optimizer(trained)
@@ -148,8 +148,8 @@ class _Step:
         states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
         self.meter.memory.name(simulation.local_tensors(states), OPTIMIZER)
         self.states = {name: self.meter.memory.live[name] for name in (PARAMETERS, OPTIMIZER)}
-        kept = {id(tensor): tensor for tensor in self.model.state_dict(keep_vars=True).values()}
-        self.checkpoint = sum(t.numel() * t.element_size() for t in (*kept.values(), *states))
+        saved_tensors = {id(tensor): tensor for tensor in self.model.state_dict(keep_vars=True).values()}
+        self.checkpoint = sum(t.numel() * t.element_size() for t in (*saved_tensors.values(), *states))
         return optimizer
 
     def _train(self, optimizer: Optimizer, batches: list[Any], order: list[tuple[Tensor, float]]) -> None:
@@ -158,10 +158,10 @@ class _Step:
             _hold(batch, meter.memory)
         meter.begin()
         meter.category = ACTIVATIONS
-        begun = clocks.compute.now
+        begun = clocks.compute.time
         target = self.called if self.on.step is None else simulation.method(self.called, self.model, self.on.step)
         for size in self.on.strategy.buffer_broadcast_bytes(self.model):
-            clocks.spend(self._sent("broadcast", size))
+            clocks.spend(self._note_collective("broadcast", size))
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
             if hasattr(self.called, "set_requires_gradient_sync"):
@@ -176,20 +176,20 @@ class _Step:
         meter.category = OPTIMIZER
         optimizer.step()
         optimizer.zero_grad()
-        self.seconds = clocks.compute.now - begun
+        self.seconds = clocks.compute.time - begun
         waited = self.seconds - sum(meter.spent.values())
         self.spent = {**meter.spent, WAITING: max(0.0, waited)}
 
     def _reduce(self, order: list[tuple[Tensor, float]]) -> None:
         """What replicas exchange while backward still runs."""
         if self.on.strategy.reduces_unused_gradients:
-            seen = {id(parameter) for parameter, _ in order}
-            now = self.meter.clocks.compute.now
-            order += [(p, now) for p in self.model.parameters() if p.requires_grad and id(p) not in seen]
+            noted_ids = {id(parameter) for parameter, _ in order}
+            backward_end = self.meter.clocks.compute.time
+            order += [(p, backward_end) for p in self.model.parameters() if p.requires_grad and id(p) not in noted_ids]
         buckets = self.on.strategy.reduction_buckets([p for p, _ in order], ballot=self.on.step is not None)
         if buckets is None:
             if self.on.step is not None and self.on.strategy.sharded and self.on.world_size > 1:
-                self._sent("all_reduce", simulation.VOTES_BYTES)  # while the last backward runs
+                self._note_collective("all_reduce", simulation.VOTES_BYTES)  # while the last backward runs
             return
         done = 0.0
         for bucket in buckets:
@@ -198,15 +198,15 @@ class _Step:
             if len(bucket) > len(members):
                 size += simulation.ballot_bytes(p for p, _ in order)
             begun = max((when for _, when in members), default=order[0][1])
-            done = max(done, begun) + self._sent("all_reduce", size)
+            done = max(done, begun) + self._note_collective("all_reduce", size)
         compute = self.meter.clocks.compute
-        compute.now = max(compute.now, done)
+        compute.time = max(compute.time, done)
 
-    def _sent(self, kind: str, size: int) -> float:
+    def _note_collective(self, kind: str, size: int) -> float:
         """Write a collective of all processes down; returns its seconds."""
         ranks = tuple(range(self.on.strategy.world.size))
         self.meter.traffic.add(kind, size)
-        return collective_seconds(kind, size, ranks, self.meter.prices.gpu)
+        return estimate_collective_seconds(kind, size, ranks, self.meter.prices.gpu)
 
 
 def _give_sizes(called: nn.Module) -> None:
@@ -222,16 +222,16 @@ def _give_sizes(called: nn.Module) -> None:
                 part.__dict__[name] = torch.empty_like(value, device="cpu")
 
 
-def _no_values(error: Exception, operation: str) -> ValueError:
+def _make_value_error(error: Exception, operation: str) -> ValueError:
     """Says which line of the user's own asks for what a plan does not have."""
-    own = [
+    user_frames = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
         if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "treadle")
     ]
-    where = f", in {own[-1][0]}, line {own[-1][1]}" if own else ""
+    location = f", in {user_frames[-1][0]}, line {user_frames[-1][1]}" if user_frames else ""
     return ValueError(
-        f"the step looks at a tensor's value ({operation}{where}), and in a plan there are none. Leave out .item(), "
+        f"the step looks at a tensor's value ({operation}{location}), and in a plan there are none. Leave out .item(), "
         "print, branches on values and sizes that depend on them (nonzero, masks as indices), or plan without them."
     )
 

@@ -8,36 +8,36 @@ from ...common.messages import nearest
 from .profiler import PassThroughProfiler, Profiler
 
 
-def choose_profiler(asked: Any) -> Profiler:
-    """Return the profiler that ``Trainer(profiler=asked)`` names.
+def choose_profiler(profiler: Any) -> Profiler:
+    """Return the profiler that ``Trainer(profiler=profiler)`` names.
 
     Args:
-        asked: None, ``"simple"``, ``"advanced"``, ``"pytorch"``, or a `Profiler`.
+        profiler: None, ``"simple"``, ``"advanced"``, ``"pytorch"``, or a `Profiler`.
 
     Raises:
         ValueError: for another name, with the nearest one.
         TypeError: for anything else.
     """
-    if asked is None:
+    if profiler is None:
         return PassThroughProfiler()
-    if isinstance(asked, Profiler):
-        return asked
-    if not isinstance(asked, str):
-        hint = " Put () behind it." if isinstance(asked, type) and issubclass(asked, Profiler) else ""
-        raise TypeError(f"profiler={asked!r} must be a name, a treadle.profilers.Profiler or None.{hint}")
+    if isinstance(profiler, Profiler):
+        return profiler
+    if not isinstance(profiler, str):
+        hint = " Put () behind it." if isinstance(profiler, type) and issubclass(profiler, Profiler) else ""
+        raise TypeError(f"profiler={profiler!r} must be a name, a treadle.profilers.Profiler or None.{hint}")
     # Each is imported only when it is asked for: torch.profiler and cProfile take time that most runs need not spend.
-    if asked == "simple":
+    if profiler == "simple":
         from .simple import SimpleProfiler
 
         return SimpleProfiler()
-    if asked == "advanced":
+    if profiler == "advanced":
         from .advanced import AdvancedProfiler
 
         return AdvancedProfiler()
-    if asked == "pytorch":
+    if profiler == "pytorch":
         from .pytorch import PyTorchProfiler
 
         return PyTorchProfiler()
     names = ("simple", "advanced", "pytorch")
-    hint = " TPUs are not supported." if asked == "xla" else nearest(asked, names)
-    raise ValueError(f"profiler={asked!r} is not one of {', '.join(names)}.{hint}")
+    hint = " TPUs are not supported." if profiler == "xla" else nearest(profiler, names)
+    raise ValueError(f"profiler={profiler!r} is not one of {', '.join(names)}.{hint}")

@@ -76,8 +76,8 @@ class DeviceClock:
         while pending and (wait or pending[0].stop.query()):
             span = pending.popleft()
             took = span.start.elapsed_time(span.stop)
-            own = max(0.0, took - span.inner) / 1000
-            self._take(span.name, 0.0 if span.repeats else took / 1000, own)
+            exclusive = max(0.0, took - span.inner) / 1000
+            self._take(span.name, 0.0 if span.repeats else took / 1000, exclusive)
             if span.outer is not None:
                 span.outer.inner += took
             self._free += (span.start, span.stop)

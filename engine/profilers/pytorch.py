@@ -45,7 +45,7 @@ class PyTorchProfiler(Profiler):
     AVAILABLE_SORT_KEYS = frozenset(
         (
             *(f"{unit}_time{total}" for unit in ("cpu", "cuda", "device") for total in ("", "_total")),
-            *(f"{own}{unit}_memory_usage" for own in ("", "self_") for unit in ("cpu", "cuda", "device")),
+            *(f"{prefix}{unit}_memory_usage" for prefix in ("", "self_") for unit in ("cpu", "cuda", "device")),
             *(f"self_{unit}_time_total" for unit in ("cpu", "cuda", "device")),
             "count",
         )
@@ -109,10 +109,10 @@ class PyTorchProfiler(Profiler):
         if self.emit_nvtx:
             if not torch.cuda.is_available():
                 raise ValueError("PyTorchProfiler(emit_nvtx=True) makes ranges for CUDA devices, and there is none.")
-            self.profiler = torch.autograd.profiler.emit_nvtx(**_common(self.profiler_kwargs))
+            self.profiler = torch.autograd.profiler.emit_nvtx(**_select_nvtx_options(self.profiler_kwargs))
         else:
             self.profiler = torch.profiler.profile(
-                schedule=self.plan, on_trace_ready=self._ready, **self.profiler_kwargs
+                schedule=self.plan, on_trace_ready=self._export_cycle, **self.profiler_kwargs
             )
         self.profiler.__enter__()
         if self.record_module_names and self.model is not None:
@@ -168,7 +168,7 @@ class PyTorchProfiler(Profiler):
                 "before its schedule began to record. PyTorchProfiler(schedule=None) records all of them."
             )
 
-    def _ready(self, profiler: Any) -> None:
+    def _export_cycle(self, profiler: Any) -> None:
         """A cycle of the schedule is recorded."""
         rows = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
         on_device = any(activity.name != "CPU" for activity in profiler.activities)
@@ -217,12 +217,12 @@ class ModuleNames:
             handle.remove()
 
 
-def _check_names(owner: str, given: dict[str, Any], function: Any, taken: tuple[str, ...]) -> None:
-    known = [name for name in inspect.signature(function).parameters if name not in taken]
-    for name in given:
-        choose(f"{owner}: argument", name, known)
+def _check_names(owner: str, options: dict[str, Any], function: Any, reserved: tuple[str, ...]) -> None:
+    valid_names = [name for name in inspect.signature(function).parameters if name not in reserved]
+    for name in options:
+        choose(f"{owner}: argument", name, valid_names)
 
 
-def _common(options: dict[str, Any]) -> dict[str, Any]:
+def _select_nvtx_options(options: dict[str, Any]) -> dict[str, Any]:
     """Those of the arguments that ``emit_nvtx`` has too."""
     return {name: value for name, value in options.items() if name == "record_shapes"}

@@ -62,7 +62,7 @@ class SimpleProfiler(Profiler):
         Raises:
             ValueError: if it does not run.
         """
-        now = time.perf_counter()
+        end = time.perf_counter()
         running = self._running
         place = len(running) - 1
         while place >= 0 and running[place][0] != action_name:
@@ -70,29 +70,29 @@ class SimpleProfiler(Profiler):
         if place < 0:
             raise ValueError(f"{action_name!r} can't stop: it was never started.")
         _, begun, span = running.pop(place)
-        took = now - begun
-        own = took - self._inner.pop(place)
+        took = end - begun
+        exclusive = took - self._inner.pop(place)
         if place:
             self._inner[place - 1] += took
         action = self.actions.get(action_name)
         if action is None:
             action = self.actions[action_name] = Action()
-            action.first = own
+            action.first = exclusive
         action.calls += 1
         if all(name != action_name for name, _, _ in running):
             action.total += took
-        action.own += own
+        action.exclusive += exclusive
         if took > action.longest:
             action.longest = took
         if span is not None:
             self._clock.stop(span)  # type: ignore[union-attr]
 
-    def _take(self, name: str, total: float, own: float) -> None:
+    def _take(self, name: str, total: float, exclusive: float) -> None:
         action = self.actions[name]
         action.device_total += total
-        action.device_own += own
+        action.device_exclusive += exclusive
         if action.device_first is None:
-            action.device_first = own
+            action.device_first = exclusive
 
     def summary(self) -> str:
         """See `Profiler.summary`."""
@@ -103,7 +103,7 @@ class SimpleProfiler(Profiler):
             return ""
         title = f"Profile of {self._stage}" if self._stage else "Profile"
         on_device = self._clock is not None
-        lines = [f"{title}: {_seconds(elapsed)}", *table(self.actions, elapsed, self.extended, on_device)]
+        lines = [f"{title}: {_format_seconds(elapsed)}", *table(self.actions, elapsed, self.extended, on_device)]
         if self.device is not None and self.device.type != "cpu" and not on_device:
             lines.append(f"The process runs ahead of {self.device.type}: these are times of launching, and of waiting.")
         if words := verdict(self.actions, self.advice, on_device):
@@ -113,25 +113,28 @@ class SimpleProfiler(Profiler):
 
 def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_device: bool) -> list[str]:
     """The lines of a table, the largest share first; the last one is what lies in no action."""
-    own = {name: a.device_own if on_device else a.own for name, a in actions.items()}
-    rest = max(0.0, elapsed - sum(own.values()))
-    share = {name: f"{100 * seconds / elapsed:.1f} %" for name, seconds in own.items()}
+    exclusive = {name: a.device_exclusive if on_device else a.exclusive for name, a in actions.items()}
+    rest = max(0.0, elapsed - sum(exclusive.values()))
+    share = {name: f"{100 * seconds / elapsed:.1f} %" for name, seconds in exclusive.items()}
     heads = ["action", "calls", "mean", *(("device mean",) if on_device else ()), "longest", "total", "own share"]
     rows = []
-    for name in sorted(own, key=lambda name: -own[name]):
+    for name in sorted(exclusive, key=lambda name: -exclusive[name]):
         a = actions[name]
-        mean = [_seconds(a.total / a.calls), *((_seconds(a.device_total / a.calls),) if on_device else ())]
-        rows.append([name, str(a.calls), *mean, _seconds(a.longest), _seconds(a.total), share[name]])
+        mean = [
+            _format_seconds(a.total / a.calls),
+            *((_format_seconds(a.device_total / a.calls),) if on_device else ()),
+        ]
+        rows.append([name, str(a.calls), *mean, _format_seconds(a.longest), _format_seconds(a.total), share[name]])
     blanks = [""] * (len(heads) - 3)
-    rows.append(["(elsewhere)", *blanks, _seconds(rest), f"{100 * rest / elapsed:.1f} %"])
+    rows.append(["(elsewhere)", *blanks, _format_seconds(rest), f"{100 * rest / elapsed:.1f} %"])
     if not extended:
-        kept = [place for place, head in enumerate(heads) if head in ("action", "mean", "device mean", "total")]
-        heads, rows = [heads[i] for i in kept], [[row[i] for i in kept] for row in rows]
+        columns = [place for place, head in enumerate(heads) if head in ("action", "mean", "device mean", "total")]
+        heads, rows = [heads[i] for i in columns], [[row[i] for i in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in [heads, *rows]]
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     """A duration in the unit that fits."""
     if value >= 1:
         return f"{value:.2f} s"

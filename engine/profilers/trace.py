@@ -22,14 +22,14 @@ def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pro
         handler: how to measure.
         world: all processes; where traces are written, each waits for the others' at the end.
     """
-    profiler = _profiler(handler, world.rank)
+    profiler = _build_profiler(handler, world.rank)
     with profiler:
         yield profiler
     if handler.output_trace_dir is not None:
         world.barrier()
 
 
-def _profiler(handler: ProfileKwargs, rank: int) -> torch.profiler.profile:
+def _build_profiler(handler: ProfileKwargs, rank: int) -> torch.profiler.profile:
     from torch.profiler import ProfilerActivity, schedule
 
     activities = None
@@ -38,7 +38,7 @@ def _profiler(handler: ProfileKwargs, rank: int) -> torch.profiler.profile:
         activities = [members[choose("activities", name, members)] for name in handler.activities]
     written = 0
 
-    def ready(profiler: Any) -> None:
+    def export_trace(profiler: Any) -> None:
         nonlocal written
         if handler.output_trace_dir is not None:
             directory = Path(handler.output_trace_dir)
@@ -52,7 +52,7 @@ def _profiler(handler: ProfileKwargs, rank: int) -> torch.profiler.profile:
     return torch.profiler.profile(
         activities=activities,
         schedule=None if handler.schedule_option is None else schedule(**handler.schedule_option),
-        on_trace_ready=ready if handler.output_trace_dir is not None else handler.on_trace_ready,
+        on_trace_ready=export_trace if handler.output_trace_dir is not None else handler.on_trace_ready,
         record_shapes=handler.record_shapes,
         profile_memory=handler.profile_memory,
         with_stack=handler.with_stack,

@@ -23,18 +23,18 @@ class Action:
     Attributes:
         calls: how often it ran.
         total: seconds in it; of a run within another of its own, as in a recursion, the outer one's.
-        own: those of them in no action within it.
+        exclusive: those of them in no action within it.
         longest: seconds of its longest run.
-        first: ``own`` of its first run, which has more to do than the others: start workers, compile, get memory.
-        device_total, device_own, device_first: the same on the device's clock.
+        first: ``exclusive`` of its first run, which has more to do than the others: start workers, compile, get memory.
+        device_total, device_exclusive, device_first: the same on the device's clock.
     """
 
-    __slots__ = ("calls", "device_first", "device_own", "device_total", "first", "longest", "own", "total")
+    __slots__ = ("calls", "device_exclusive", "device_first", "device_total", "exclusive", "first", "longest", "total")
 
     def __init__(self) -> None:
         self.calls = 0
-        self.total = self.own = self.longest = self.first = 0.0
-        self.device_total = self.device_own = 0.0
+        self.total = self.exclusive = self.longest = self.first = 0.0
+        self.device_total = self.device_exclusive = 0.0
         self.device_first: float | None = None
 
 
@@ -70,25 +70,29 @@ def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device:
     alone = "forward" not in actions
     for name, action in actions.items():
         kind = kind_of(name, alone)
-        own, first = (action.device_own, action.device_first or 0.0) if on_device else (action.own, action.first)
-        spent[kind] = spent.get(kind, 0.0) + own - (first if action.calls > 1 else 0.0)
+        exclusive, first = (
+            (action.device_exclusive, action.device_first or 0.0) if on_device else (action.exclusive, action.first)
+        )
+        spent[kind] = spent.get(kind, 0.0) + exclusive - (first if action.calls > 1 else 0.0)
     total = sum(spent.values())
     if "computing" not in spent or total <= 0:
         return ""
-    who = "the device" if on_device else "this run"
+    subject = "the device" if on_device else "this run"
     others = {kind: seconds for kind, seconds in spent.items() if kind not in ("computing", "training")}
     worst = max(others, key=lambda kind: others[kind], default="")
     if worst and others[worst] / total >= ENOUGH:
         if worst not in _KINDS:
-            return f"Verdict: {who} spends {_percent(others[worst] / total)} of the time in {worst}."
+            return f"Verdict: {subject} spends {_to_percent(others[worst] / total)} of the time in {worst}."
         does, usual = _KINDS[worst]
-        return f"Verdict: {who} {does} {_percent(others[worst] / total)} of the time: {advice.get(worst, usual)}."
-    text = f"Verdict: {who} computes {_percent(spent['computing'] / total)} of the time"
+        return (
+            f"Verdict: {subject} {does} {_to_percent(others[worst] / total)} of the time: {advice.get(worst, usual)}."
+        )
+    text = f"Verdict: {subject} computes {_to_percent(spent['computing'] / total)} of the time"
     if worst:
         does = _KINDS[worst][0] if worst in _KINDS else f"is in {worst}"
-        text += f"; next, it {does} {_percent(others[worst] / total)} of it"
+        text += f"; next, it {does} {_to_percent(others[worst] / total)} of it"
     return text + "."
 
 
-def _percent(share: float) -> str:
+def _to_percent(share: float) -> str:
     return f"{100 * share:.0f} %"

@@ -15,8 +15,16 @@ if TYPE_CHECKING:
     from . import load, save
     from .load import Loaded, load_weights
     from .pickle_types import check_extent
-    from .save import byte_size, in_one_move, nbytes, refuse_checkpoint, save_object, write_file, write_weights
-    from .sources import Opened, Source, open_weights, opened
+    from .save import (
+        nbytes,
+        parse_byte_size,
+        refuse_checkpoint,
+        save_object,
+        write_atomically,
+        write_file,
+        write_weights,
+    )
+    from .sources import Opened, Source, open_source, open_weights
     from .torch_files import TorchFile, View
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -27,9 +27,9 @@ def check_digest(path: Path, sha256: str) -> None:
     Raises:
         ValueError: It is another, or what was asked for is no digest.
     """
-    wanted = _digest(sha256)
+    expected = _parse_digest(sha256)
     with path.open("rb") as file:
-        _compare(path, hashlib.file_digest(file, "sha256").hexdigest(), wanted)
+        _compare(path, hashlib.file_digest(file, "sha256").hexdigest(), expected)
 
 
 def fetch(url: str, sha256: str | None, folder: Path) -> Path:
@@ -54,7 +54,7 @@ def fetch(url: str, sha256: str | None, folder: Path) -> Path:
             f"{url}: whoever can change what a URL gives can change your model. Give sha256=, the file's digest "
             "(`sha256sum FILE`), or download it yourself and give the path."
         )
-    wanted = _digest(sha256)
+    expected = _parse_digest(sha256)
     if scheme == "file":
         parts = urllib.parse.urlsplit(url)
         path = Path(urllib.parse.unquote(parts.path))
@@ -64,7 +64,7 @@ def fetch(url: str, sha256: str | None, folder: Path) -> Path:
         return path
     target = folder / "weights"
     try:
-        _compare(url, _download(url, target), wanted)
+        _compare(url, _download(url, target), expected)
     except OSError as error:
         raise OSError(f"{url}: can't be downloaded: {error}.") from error
     return target
@@ -85,7 +85,7 @@ def _download(url: str, target: Path) -> str:
     try:
         with opener.open(url, timeout=_TIMEOUT) as response, target.open("wb") as file:
             limit = min(MAX_BYTES, shutil.disk_usage(target.parent).free)
-            _check_size(url, _declared(response), limit, target)
+            _check_size(url, _read_declared_size(response), limit, target)
             while piece := response.read(_PIECE):
                 size += len(piece)
                 _check_size(url, size, limit, target)
@@ -96,7 +96,7 @@ def _download(url: str, target: Path) -> str:
     return digest.hexdigest()
 
 
-def _declared(response: Any) -> int:
+def _read_declared_size(response: Any) -> int:
     length = response.headers.get("Content-Length", "0")
     return int(length) if length.isdecimal() and len(length) < 20 else 0
 
@@ -106,12 +106,14 @@ def _check_size(url: str, size: int, limit: int, target: Path) -> None:
         raise ValueError(f"{url}: has more than the {limit:,} bytes that may be put into {target.parent}.")
 
 
-def _digest(sha256: object) -> str:
+def _parse_digest(sha256: object) -> str:
     if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256.lower()):
         raise ValueError(f"sha256={sha256!r:.100} must be the 64 hexadecimal digits that `sha256sum FILE` prints.")
     return sha256.lower()
 
 
-def _compare(place: object, found: str, wanted: str) -> None:
-    if found != wanted:
-        raise ValueError(f"{place}: its sha256 is {found}, not {wanted}. It is another file; nothing of it was read.")
+def _compare(place: object, actual: str, expected: str) -> None:
+    if actual != expected:
+        raise ValueError(
+            f"{place}: its sha256 is {actual}, not {expected}. It is another file; nothing of it was read."
+        )

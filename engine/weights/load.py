@@ -13,9 +13,9 @@ from ...common.messages import warn
 from ...strategies import SingleDevice
 from ...strategies.distributed import cut_like
 from ..big_models import is_dispatched
-from ..checkpoint import read_now, some
-from ..parameter_names import own_name
-from .sources import Opened, Source, opened
+from ..checkpoint import abbreviate, read_tensor
+from ..parameter_names import strip_compile_prefix
+from .sources import Opened, Source, open_source
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 
@@ -73,65 +73,67 @@ def load_weights(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"load_weights loads into a module, not a {type(model).__name__}.")
-    with opened(source, sha256) as found:
-        return put(model, found, strict, prefix, rename)
+    with open_source(source, sha256) as opened_source:
+        return put(model, opened_source, strict, prefix, rename)
 
 
 def put(
-    model: nn.Module, found: Opened, strict: bool = True, prefix: str | None = None, rename: Rename | None = None
+    model: nn.Module, source: Opened, strict: bool = True, prefix: str | None = None, rename: Rename | None = None
 ) -> Loaded:
     """Load what was opened into a model; see `load_weights`."""
-    own = _inside(model)
-    state = own.state_dict()
-    targets = {own_name(name): name for name in state}
-    weights = _renamed(found, prefix, rename, set(targets))
-    weights |= _tied(own, weights)
+    unwrapped = _unwrap_model(model)
+    state = unwrapped.state_dict()
+    targets = {strip_compile_prefix(name): name for name in state}
+    weights = _rename_weights(source, prefix, rename, set(targets))
+    weights |= _find_tied_values(unwrapped, weights)
     missing = tuple(name for name in targets if name not in weights)
     unexpected = tuple(name for name in weights if name not in targets)
     reshaped = tuple(name for name, key in targets.items() if name in weights and not _fits(weights[name], state[key]))
     if strict:
-        _compare(own, found, weights, state, targets, (missing, unexpected, reshaped))
+        _compare(unwrapped, source, weights, state, targets, (missing, unexpected, reshaped))
         fitting = list(weights)
     else:
         fitting = [name for name in weights if name in targets and name not in reshaped]
         if not fitting:
-            raise ValueError(f"{found.place}: nothing in it fits the model.{_advice(weights, targets)}")
-        _say_left_out(found.place, missing, unexpected, reshaped)
+            raise ValueError(f"{source.place}: nothing in it fits the model.{_suggest_prefix(weights, targets)}")
+        _say_left_out(source.place, missing, unexpected, reshaped)
     values = {}
     for name in fitting:
-        value = read_now(weights[name]) if hasattr(weights[name], "fill") else weights[name]
+        value = read_tensor(weights[name]) if hasattr(weights[name], "fill") else weights[name]
         key = targets.get(name, name)
         values[key] = cut_like(value, state[key]) if isinstance(value, Tensor) and key in state else value
     try:
-        own.load_state_dict(values, strict=strict)
+        unwrapped.load_state_dict(values, strict=strict)
     except RuntimeError as error:
-        raise ValueError(f"{found.place}: does not fit the model: {error}{_advice(weights, targets)}") from error
+        raise ValueError(
+            f"{source.place}: does not fit the model: {error}{_suggest_prefix(weights, targets)}"
+        ) from error
     return Loaded(tuple(fitting), missing, unexpected, reshaped)
 
 
-def _inside(model: nn.Module) -> nn.Module:
-    own = SingleDevice().unwrap(model)
-    empty = [name for name, value in own.state_dict().items() if getattr(value, "is_meta", False)]
-    if empty or is_dispatched(own):
-        which = some(empty) if empty else "parts of it"
+def _unwrap_model(model: nn.Module) -> nn.Module:
+    unwrapped = SingleDevice().unwrap(model)
+    empty = [name for name, value in unwrapped.state_dict().items() if getattr(value, "is_meta", False)]
+    if empty or is_dispatched(unwrapped):
+        lacking = abbreviate(empty) if empty else "parts of it"
         raise ValueError(
-            f"load_weights: the model has no memory for {which}: it was built empty, or spread over devices. "
+            f"load_weights: the model has no memory for {lacking}: it was built empty, or spread over devices. "
             "Use load_checkpoint_and_dispatch, or model.to_empty(device=...) first."
         )
-    return own
+    return unwrapped
 
 
-def _tied(own: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+def _find_tied_values(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
     """Names for tied parameters, of which a file may hold one name only."""
     groups: dict[int, list[str]] = {}
-    for name, parameter in own.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(own_name(name))
-    found: dict[str, Any] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(strip_compile_prefix(name))
+    tied_values: dict[str, Any] = {}
     for names in groups.values():
-        held = [name for name in names if name in weights]
-        if held and len(held) < len(names):
-            found |= {name: weights[held[0]] for name in names if name not in weights}
-    return found
+        present = [name for name in names if name in weights]
+        if present and len(present) < len(names):
+            tied_values |= {name: weights[present[0]] for name in names if name not in weights}
+    return tied_values
 
 
 def _fits(piece: Any, tensor: Any) -> bool:
@@ -141,8 +143,8 @@ def _fits(piece: Any, tensor: Any) -> bool:
 
 
 def _compare(
-    own: nn.Module,
-    found: Opened,
+    module: nn.Module,
+    source: Opened,
     weights: Mapping[str, Any],
     state: Mapping[str, Any],
     targets: Mapping[str, str],
@@ -152,7 +154,7 @@ def _compare(
     missing, unexpected, reshaped = differences
     if not any(differences):
         return
-    if not reshaped and _may_know_other_names(own):
+    if not reshaped and _may_know_other_names(module):
         return  # then torch itself compares, once they have renamed
     lines = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
     lines += [
@@ -162,38 +164,42 @@ def _compare(
     ]
     more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
     raise ValueError(
-        f"{found.place}: holds another model's weights:\n  "
+        f"{source.place}: holds another model's weights:\n  "
         + "\n  ".join(line[:300] for line in lines[:30])
         + more
-        + f"\nWith strict=False what fits is loaded.{_advice(weights, targets)}"
+        + f"\nWith strict=False what fits is loaded.{_suggest_prefix(weights, targets)}"
     )
 
 
-def _may_know_other_names(own: nn.Module) -> bool:
+def _may_know_other_names(module: nn.Module) -> bool:
     """Whether parts of the model have hooks of their own that change what is loaded, such as a weight norm's."""
-    hooks = [hook for part in own.modules() for hook in part._load_state_dict_pre_hooks.values()]
-    return any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed") for hook in map(_bare, hooks))
+    hooks = [hook for part in module.modules() for hook in part._load_state_dict_pre_hooks.values()]
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith("torch.distributed") for hook in map(_unwrap_hook, hooks)
+    )
 
 
-def _bare(hook: Any) -> Any:
+def _unwrap_hook(hook: Any) -> Any:
     return getattr(hook, "hook", hook)
 
 
 def _say_left_out(place: str, *left: tuple[str, ...]) -> None:
     words = ("not in it, so the model keeps its own", "not in the model", "of another shape")
-    said = [f"{word}: {some(list(names))}" for word, names in zip(words, left, strict=True) if names]
-    if said:
-        warn(f"load_weights({place!r}, strict=False) left out what is {'; '.join(said)}.")
+    reasons = [f"{word}: {abbreviate(list(names))}" for word, names in zip(words, left, strict=True) if names]
+    if reasons:
+        warn(f"load_weights({place!r}, strict=False) left out what is {'; '.join(reasons)}.")
 
 
-def _renamed(found: Opened, prefix: str | None, rename: Rename | None, own: set[str]) -> dict[str, Any]:
-    values = found.weights | {name: value for name, value in found.others.items() if name.endswith("_extra_state")}
-    change = _renaming(rename)
+def _rename_weights(source: Opened, prefix: str | None, rename: Rename | None, model_names: set[str]) -> dict[str, Any]:
+    values = source.weights | {name: value for name, value in source.others.items() if name.endswith("_extra_state")}
+    change = _make_renaming(rename)
     result: dict[str, Any] = {}
     if prefix is None:
-        values = _without_wrappers(values, own)
+        values = _strip_wrappers(values, model_names)
     elif not any(name.startswith(prefix) for name in values):
-        raise ValueError(f"{found.place}: no name begins with prefix={prefix!r}; its names are {some(list(values))}.")
+        raise ValueError(
+            f"{source.place}: no name begins with prefix={prefix!r}; its names are {abbreviate(list(values))}."
+        )
     for name, value in values.items():
         if prefix is not None and not name.startswith(prefix):
             continue
@@ -203,12 +209,12 @@ def _renamed(found: Opened, prefix: str | None, rename: Rename | None, own: set[
         if not isinstance(new, str):
             raise TypeError(f"rename({name!r:.100}) must be a name or None, not {new!r:.100}.")
         if new in result:
-            raise ValueError(f"{found.place}: two names become {new!r:.100} by prefix and rename.")
+            raise ValueError(f"{source.place}: two names become {new!r:.100} by prefix and rename.")
         result[new] = value
     return result
 
 
-def _renaming(rename: Rename | None) -> Callable[[str], str | None]:
+def _make_renaming(rename: Rename | None) -> Callable[[str], str | None]:
     if rename is None:
         return lambda name: name
     if callable(rename):
@@ -226,15 +232,15 @@ def _renaming(rename: Rename | None) -> Callable[[str], str | None]:
     return change
 
 
-def _without_wrappers(values: dict[str, Any], own: set[str]) -> dict[str, Any]:
+def _strip_wrappers(values: dict[str, Any], model_names: set[str]) -> dict[str, Any]:
     """Values under names without what wrappers put there, as far as the model's own names don't have it."""
-    values = {own_name(name): value for name, value in values.items()}
+    values = {strip_compile_prefix(name): value for name, value in values.items()}
     for inside in _INSIDE:
-        if any(inside in name for name in values) and not any(inside in name for name in own):
+        if any(inside in name for name in values) and not any(inside in name for name in model_names):
             values = {name.replace(inside, ""): value for name, value in values.items()}
     while values:
         for wrapper in _WRAPPERS:
-            if all(name.startswith(wrapper) for name in values) and not any(n.startswith(wrapper) for n in own):
+            if all(name.startswith(wrapper) for name in values) and not any(n.startswith(wrapper) for n in model_names):
                 values = {name.removeprefix(wrapper): value for name, value in values.items()}
                 break
         else:
@@ -242,22 +248,25 @@ def _without_wrappers(values: dict[str, Any], own: set[str]) -> dict[str, Any]:
     return values
 
 
-def _advice(weights: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+def _suggest_prefix(weights: Mapping[str, Any], model_names: Mapping[str, Any]) -> str:
     """What would make the names fit better, if a prefix does."""
     if len(weights) > 100_000:
         return ""
 
-    def beginnings(names: Mapping[str, Any]) -> set[str]:
+    def list_beginnings(names: Mapping[str, Any]) -> set[str]:
         parts = [name.split(".")[:-1][:6] for name in list(names)[:100]]
         return {".".join(words[:n]) + "." for words in parts for n in range(1, len(words) + 1)}
 
-    best, advice = sum(name in own for name in weights), ""
-    for begin in sorted(beginnings(weights)):
-        count = sum(name.startswith(begin) and name.removeprefix(begin) in own for name in weights)
+    best, advice = sum(name in model_names for name in weights), ""
+    for begin in sorted(list_beginnings(weights)):
+        count = sum(name.startswith(begin) and name.removeprefix(begin) in model_names for name in weights)
         if count > best:
-            best, advice = count, f" prefix={begin!r} makes {count} of the model's {len(own)} names fit."
-    for begin in sorted(beginnings(own)):
-        count = sum(begin + name in own for name in weights)
+            best, advice = count, f" prefix={begin!r} makes {count} of the model's {len(model_names)} names fit."
+    for begin in sorted(list_beginnings(model_names)):
+        count = sum(begin + name in model_names for name in weights)
         if count > best:
-            best, advice = count, f" rename={{'': {begin!r}}} makes {count} of the model's {len(own)} names fit."
+            best, advice = (
+                count,
+                f" rename={{'': {begin!r}}} makes {count} of the model's {len(model_names)} names fit.",
+            )
     return advice

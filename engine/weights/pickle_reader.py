@@ -1,9 +1,9 @@
 """A pickle read as data: a stack machine that builds lists and dicts, and has no way to import, call or create more.
 
 Python's unpickler does what the file says. This one notes it: a name of a class or function stays a `Name`, and what a
-call of it would have made stays a `Made`, a record of the name and the arguments. Others may know some names, and what
-data they stand for. So it does not matter which names a process has told torch to trust, nor whether a name's code
-is harmless: none of it ever runs.
+call of it would have made stays an `UnbuiltCall`, a record of the name and the arguments. Others may know some names,
+and what data they stand for. So it does not matter which names a process has told torch to trust, nor whether a name's
+code is harmless: none of it ever runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Name:
 
 
 @dataclass(eq=False, slots=True)
-class Made:
+class UnbuiltCall:
     """What calling a name would have made.
 
     Attributes:
@@ -71,7 +71,7 @@ def read(stream: Any) -> Any:
         stream: An open file, of which at most `MAX_BYTES` are there.
 
     Returns:
-        Lists, dicts, tuples, sets, text, bytes, numbers, None, `Name` and `Made`. They may contain themselves.
+        Lists, dicts, tuples, sets, text, bytes, numbers, None, `Name` and `UnbuiltCall`. They may contain themselves.
 
     Raises:
         ValueError: It is damaged, or too large, or names what only an attack would.
@@ -98,26 +98,26 @@ class _Machine:
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
 
-    def since_mark(self) -> list[Any]:
+    def pop_to_mark(self) -> list[Any]:
         start = self.marks.pop()
         if len(self.stack) < start:
             raise IndexError
-        found = self.stack[start:]
+        items = self.stack[start:]
         del self.stack[start:]
-        return found
+        return items
 
-    def top(self, count: int) -> list[Any]:
+    def pop_top(self, count: int) -> list[Any]:
         if len(self.stack) < count or (self.marks and len(self.stack) - count < self.marks[-1]):
             raise IndexError
-        found = self.stack[-count:]
+        items = self.stack[-count:]
         del self.stack[-count:]
-        return found
+        return items
 
-    def last(self) -> Any:
+    def get_last(self) -> Any:
         return self.stack[-1]
 
 
-def _key(value: Any) -> Any:
+def _check_key(value: Any) -> Any:
     """A key of a dict or set, of which nobody can make thousands that collide."""
     if isinstance(value, int) and value.bit_length() > 64:
         raise ValueError("its pickle has a huge number as a key")
@@ -127,22 +127,22 @@ def _key(value: Any) -> Any:
         for item in value:
             if isinstance(item, tuple) and any(isinstance(inner, tuple) for inner in item):
                 raise ValueError("its pickle has deeply nested keys")
-            _key(item)
+            _check_key(item)
     elif not isinstance(value, str | bytes | int | float | Name | None):
         raise ValueError(f"its pickle has a {type(value).__name__} as a key")
     return value
 
 
-def _pairs(target: Any, flat: list[Any]) -> None:
-    into = target.pairs if isinstance(target, Made) else target
+def _add_pairs(target: Any, flat: list[Any]) -> None:
+    into = target.pairs if isinstance(target, UnbuiltCall) else target
     if not isinstance(into, dict) or len(flat) % 2:
         raise TypeError
     for key, value in zip(flat[::2], flat[1::2], strict=True):
-        into[_key(key)] = value
+        into[_check_key(key)] = value
 
 
 def _append(target: Any, items: list[Any]) -> None:
-    into = target.items if isinstance(target, Made) else target
+    into = target.items if isinstance(target, UnbuiltCall) else target
     if not isinstance(into, list):
         raise TypeError
     into.extend(items)
@@ -152,10 +152,10 @@ def _add(target: Any, items: list[Any]) -> None:
     into: Any = target
     if not isinstance(into, set):
         raise TypeError
-    into.update([_key(item) for item in items])
+    into.update([_check_key(item) for item in items])
 
 
-def _name(module: Any, name: Any) -> Name:
+def _make_name(module: Any, name: Any) -> Name:
     if not isinstance(module, str) or not isinstance(name, str) or len(module) + len(name) > 500:
         raise ValueError("its pickle has a name that is none")
     module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
@@ -168,51 +168,51 @@ def _name(module: Any, name: Any) -> Name:
     return Name(sys.intern(f"{module}.{name}"))
 
 
-def _call(callee: Any, args: Any) -> Made:
+def _make_call(callee: Any, args: Any) -> UnbuiltCall:
     if not isinstance(callee, Name):
         callee = Name("a call of a call")
     if not isinstance(args, tuple):
         raise TypeError
-    return Made(callee.path, args)
+    return UnbuiltCall(callee.path, args)
 
 
 def _reduce(m: _Machine, _: Any) -> None:
-    m.stack.append(_call(*m.top(2)))
+    m.stack.append(_make_call(*m.pop_top(2)))
 
 
-def _new_with_names(m: _Machine, _: Any) -> None:
-    callee, args, named = m.top(3)
-    made = _call(callee, args)
-    made.state = named
-    m.stack.append(made)
+def _make_named_call(m: _Machine, _: Any) -> None:
+    callee, args, named = m.pop_top(3)
+    call = _make_call(callee, args)
+    call.state = named
+    m.stack.append(call)
 
 
 def _build(m: _Machine, _: Any) -> None:
-    (state,) = m.top(1)
-    if isinstance(m.last(), Made):
-        m.last().state = state  # of anything else it is a note, such as a state_dict's `_metadata`
+    (state,) = m.pop_top(1)
+    if isinstance(m.get_last(), UnbuiltCall):
+        m.get_last().state = state  # of anything else it is a note, such as a state_dict's `_metadata`
 
 
-def _from_mark(kind: Callable[[list[Any]], Any]) -> Callable[[_Machine, Any], object]:
-    return lambda m, _: m.stack.append(kind(m.since_mark()))
+def _build_from_mark(kind: Callable[[list[Any]], Any]) -> Callable[[_Machine, Any], object]:
+    return lambda m, _: m.stack.append(kind(m.pop_to_mark()))
 
 
-def _dict(flat: list[Any]) -> dict[Any, Any]:
-    made: dict[Any, Any] = {}
-    _pairs(made, flat)
-    return made
+def _build_dict(flat: list[Any]) -> dict[Any, Any]:
+    mapping: dict[Any, Any] = {}
+    _add_pairs(mapping, flat)
+    return mapping
 
 
-def _onto(action: Callable[[Any, list[Any]], None], count: int = 0) -> Callable[[_Machine, Any], object]:
-    def handler(m: _Machine, _: Any) -> None:
-        items = m.top(count) if count else m.since_mark()
-        action(m.last(), items)
+def _extend_with(action: Callable[[Any, list[Any]], None], count: int = 0) -> Callable[[_Machine, Any], object]:
+    def extend(m: _Machine, _: Any) -> None:
+        items = m.pop_top(count) if count else m.pop_to_mark()
+        action(m.get_last(), items)
 
-    return handler
+    return extend
 
 
 def _memoize(m: _Machine, number: Any) -> None:
-    m.memo[len(m.memo) if number is None else number] = m.last()
+    m.memo[len(m.memo) if number is None else number] = m.get_last()
 
 
 _HANDLERS: dict[str, Callable[[_Machine, Any], object]] = {
@@ -233,28 +233,28 @@ _HANDLERS: dict[str, Callable[[_Machine, Any], object]] = {
     "EMPTY_SET": lambda m, _: m.stack.append(set()),
     "EMPTY_TUPLE": lambda m, _: m.stack.append(()),
     "MARK": lambda m, _: m.marks.append(len(m.stack)),
-    "POP": lambda m, _: m.top(1),
-    "POP_MARK": lambda m, _: m.since_mark(),
-    "DUP": lambda m, _: m.stack.append(m.last()),
-    "LIST": _from_mark(list),
-    "TUPLE": _from_mark(tuple),
-    "DICT": _from_mark(_dict),
-    "FROZENSET": _from_mark(lambda items: frozenset(_key(item) for item in items)),
-    "TUPLE1": lambda m, _: m.stack.append(tuple(m.top(1))),
-    "TUPLE2": lambda m, _: m.stack.append(tuple(m.top(2))),
-    "TUPLE3": lambda m, _: m.stack.append(tuple(m.top(3))),
-    "APPEND": _onto(_append, 1),
-    "APPENDS": _onto(_append),
-    "SETITEM": _onto(_pairs, 2),
-    "SETITEMS": _onto(_pairs),
-    "ADDITEMS": _onto(_add),
+    "POP": lambda m, _: m.pop_top(1),
+    "POP_MARK": lambda m, _: m.pop_to_mark(),
+    "DUP": lambda m, _: m.stack.append(m.get_last()),
+    "LIST": _build_from_mark(list),
+    "TUPLE": _build_from_mark(tuple),
+    "DICT": _build_from_mark(_build_dict),
+    "FROZENSET": _build_from_mark(lambda items: frozenset(_check_key(item) for item in items)),
+    "TUPLE1": lambda m, _: m.stack.append(tuple(m.pop_top(1))),
+    "TUPLE2": lambda m, _: m.stack.append(tuple(m.pop_top(2))),
+    "TUPLE3": lambda m, _: m.stack.append(tuple(m.pop_top(3))),
+    "APPEND": _extend_with(_append, 1),
+    "APPENDS": _extend_with(_append),
+    "SETITEM": _extend_with(_add_pairs, 2),
+    "SETITEMS": _extend_with(_add_pairs),
+    "ADDITEMS": _extend_with(_add),
     **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, number: m.stack.append(m.memo[number])),
     **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _memoize),
-    "GLOBAL": lambda m, text: m.stack.append(_name(*text.split(" ", 1))),
-    "STACK_GLOBAL": lambda m, _: m.stack.append(_name(*m.top(2))),
+    "GLOBAL": lambda m, text: m.stack.append(_make_name(*text.split(" ", 1))),
+    "STACK_GLOBAL": lambda m, _: m.stack.append(_make_name(*m.pop_top(2))),
     "REDUCE": _reduce,
     "NEWOBJ": _reduce,
-    "NEWOBJ_EX": _new_with_names,
+    "NEWOBJ_EX": _make_named_call,
     "BUILD": _build,
-    "BINPERSID": lambda m, _: m.stack.append(Made("persistent", tuple(m.top(1)))),
+    "BINPERSID": lambda m, _: m.stack.append(UnbuiltCall("persistent", tuple(m.pop_top(1)))),
 }

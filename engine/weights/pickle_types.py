@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .pickle_reader import Made, Name
+from .pickle_reader import Name, UnbuiltCall
 
 _MAX_DEPTH = 100
 _NUMPY_DTYPE = re.compile(r"(\?|b1|[iufc](1|2|4|8|16)|U\d{1,6}|S\d{1,6})")
@@ -53,22 +53,22 @@ class Reader:
         value = self.container(value)
         if not isinstance(value, dict):
             raise ValueError(f"{place} is no dict")
-        found = {}
+        entries = {}
         for name, item in value.items():
             if isinstance(name, Name):
                 continue
             try:
-                found[name] = self.data(item)
+                entries[name] = self.data(item)
             except Unknown as error:
                 self.dropped[f"{place}.{name}" if place else str(name)] = str(error)
-        return found
+        return entries
 
     def container(self, value: Any) -> Any:
         """A dict of whatever class in the file as a plain one, its items unread; anything else as it is."""
-        if isinstance(value, Made):
+        if isinstance(value, UnbuiltCall):
             name = value.name
             if name == "collections.OrderedDict" and value.args:  # as Python 2 wrote it
-                return _ordered(self, value.args[0]) | value.pairs
+                return _build_ordered_dict(self, value.args[0]) | value.pairs
             if name.rpartition(".")[2] in ("OrderedDict", "AttributeDict", "defaultdict"):
                 return value.pairs
             if name == "argparse.Namespace" and isinstance(value.state, dict):
@@ -87,8 +87,8 @@ class Reader:
             ValueError: It contains itself, is nested too deep, or asks for more memory than it has.
         """
         if isinstance(value, Name):
-            return self._named(value)
-        if not isinstance(value, Made | dict | list | tuple):
+            return self._resolve_name(value)
+        if not isinstance(value, UnbuiltCall | dict | list | tuple):
             return value
         if id(value) in self._built:
             return self._built[id(value)][1]
@@ -116,7 +116,7 @@ class Reader:
         if value.name == "persistent":
             return self.persistent(*value.args)
         if value.name == "copyreg._reconstructor" and value.args and isinstance(value.args[0], Name):
-            value = Made(value.args[0].path, value.args[1:], value.state, value.pairs, value.items)
+            value = UnbuiltCall(value.args[0].path, value.args[1:], value.state, value.pairs, value.items)
         if value.name.endswith(".AttributeDict"):
             inside = self.container(value)
             return self.data(inside if value.pairs else next((a for a in value.args if isinstance(a, dict)), {}), depth)
@@ -136,7 +136,7 @@ class Reader:
             built.update(self.data(value.pairs, depth))
         return built
 
-    def _named(self, name: Name) -> Any:
+    def _resolve_name(self, name: Name) -> Any:
         dtype = vars(torch).get(name.path[6:]) if name.path.startswith("torch.") else None
         if isinstance(dtype, torch.dtype):
             return dtype
@@ -164,23 +164,23 @@ def check_extent(value: Any, limit: int = 1_000_000) -> None:
         raise ValueError("it refers to the same things again and again, and would have no end if written out")
 
 
-def _ordered(reader: Reader, pairs: Any = ()) -> dict[Any, Any]:
+def _build_ordered_dict(reader: Reader, pairs: Any = ()) -> dict[Any, Any]:
     if not isinstance(pairs, dict | list | tuple):
         raise Unknown("a dict of something else")
     reader.charge(100 * len(pairs))
     try:
-        return {_text(key): value for key, value in (pairs.items() if isinstance(pairs, dict) else pairs)}
+        return {_check_text(key): value for key, value in (pairs.items() if isinstance(pairs, dict) else pairs)}
     except (TypeError, ValueError) as error:
         raise Unknown("a dict of something else") from error
 
 
-def _text(key: Any) -> Any:
+def _check_text(key: Any) -> Any:
     if not isinstance(key, str | int | bytes | bool | float | None):
         raise Unknown(type(key).__name__)
     return key
 
 
-def _path(kind: type[pathlib.PurePath]) -> Callable[..., Any]:
+def _make_path_builder(kind: type[pathlib.PurePath]) -> Callable[..., Any]:
     def make(reader: Reader, *parts: str) -> Any:
         reader.charge(sum(len(part) for part in parts))
         return kind(*parts)
@@ -188,44 +188,44 @@ def _path(kind: type[pathlib.PurePath]) -> Callable[..., Any]:
     return make
 
 
-def _encoded(reader: Reader, text: str, encoding: str) -> bytes:
+def _encode_text(reader: Reader, text: str, encoding: str) -> bytes:
     if encoding != "latin1":
         raise Unknown("_codecs.encode")
     reader.charge(len(text))
     return text.encode("latin-1")
 
 
-def _bytes(reader: Reader, data: bytes | str = b"", encoding: str = "latin-1") -> bytes:
+def _build_bytes(reader: Reader, data: bytes | str = b"", encoding: str = "latin-1") -> bytes:
     if isinstance(data, str):
-        return _encoded(reader, data, encoding.replace("latin-1", "latin1"))
+        return _encode_text(reader, data, encoding.replace("latin-1", "latin1"))
     if not isinstance(data, bytes | bytearray):
         raise Unknown("builtins.bytes")  # bytes(10**11) is that many zeros
     reader.charge(len(data))
     return bytes(data)
 
 
-def _set(kind: type) -> Callable[..., Any]:
+def _make_set_builder(kind: type) -> Callable[..., Any]:
     def make(reader: Reader, items: Any = ()) -> Any:
         reader.charge(100 * len(items))
-        return kind(_text(item) for item in items)
+        return kind(_check_text(item) for item in items)
 
     return make
 
 
-def _dtype(reader: Reader, code: Any, *_: Any, state: Any = None) -> np.dtype[Any]:
+def _build_dtype(reader: Reader, code: Any, *_: Any, state: Any = None) -> np.dtype[Any]:
     if not isinstance(code, str) or not _NUMPY_DTYPE.fullmatch(code):
         raise Unknown(f"numpy.dtype({code!r:.40})")
     dtype = np.dtype(code)
     return dtype.newbyteorder(">") if isinstance(state, tuple) and state[1:2] == (">",) else dtype
 
 
-def _scalar(reader: Reader, dtype: np.dtype[Any], data: bytes) -> Any:
+def _build_scalar(reader: Reader, dtype: np.dtype[Any], data: bytes) -> Any:
     if not isinstance(dtype, np.dtype) or not isinstance(data, bytes) or len(data) != dtype.itemsize:
         raise Unknown("a numpy scalar")
     return np.frombuffer(data, dtype)[0]
 
 
-def _array(reader: Reader, *_: Any, state: Any = None) -> Any:
+def _build_array(reader: Reader, *_: Any, state: Any = None) -> Any:
     if not isinstance(state, tuple) or len(state) != 5:
         raise Unknown("a numpy array")
     _, shape, dtype, in_columns, data = state
@@ -235,38 +235,42 @@ def _array(reader: Reader, *_: Any, state: Any = None) -> Any:
     return np.frombuffer(data, dtype).reshape(shape, order="F" if in_columns else "C").copy()
 
 
-def _namespace(reader: Reader, state: Any = None) -> Namespace:
-    made = Namespace()
-    vars(made).update({key: value for key, value in (state or {}).items() if isinstance(key, str)})
-    return made
+def _build_namespace(reader: Reader, state: Any = None) -> Namespace:
+    namespace = Namespace()
+    vars(namespace).update({key: value for key, value in (state or {}).items() if isinstance(key, str)})
+    return namespace
 
 
-def _in(modules: tuple[str, ...], calls: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+def _name_in_modules(
+    modules: tuple[str, ...], calls: Mapping[str, Callable[..., Any]]
+) -> dict[str, Callable[..., Any]]:
     return {f"{module}.{name}": call for module in modules for name, call in calls.items()}
 
 
 _CALLS: dict[str, Callable[..., Any]] = {
-    "collections.OrderedDict": _ordered,
-    "collections.Counter": _ordered,
+    "collections.OrderedDict": _build_ordered_dict,
+    "collections.Counter": _build_ordered_dict,
     "collections.defaultdict": lambda reader, factory=None: {},
-    "argparse.Namespace": _namespace,
-    "_codecs.encode": _encoded,
-    "builtins.bytes": _bytes,
-    "builtins.bytearray": _bytes,
-    "builtins.set": _set(set),
-    "builtins.frozenset": _set(frozenset),
+    "argparse.Namespace": _build_namespace,
+    "_codecs.encode": _encode_text,
+    "builtins.bytes": _build_bytes,
+    "builtins.bytearray": _build_bytes,
+    "builtins.set": _make_set_builder(set),
+    "builtins.frozenset": _make_set_builder(frozenset),
     "builtins.complex": lambda reader, real, imag: complex(float(real), float(imag)),
     "datetime.timedelta": lambda reader, *parts: timedelta(*parts),
     "torch.Size": lambda reader, sizes: torch.Size(sizes),
     "torch.device": lambda reader, *parts: torch.device(*parts),
-    "numpy.dtype": _dtype,
-    **_in(("numpy.core.multiarray", "numpy._core.multiarray"), {"scalar": _scalar, "_reconstruct": _array}),
-    **_in(
+    "numpy.dtype": _build_dtype,
+    **_name_in_modules(
+        ("numpy.core.multiarray", "numpy._core.multiarray"), {"scalar": _build_scalar, "_reconstruct": _build_array}
+    ),
+    **_name_in_modules(
         ("pathlib", "pathlib._local"),
         {
-            **dict.fromkeys(("Path", "PosixPath", "WindowsPath"), _path(pathlib.Path)),
-            **dict.fromkeys(("PurePath", "PurePosixPath"), _path(pathlib.PurePosixPath)),
-            "PureWindowsPath": _path(pathlib.PureWindowsPath),
+            **dict.fromkeys(("Path", "PosixPath", "WindowsPath"), _make_path_builder(pathlib.Path)),
+            **dict.fromkeys(("PurePath", "PurePosixPath"), _make_path_builder(pathlib.PurePosixPath)),
+            "PureWindowsPath": _make_path_builder(pathlib.PureWindowsPath),
         },
     ),
 }

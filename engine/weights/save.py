@@ -21,7 +21,7 @@ from torch import Tensor
 from ...common.messages import warn
 from ...strategies.distributed import Whole, is_sharded
 from ..checkpoint import MANIFEST, check_tensor, encode, filesystem
-from ..parameter_names import untied
+from ..parameter_names import split_tied
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{unit}": base**power
@@ -31,16 +31,16 @@ _UNITS = {"": 1, "B": 1} | {
 _KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 
 
-def byte_size(size: int | str) -> int:
+def parse_byte_size(size: int | str) -> int:
     """Return a number of bytes, given as one or as ``"500MB"``, ``"2GiB"``.
 
     Raises:
         ValueError: for anything else.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).upper().strip())
-    if isinstance(size, bool) or found is None or found[2] not in _UNITS or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).upper().strip())
+    if isinstance(size, bool) or match is None or match[2] not in _UNITS or not float(match[1]):
         raise ValueError(f"max_shard_size={size!r} must be a number of bytes, or a text such as '500MB' or '2GiB'.")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def save_object(obj: Any, f: Any, safe: bool) -> None:
@@ -60,7 +60,7 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
         if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
             raise TypeError(f"safe_serialization=True takes a dict of tensors by name, not {type(obj).__name__}.")
         _check(obj, any_dtype=False)
-        tensors, aliases = untied(obj)
+        tensors, aliases = split_tied(obj)
 
         def write(target: Any) -> None:
             if isinstance(target, str):
@@ -72,7 +72,7 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
                 target.write(to_bytes(plain, {"format": "pt", **aliases}))
     else:
         encode(obj, "obj")  # only to see that it is data
-        obj = readable(obj, "obj")
+        obj = make_readable(obj, "obj")
 
         def write(target: Any) -> None:
             torch.save(obj, target)
@@ -80,10 +80,10 @@ def save_object(obj: Any, f: Any, safe: bool) -> None:
     if hasattr(f, "write"):
         write(f)
     else:
-        in_one_move(Path(f), write)
+        write_atomically(Path(f), write)
 
 
-def in_one_move(path: Path, write: Callable[[str], object]) -> None:
+def write_atomically(path: Path, write: Callable[[str], object]) -> None:
     """Let ``write`` write a file beside ``path``, and put it in place once it is complete, durably."""
     path = Path(os.path.abspath(path))
     beside = path.parent / f".{path.name}.part"
@@ -121,7 +121,7 @@ def save_weights(weights: Mapping[str, Any], directory: Path, limit: int, safe: 
     if others:
         raise TypeError(f"{others[0]} in the model's state is no tensor; weights are tensors only. Use save_state.")
     _check(weights, any_dtype=not safe)
-    write_weights(*untied(weights), directory, limit, safe)
+    write_weights(*split_tied(weights), directory, limit, safe)
 
 
 def write_weights(
@@ -142,27 +142,27 @@ def write_weights(
     directory = Path(os.path.abspath(directory))
     refuse_checkpoint(directory)
     filesystem.make_directory(directory)
-    shards = _shards(tensors, limit)
+    shards = _split_shards(tensors, limit)
     kind, other = _KINDS if safe else _KINDS[::-1]
-    files = _free_names(directory, *kind, len(shards))
+    files = _choose_free_names(directory, *kind, len(shards))
     size = sum(map(nbytes, tensors.values()))
     placed = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-    placed |= {} if safe else {alias: placed[kept] for alias, kept in aliases.items()}
+    placed |= {} if safe else {alias: placed[name] for alias, name in aliases.items()}
     index = directory / f"{'.'.join(kind)}.index.json"
     text = json.dumps({"metadata": {"total_size": size}, "weight_map": placed}, indent=2).encode() + b"\n"
     try:
         for file, shard in zip(files, shards, strict=True):
             part = {name: tensors[name] for name in shard}
-            in_one_move(directory / file, partial(_write, tensors=part, aliases=aliases, safe=safe))
+            write_atomically(directory / file, partial(_write, tensors=part, aliases=aliases, safe=safe))
         if len(files) > 1:
-            in_one_move(index, lambda beside: filesystem.write_bytes(Path(beside), text))
+            write_atomically(index, lambda beside: filesystem.write_bytes(Path(beside), text))
     except BaseException:
         if len(files) > 1 and not (index.is_file() and index.read_bytes() == text):  # which would name them
             _clear(directory / file for file in files)
         raise
     # In this order: the other kind's files may be what loaders took until now, and must not give way to older ones.
-    for one in (kind, other):
-        _drop_others(directory, *one, {*files, index.name} if len(files) > 1 else {*files})
+    for naming in (kind, other):
+        _drop_others(directory, *naming, {*files, index.name} if len(files) > 1 else {*files})
 
 
 def refuse_checkpoint(directory: Path) -> None:
@@ -191,19 +191,19 @@ def nbytes(tensor: Whole) -> int:
     return tensor.shape.numel() * tensor.dtype.itemsize
 
 
-def _shards(tensors: Mapping[str, Whole], limit: int) -> list[list[str]]:
+def _split_shards(tensors: Mapping[str, Whole], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
-    held = 0
+    shard_bytes = 0
     for name, tensor in tensors.items():
-        if shards[-1] and held + nbytes(tensor) > limit:
+        if shards[-1] and shard_bytes + nbytes(tensor) > limit:
             shards.append([])
-            held = 0
+            shard_bytes = 0
         shards[-1].append(name)
-        held += nbytes(tensor)
+        shard_bytes += nbytes(tensor)
     return shards
 
 
-def _free_names(directory: Path, stem: str, ending: str, number: int) -> list[str]:
+def _choose_free_names(directory: Path, stem: str, ending: str, number: int) -> list[str]:
     """The names for so many shards; of several, names that no file has. One file replaces another in one move."""
     if number == 1:
         return [f"{stem}.{ending}"]
@@ -220,27 +220,27 @@ def _write(path: str, tensors: Mapping[str, Whole], aliases: Mapping[str, str], 
         write_file(Path(path), tensors, aliases)
     else:
         # Of a view, only what is seen.
-        held = {name: tensor[...].detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        torch.save(held | {alias: held[kept] for alias, kept in aliases.items() if kept in held}, path)
+        copies = {name: tensor[...].detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        torch.save(copies | {alias: copies[name] for alias, name in aliases.items() if name in copies}, path)
 
 
 def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, str]) -> None:
     """Write one safetensors file."""
     # Header entries as safetensors' own `save_model` writes them, which its `load_model` reads.
-    notes = {alias: kept for alias, kept in aliases.items() if kept in tensors}
+    notes = {alias: name for alias, name in aliases.items() if name in tensors}
     filesystem.write_tensors(path, tensors, {"format": "pt", **notes})
 
 
-def _drop_others(directory: Path, stem: str, ending: str, kept: set[str]) -> None:
+def _drop_others(directory: Path, stem: str, ending: str, new_files: set[str]) -> None:
     """Delete what the new files replace, and what killed processes left of theirs."""
     ours = re.compile(rf"{stem}(-v\d+)?(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?")
-    entries = {f"{stem}.{ending}", f"{stem}.{ending}.index.json"} - kept
-    found = filesystem.names(directory)
-    for name in entries.intersection(found):  # loaders would take it for the weights, so it may not stay
+    entries = {f"{stem}.{ending}", f"{stem}.{ending}.index.json"} - new_files
+    existing = filesystem.list_names(directory)
+    for name in entries.intersection(existing):  # loaders would take it for the weights, so it may not stay
         filesystem.unlink(directory / name)
         filesystem.fsync(directory)
-    left = [name for name in found if name not in kept | entries and ours.fullmatch(name)]
-    left += [name for name in found if name[:1] == "." and name[-5:] == ".part" and ours.fullmatch(name[1:-5])]
+    left = [name for name in existing if name not in new_files | entries and ours.fullmatch(name)]
+    left += [name for name in existing if name[:1] == "." and name[-5:] == ".part" and ours.fullmatch(name[1:-5])]
     try:
         for name in left:
             filesystem.unlink(directory / name)
@@ -258,7 +258,7 @@ _ADVICE: dict[type, str] = {
 }
 
 
-def readable(value: Any, place: str) -> Any:
+def make_readable(value: Any, place: str) -> Any:
     """What ``torch.load(weights_only=True)`` reads: numpy's numbers become Python's, a defaultdict a plain dict.
 
     Args:
@@ -272,12 +272,19 @@ def readable(value: Any, place: str) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if kind in (dict, defaultdict, OrderedDict, Counter):
-        pairs = [(readable(key, f"a key of {place}"), readable(one, f"{place}.{key}")) for key, one in value.items()]
+        pairs = [
+            (make_readable(key, f"a key of {place}"), make_readable(item, f"{place}.{key}"))
+            for key, item in value.items()
+        ]
         old = [part for pair in value.items() for part in pair]
-        return value if kind is not defaultdict and _same(old, [p for pair in pairs for p in pair]) else dict(pairs)
+        return (
+            value
+            if kind is not defaultdict and _has_identical_items(old, [p for pair in pairs for p in pair])
+            else dict(pairs)
+        )
     if kind in (list, tuple, set):
-        items = [readable(one, f"{place}.{number}") for number, one in enumerate(value)]
-        return value if _same(value, items) else kind(items)
+        items = [make_readable(item, f"{place}.{number}") for number, item in enumerate(value)]
+        return value if _has_identical_items(value, items) else kind(items)
     if is_sharded(value):
         raise TypeError(f"{place}: is one process's part of a tensor; save accelerator.get_state_dict(model).")
     for refused, advice in _ADVICE.items():
@@ -289,6 +296,6 @@ def readable(value: Any, place: str) -> Any:
     return value
 
 
-def _same(old: Iterable[Any], new: Iterable[Any]) -> bool:
+def _has_identical_items(old: Iterable[Any], new: Iterable[Any]) -> bool:
     """Whether nothing was changed: then the container stays the same object, with what a state dict notes of itself."""
-    return all(one is other for one, other in zip(old, new, strict=True))
+    return all(old_item is new_item for old_item, new_item in zip(old, new, strict=True))

@@ -18,12 +18,12 @@ from ..checkpoint import (
     MANIFEST,
     OpenCheckpoint,
     Weights,
+    abbreviate,
     check_files,
     extra_part,
     filesystem,
     model_part,
-    some,
-    whole_model,
+    read_whole_model,
 )
 from .download import check_digest, fetch, is_url
 from .torch_files import TorchFile, View
@@ -34,7 +34,7 @@ _STATE_KEYS = ("state_dict", "model_state_dict", "model")
 _USUAL = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 _OTHERS = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x93NUM": "numpy", b"\x1f\x8b": "gzip"}
 _MAX_INDEX_BYTES = 32 * 2**20  # some 300,000 tensors
-_WHAT = (
+_ACCEPTED_SOURCES = (
     "Weights are a checkpoint of Treadle (a folder with a manifest.json), a safetensors file, a file of torch.save, "
     "or a folder with these"
 )
@@ -60,7 +60,7 @@ class Opened:
 
 
 @contextmanager
-def opened(source: Source, sha256: str | None = None) -> Iterator[Opened]:
+def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
     """Find the weights in a source; see `load_weights`. What was downloaded is deleted at the end.
 
     Raises:
@@ -74,9 +74,9 @@ def opened(source: Source, sha256: str | None = None) -> Iterator[Opened]:
         return
     with tempfile.TemporaryDirectory(prefix="treadle-") as folder:
         path = fetch(str(source), sha256, Path(folder))
-        found = _open(path, None)
-        found.place = str(source)
-        yield found
+        opened_source = _open(path, None)
+        opened_source.place = str(source)
+        yield opened_source
 
 
 def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
@@ -102,26 +102,28 @@ def _open(path: Path, sha256: str | None, *, digests: bool = True) -> Opened:
         if path.is_dir():
             if sha256 is not None:
                 raise ValueError("sha256= is the digest of one file; name the file")
-            return _folder(path, digests)
+            return _open_folder(path, digests)
         if not path.is_file():
-            raise ValueError(f"{'is no plain file' if os.path.lexists(path) else 'does not exist'}. {_WHAT}")
+            raise ValueError(
+                f"{'is no plain file' if os.path.lexists(path) else 'does not exist'}. {_ACCEPTED_SOURCES}"
+            )
         if sha256 is not None:
             check_digest(path, sha256)
         with path.open("rb") as file:
             start = file.read(1)
-        return Opened(place, *_index(path)) if start == b"{" else Opened(place, *_file(path))
+        return Opened(place, *_open_index(path)) if start == b"{" else Opened(place, *_open_file(path))
     except (ValueError, OSError, MemoryError, RecursionError) as error:
         text = str(error) or type(error).__name__
         raise ValueError(text if text.startswith(place) else f"{place}: {text.rstrip('.')}.") from error
 
 
-def _folder(path: Path, digests: bool) -> Opened:
+def _open_folder(path: Path, digests: bool) -> Opened:
     if (path / MANIFEST).is_file():
         saved, extra = OpenCheckpoint(path), extra_part(0)
         saved.verify() if digests else check_files(path, saved.manifest, digests=False)
         others = saved.read_part(extra) if saved.has(extra) else {}
         return Opened(str(path), saved.open_part(model_part(0)), others, checkpoint=saved)
-    names = filesystem.names(path)
+    names = filesystem.list_names(path)
     if ".metadata" in names:
         raise ValueError(
             "is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle that runs what it says. If "
@@ -130,16 +132,20 @@ def _folder(path: Path, digests: bool) -> Opened:
         )
     if "zero_to_fp32.py" in names:
         raise ValueError("is a checkpoint of DeepSpeed; make one file of it with its own zero_to_fp32.py")
-    found = [name for name in _USUAL if name in names][:1]
+    candidates = [name for name in _USUAL if name in names][:1]
     for ending in (".index.json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt"):
-        found = found or [name for name in names if name.endswith(ending)]
-    if len(found) != 1:
-        what = f"more than one file of weights: {', '.join(found[:8])}" if found else f"no weights; it has {names[:8]}"
-        raise ValueError(f"holds {what}. {_WHAT if not found else 'Name the file'}")
-    return _open(path / found[0], None, digests=digests)
+        candidates = candidates or [name for name in names if name.endswith(ending)]
+    if len(candidates) != 1:
+        problem = (
+            f"more than one file of weights: {', '.join(candidates[:8])}"
+            if candidates
+            else f"no weights; it has {names[:8]}"
+        )
+        raise ValueError(f"holds {problem}. {_ACCEPTED_SOURCES if not candidates else 'Name the file'}")
+    return _open(path / candidates[0], None, digests=digests)
 
 
-def _index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _open_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     # Hugging Face's cache holds links only. What must not lead elsewhere is the content, see below.
     document = filesystem.read_json(path.resolve(), _MAX_INDEX_BYTES)
     places = document.get("weight_map") if isinstance(document, dict) else None
@@ -147,40 +153,40 @@ def _index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ValueError("is no index: it has no weight_map of tensors to files")
     weights: dict[str, Any] = {}
     others: dict[str, Any] = {}
-    held: dict[str, set[str]] = {}
+    names_by_file: dict[str, set[str]] = {}
     for file in dict.fromkeys(places.values()):
         if file != os.path.basename(file) or file in ("", ".", "..") or "\\" in file or "\0" in file:
             raise ValueError(f"{file!r:.80} is not the name of a file beside it")
         if not (path.parent / file).is_file():
             lost = [name[:80] for name, place in places.items() if place == file]
-            raise ValueError(f"names {file[:80]}, which is missing beside it, for {some(lost)}")
-        inside, beside, _ = _file(path.parent / file)
-        held[file] = set(inside)
+            raise ValueError(f"names {file[:80]}, which is missing beside it, for {abbreviate(lost)}")
+        inside, beside, _ = _open_file(path.parent / file)
+        names_by_file[file] = set(inside)
         weights |= {name: piece for name, piece in inside.items() if places.get(name) == file}
         others |= beside
-    lost = [name for name, file in places.items() if name not in held[file]]
+    lost = [name for name, file in places.items() if name not in names_by_file[file]]
     if lost:
-        raise ValueError(f"names tensors that are not in their files: {some(lost)}")
+        raise ValueError(f"names tensors that are not in their files: {abbreviate(lost)}")
     return weights, others
 
 
-def _file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | None]:
+def _open_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | None]:
     with path.open("rb") as stream:
         head = stream.read(512)
     # First of all: the length of a safetensors header may well begin with the byte that a pickle begins with.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size:
-        return whole_model(path), {}, None
+        return read_whole_model(path), {}, None
     if head[:4] == b"PK\x03\x04" or head[:1] == b"\x80":
         file = TorchFile(path)
-        return (*state_in(file), file)
+        return (*read_state_dict(file), file)
     if head[257:262] == b"ustar":
         raise ValueError(f"{path}: is a tar archive, as torch.save wrote before 2016; save it again with a newer torch")
-    known = next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)
-    what = f"is a {known} file" if known else "is empty" if not head else "is of no kind that is known"
-    raise ValueError(f"{path}: {what}. {_WHAT}.")
+    format_name = next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)
+    problem = f"is a {format_name} file" if format_name else "is empty" if not head else "is of no kind that is known"
+    raise ValueError(f"{path}: {problem}. {_ACCEPTED_SOURCES}.")
 
 
-def state_in(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of a state dict in a file of ``torch.save``, and what else is in it.
 
     Raises:
@@ -188,30 +194,34 @@ def state_in(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     document = file.reader.container(file.document)
     if not isinstance(document, dict):
-        raise ValueError(f"it holds no dict of tensors but {_called(document)}; save model.state_dict()")
+        raise ValueError(f"it holds no dict of tensors but {_name_kind(document)}; save model.state_dict()")
     key = next((key for key in _STATE_KEYS if isinstance(file.reader.container(document.get(key)), dict)), "")
     before = set(file.reader.dropped)
-    found = file.reader.mapping(document[key] if key else document, key)
-    weights = {str(name): file.piece(value) for name, value in found.items() if isinstance(value, View)}
-    others = {str(name): value for name, value in found.items() if not isinstance(value, View)}
+    state = file.reader.mapping(document[key] if key else document, key)
+    weights = {str(name): file.piece(value) for name, value in state.items() if isinstance(value, View)}
+    others = {str(name): value for name, value in state.items() if not isinstance(value, View)}
     bad = {place: name for place, name in file.reader.dropped.items() if place not in before}
     if (bad or others) and (key or weights):
         wrong = [f"{place} is {name}" for place, name in bad.items()]
         wrong += [f"{n} is a {type(v).__name__}" for n, v in others.items() if not n.endswith("_extra_state")]
         if wrong:
-            raise ValueError(f"there is more than tensors among its weights: {some([w[:120] for w in wrong])}")
+            raise ValueError(f"there is more than tensors among its weights: {abbreviate([w[:120] for w in wrong])}")
     if not weights and not key:
         raise ValueError(
             f"it holds no tensors by name, nor any under {', '.join(_STATE_KEYS)}. It holds "
-            f"{some([str(name)[:60] for name in document])}{_whole_module(document)}"
+            f"{abbreviate([str(name)[:60] for name in document])}{_describe_module(document)}"
         )
     return weights, others
 
 
-def _called(document: Any) -> str:
+def _name_kind(document: Any) -> str:
     return getattr(document, "name", None) or f"a {type(document).__name__}"
 
 
-def _whole_module(document: dict[Any, Any]) -> str:
+def _describe_module(document: dict[Any, Any]) -> str:
     objects = [f"{key} is a {value.name}" for key, value in document.items() if hasattr(value, "name")]
-    return f" ({some(objects)}, an object that only its own program can make): save its state_dict()" if objects else ""
+    return (
+        f" ({abbreviate(objects)}, an object that only its own program can make): save its state_dict()"
+        if objects
+        else ""
+    )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint import Filed, Held, Piece, mark_of
+from ..checkpoint import FilePiece, MemoryPiece, Piece, read_mark
 from . import pickle_reader
 from .pickle_types import Reader, Unknown
 
@@ -57,7 +57,7 @@ class View:
 class Strided:
     """A tensor that does not lie in one piece: what lies there, and how to look at it."""
 
-    base: Filed
+    base: FilePiece
     shape: torch.Size
     stride: tuple[int, ...]
 
@@ -86,15 +86,15 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as file:
-            self._mark = mark_of(file.fileno())
+            self._mark = read_mark(file.fileno())
             size = os.fstat(file.fileno()).st_size
             self._places: dict[str, tuple[int, int]] = {}
             self._storages: dict[str, Storage] = {}
-            self.reader = Reader(self._storage, _TENSORS)
+            self.reader = Reader(self._note_storage, _TENSORS)
             if file.read(4) == b"PK\x03\x04":
-                self.document = self._zipped(file, size)
+                self.document = self._read_zipped(file, size)
             else:
-                self.document = self._legacy(file, size)
+                self.document = self._read_legacy(file, size)
 
     def piece(self, view: Any) -> Piece | Strided:
         """The tensor that a `View` stands for, unread.
@@ -108,55 +108,55 @@ class TorchFile:
             raise ValueError(f"its storage {view.storage.key!r:.40} is missing or too short")
         elements, shape = math.prod(view.shape), torch.Size(view.shape)
         if not elements:
-            return Held(torch.empty(shape, dtype=view.dtype))
+            return MemoryPiece(torch.empty(shape, dtype=view.dtype))
         reach = 1 + sum((length - 1) * step for length, step in zip(view.shape, view.stride, strict=True))
         if (view.offset + reach) * size > view.storage.count * view.storage.dtype.itemsize:
             raise ValueError("a tensor reaches beyond its storage")
         first = start + view.offset * size
-        if reach == elements and view.stride == _contiguous(view.shape):
-            return Filed(self.path.absolute(), self._mark, view.dtype, shape, first, reach * size)
-        base = Filed(self.path.absolute(), self._mark, view.dtype, torch.Size((reach,)), first, reach * size)
+        if reach == elements and view.stride == _compute_strides(view.shape):
+            return FilePiece(self.path.absolute(), self._mark, view.dtype, shape, first, reach * size)
+        base = FilePiece(self.path.absolute(), self._mark, view.dtype, torch.Size((reach,)), first, reach * size)
         return Strided(base, shape, view.stride)
 
-    def _storage(self, pid: Any) -> Storage:
+    def _note_storage(self, pid: Any) -> Storage:
         kind, name, key, _, count = pid[:5] if isinstance(pid, tuple) and len(pid) in (5, 6) else (None,) * 5
         if kind != "storage" or not isinstance(name, pickle_reader.Name) or not isinstance(key, str) or any(pid[5:]):
             raise ValueError("it refers to something that is no storage of a tensor")
         word = name.path.rpartition(".")[2].removesuffix("Storage")
         if not name.path.startswith("torch.") or word not in _KINDS:
             raise ValueError(f"it has a storage of {name.path}, which is none of torch's")
-        found = Storage(_KINDS[word], key, _count(count))
-        if self._storages.setdefault(key, found) != found:
+        storage = Storage(_KINDS[word], key, _check_count(count))
+        if self._storages.setdefault(key, storage) != storage:
             raise ValueError(f"its storage {key!r:.40} is said to be of two kinds")
-        return found
+        return storage
 
-    def _zipped(self, file: Any, size: int) -> Any:
-        if _directory_bytes(file, size) > _MAX_DIRECTORY_BYTES:
+    def _read_zipped(self, file: Any, size: int) -> Any:
+        if _read_directory_bytes(file, size) > _MAX_DIRECTORY_BYTES:
             raise ValueError("its list of entries is too long for a file of weights")
         try:
             with zipfile.ZipFile(file) as archive:
-                entries = _checked_entries(archive.infolist())
-                root = _root(entries)
+                entries = _check_entries(archive.infolist())
+                root = _find_root(entries)
                 file.seek(0)
                 for name, entry in entries.items():
-                    self._places[name.removeprefix(f"{root}/data/")] = _place(file, entry, size)
-                order = self._small(file, f"{root}/byteorder", 16) or b"little"
+                    self._places[name.removeprefix(f"{root}/data/")] = _locate_entry(file, entry, size)
+                order = self._read_small(file, f"{root}/byteorder", 16) or b"little"
                 if order.strip() != b"little":
                     raise ValueError("it was written by a big-endian machine; save it again as safetensors")
-                data = self._small(file, f"{root}/data.pkl", pickle_reader.MAX_BYTES)
+                data = self._read_small(file, f"{root}/data.pkl", pickle_reader.MAX_BYTES)
         except (zipfile.BadZipFile, struct.error, EOFError, NotImplementedError) as error:
             raise ValueError(f"it is a damaged archive: {error}") from error
         self.reader.budget = _COPIED_AT_LEAST + 4 * len(data)
         return pickle_reader.read(io.BytesIO(data))
 
-    def _small(self, file: Any, name: str, limit: int) -> bytes:
+    def _read_small(self, file: Any, name: str, limit: int) -> bytes:
         start, nbytes = self._places.get(name, (0, 0))
         if nbytes > limit:
             raise ValueError(f"its {name.rpartition('/')[2]} has {nbytes:,} bytes, more than the {limit:,} allowed")
         file.seek(start)
         return file.read(nbytes)
 
-    def _legacy(self, file: Any, size: int) -> Any:
+    def _read_legacy(self, file: Any, size: int) -> Any:
         # Mapped, so that only what the pickles take up is read; they come first.
         with mmap.mmap(file.fileno(), min(size, pickle_reader.MAX_BYTES), access=mmap.ACCESS_READ) as stream:
             if pickle_reader.read(stream) != _MAGIC or pickle_reader.read(stream) != _LEGACY_VERSION:
@@ -172,51 +172,51 @@ class TorchFile:
         for key in keys:
             file.seek(start)
             count = int.from_bytes(file.read(8), "little")
-            found = self._storages.get(key)
-            if found is None or count != found.count or start + 8 + count * found.dtype.itemsize > size:
+            storage = self._storages.get(key)
+            if storage is None or count != storage.count or start + 8 + count * storage.dtype.itemsize > size:
                 raise ValueError(f"its storage {key!r:.40} is cut short or damaged")
-            self._places[key] = (start + 8, count * found.dtype.itemsize)
-            start += 8 + count * found.dtype.itemsize
+            self._places[key] = (start + 8, count * storage.dtype.itemsize)
+            start += 8 + count * storage.dtype.itemsize
         return document
 
     def _follow(self, document: Any) -> None:
         """Note every storage, wherever it is: in old files only they say how long each is."""
-        seen: set[int] = set()
+        visited: set[int] = set()
         left = [document]
         while left:
             value = left.pop()
-            if id(value) in seen or not isinstance(value, pickle_reader.Made | dict | list | tuple):
+            if id(value) in visited or not isinstance(value, pickle_reader.UnbuiltCall | dict | list | tuple):
                 continue
-            seen.add(id(value))
+            visited.add(id(value))
             if isinstance(value, dict):
                 left.extend(value.values())
             elif isinstance(value, list | tuple):
                 left.extend(value)
             elif value.name == "persistent":
-                self._storage(*value.args)
+                self._note_storage(*value.args)
             else:
                 left += [value.args, value.state, value.pairs, value.items]
 
 
-def _directory_bytes(file: Any, size: int) -> int:
+def _read_directory_bytes(file: Any, size: int) -> int:
     """How long a zip's list of entries says it is, before anything reads it."""
     file.seek(max(0, size - 2**16 - 22))
     tail = file.read()
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or len(tail) < at + 22:
         raise ValueError("it is a zip archive that was cut short")
-    found = [struct.unpack_from("<I", tail, at + 12)[0]]
-    if found == [0xFFFFFFFF]:
-        found = []
+    sizes = [struct.unpack_from("<I", tail, at + 12)[0]]
+    if sizes == [0xFFFFFFFF]:
+        sizes = []
     if tail[max(0, at - 20) : at][:4] == b"PK\x06\x07":
         file.seek(struct.unpack_from("<Q", tail, at - 12)[0])
         record = file.read(56)
         if record[:4] == b"PK\x06\x06" and len(record) == 56:
-            found.append(struct.unpack_from("<Q", record, 40)[0])
-    return max(found, default=size)
+            sizes.append(struct.unpack_from("<Q", record, 40)[0])
+    return max(sizes, default=size)
 
 
-def _checked_entries(listed: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
+def _check_entries(listed: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
     entries = {entry.filename: entry for entry in listed}
     if any("/code/__torch__" in name or name.endswith("/constants.pkl") for name in entries):
         raise ValueError("it is a TorchScript program; save its state_dict() as safetensors instead")
@@ -230,15 +230,15 @@ def _checked_entries(listed: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo
     return entries
 
 
-def _root(entries: dict[str, zipfile.ZipInfo]) -> str:
+def _find_root(entries: dict[str, zipfile.ZipInfo]) -> str:
     roots = [name.removesuffix("/data.pkl") for name in entries if name.endswith("/data.pkl")]
     if len(roots) != 1:
-        what = "numpy arrays" if any(name.endswith(".npy") for name in entries) else "no data.pkl"
-        raise ValueError(f"it is a zip archive with {what}, and no file of torch.save")
+        content = "numpy arrays" if any(name.endswith(".npy") for name in entries) else "no data.pkl"
+        raise ValueError(f"it is a zip archive with {content}, and no file of torch.save")
     return roots[0]
 
 
-def _place(file: Any, entry: zipfile.ZipInfo, size: int) -> tuple[int, int]:
+def _locate_entry(file: Any, entry: zipfile.ZipInfo, size: int) -> tuple[int, int]:
     file.seek(entry.header_offset)
     head = file.read(30)
     if head[:4] != b"PK\x03\x04":
@@ -249,48 +249,48 @@ def _place(file: Any, entry: zipfile.ZipInfo, size: int) -> tuple[int, int]:
     return start, entry.file_size
 
 
-def _count(value: Any) -> int:
+def _check_count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**62:
         raise ValueError("a tensor's size is no number")
     return value
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _compute_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     steps = [1]
     for length in reversed(shape[1:]):
         steps.append(steps[-1] * max(length, 1))
     return tuple(reversed(steps)) if shape else ()
 
 
-def _tensor(
+def _build_view(
     reader: Reader, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any, dtype: torch.dtype | None = None
 ) -> View:
     if not isinstance(storage, Storage) or not isinstance(shape, tuple) or not isinstance(stride, tuple):
         raise ValueError("a tensor is described in a way that torch never does")
-    shape, stride = tuple(_count(n) for n in shape), tuple(_count(n) for n in stride)
+    shape, stride = tuple(_check_count(n) for n in shape), tuple(_check_count(n) for n in stride)
     if len(shape) != len(stride) or len(shape) > 64 or math.prod(shape) >= 2**62:
         raise ValueError("a tensor has a shape that no tensor can have")
-    return View(storage, dtype or storage.dtype, _count(offset), shape, stride)
+    return View(storage, dtype or storage.dtype, _check_count(offset), shape, stride)
 
 
-def _tensor_v2(
+def _build_view_v2(
     reader: Reader, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None
 ) -> View:
     if metadata:
         raise Unknown("a tensor that is conjugated or negated")
-    return _tensor(reader, storage, offset, shape, stride)
+    return _build_view(reader, storage, offset, shape, stride)
 
 
-def _tensor_v3(
+def _build_view_v3(
     reader: Reader, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
 ) -> View:
     if any(more) or not isinstance(dtype, torch.dtype | pickle_reader.Name):
         raise Unknown("a tensor of no dtype")
-    found = dtype if isinstance(dtype, torch.dtype) else reader.data(dtype)
-    return _tensor(reader, storage, offset, shape, stride, dtype=found)
+    resolved_dtype = dtype if isinstance(dtype, torch.dtype) else reader.data(dtype)
+    return _build_view(reader, storage, offset, shape, stride, dtype=resolved_dtype)
 
 
-def _of_class(reader: Reader, make: Any, kind: Any, args: Any, state: Any = None) -> Any:
+def _build_of_class(reader: Reader, make: Any, kind: Any, args: Any, state: Any = None) -> Any:
     plain = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
     if (
         not isinstance(make, pickle_reader.Name)
@@ -302,10 +302,10 @@ def _of_class(reader: Reader, make: Any, kind: Any, args: Any, state: Any = None
 
 
 _TENSORS: dict[str, Any] = {
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor_v2,
-    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_tensor": _build_view,
+    "torch._utils._rebuild_tensor_v2": _build_view_v2,
+    "torch._utils._rebuild_tensor_v3": _build_view_v3,
     "torch._utils._rebuild_parameter": lambda reader, data, grad, hooks: data,
     "torch._utils._rebuild_parameter_with_state": lambda reader, data, grad, hooks, state: data,
-    "torch._tensor._rebuild_from_type_v2": _of_class,
+    "torch._tensor._rebuild_from_type_v2": _build_of_class,
 }

@@ -98,15 +98,15 @@ class LastStep:
         trainer, accelerator = self._trainer, self._trainer.accelerator
         self._state = {
             "progress": copy.copy(trainer.progress),
-            "random": snapshot.rank_random_state(accelerator),
+            "random": snapshot.collect_rank_random_state(accelerator),
             "buffers": [
                 None if (b := buffers[name]) is None else b.detach().clone() for buffers, name in self._buffers
             ],
             "groups": [[_options(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
             "shared": TrainState(
                 schedulers=[copy.deepcopy(scheduler.state_dict()) for scheduler in accelerator.schedulers],
-                scheduler_kinds=snapshot.scheduler_kinds(accelerator.schedulers),
-                schedules_built=[built.held for built in accelerator.schedules_built],
+                scheduler_kinds=snapshot.list_scheduler_kinds(accelerator.schedulers),
+                schedules_built=[built.effective_arguments for built in accelerator.schedules_built],
                 # The loop calls them itself, after real steps only.
                 steps_since=[(0, 0) for _ in accelerator.schedulers],
                 scheduler_advances=[1 for _ in accelerator.schedulers],
@@ -114,7 +114,7 @@ class LastStep:
                 loaders=[_position(loader) for loader in accelerator.loaders if not loader.evaluation],
                 evaluation_loaders=[_position(loader) for loader in accelerator.loaders if loader.evaluation],
                 stream=None if accelerator.stream is None else accelerator.stream.state,
-                reduction_orders=snapshot.reduction_orders(accelerator),
+                reduction_orders=snapshot.list_reduction_orders(accelerator),
                 registered=registered,
             ),
         }
@@ -184,14 +184,14 @@ class LastStep:
         parts = trainer.checkpointer.parts(task)
         files = snapshot.collect(accelerator, path, parts, weights_only=True)
         if not weights_only:
-            files |= snapshot.optimizer_files(accelerator)
+            files |= snapshot.encode_optimizers(accelerator)
             shared = state["shared"]
             shared["registered"]["progress"] = state["progress"].state_dict()
             shared["registered"]["history"] = trainer.history.state_dict()  # it only grows, and much: too much to copy
             shared["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
             shared["registered"]["callbacks"]["added"] = trainer.checkpointer.added_by_hooks()
             files |= store.encode_part(STATE, shared)
-            files |= snapshot.rank_files(0, state["random"], [])
+            files |= snapshot.encode_rank_state(0, state["random"], [])
         # Of the other processes it holds nothing, and a resume takes it for one process's.
         info = {**snapshot.run_metadata(accelerator), **trainer.checkpointer.info(state["progress"], task)}
         info |= {"world_size": 1, "saved_by": accelerator.num_processes}

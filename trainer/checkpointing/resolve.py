@@ -15,7 +15,7 @@ from ...engine.checkpoint import (
     STATE,
     Manifest,
     OpenCheckpoint,
-    first_intact,
+    find_first_intact,
     has_part,
     open_callback_states,
     open_together,
@@ -180,7 +180,7 @@ class CheckpointResolver:
         Args:
             resumable: skip checkpoints that hold weights only.
         """
-        return first_intact(self.world, self._candidates(resumable), self.report.skipped)
+        return find_first_intact(self.world, self._candidates(resumable), self.report.skipped)
 
     def _candidates(self, resumable: bool) -> Iterator[OpenCheckpoint]:
         """Yield this run's checkpoints, latest first; directories of earlier versions one by one, latest first."""

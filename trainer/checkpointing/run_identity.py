@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...engine.checkpoint import OpenCheckpoint, weight_differences
+from ...engine.checkpoint import OpenCheckpoint, compare_weights
 from ..core import DataModule, TaskModule
 from ..loop import callback_overrides, task_overrides
 
@@ -100,7 +100,7 @@ def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
         ]
     if lines or not task.strict_loading:
         return lines
-    return weight_differences(task, opened, complete=_is_complete(trainer, task))
+    return compare_weights(task, opened, complete=_is_complete(trainer, task))
 
 
 def _is_same_class(saved: str, cls: type) -> bool:

@@ -19,8 +19,8 @@ from ...engine.checkpoint import (
     CallbackStates,
     OpenCheckpoint,
     TrainerStates,
-    in_memory,
-    not_finite,
+    find_not_finite,
+    load_into_memory,
     open_registered,
 )
 from ..core import DataModule
@@ -114,7 +114,7 @@ class TrainerCheckpointer:
 
     def refuse_broken_weights(self, task: TaskModule, path: Path) -> None:
         """Raise a ValueError if this process's shard of the weights holds NaN or infinity: no run could resume."""
-        if names := not_finite(task):
+        if names := find_not_finite(task):
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ValueError(
                 f"{', '.join(names[:3])}{more} hold NaN or infinity after optimizer step "
@@ -217,7 +217,7 @@ class TrainerCheckpointer:
         with self._trainer.accelerator.world.together():
             registered = open_registered(opened)
             if datamodule is not None and "datamodule" in registered:
-                datamodule.load_state_dict(in_memory(registered["datamodule"], {}, {}))
+                datamodule.load_state_dict(load_into_memory(registered["datamodule"], {}, {}))
         return registered
 
     def restore_run(self, opened: OpenCheckpoint | None, schedule: str | None = None) -> Any:

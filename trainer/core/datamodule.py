@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ...engine import honor_type, move_data_to_device
-from ...engine.data import CombinedLoader, is_collection, sized
+from ...engine.data import CombinedLoader, get_length, is_collection
 from .hparams import HyperparametersMixin
 
 if TYPE_CHECKING:
@@ -181,5 +181,5 @@ def _sizes(module: DataModule, method: str) -> Iterator[str]:
         return
     combined = CombinedLoader(found) if is_collection(found) else found
     for loader in combined.flattened if isinstance(combined, CombinedLoader) else [combined]:
-        size = sized(getattr(loader, "dataset", None))
+        size = get_length(getattr(loader, "dataset", None))
         yield "size=NA" if size is None else f"size={size}"

@@ -13,7 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ...common.optional import require
-from ...engine import move_data_to_device, own_name, plain_calls
+from ...engine import move_data_to_device, plain_calls, strip_compile_prefix
 from ...engine.weights import save_object
 from ...strategies.distributed import is_sharded
 
@@ -95,7 +95,9 @@ class Exports(nn.Module):
         """
         _refuse_shards(self, "to_safetensors")
         Path(file_path).parent.mkdir(parents=True, exist_ok=True)
-        state = {own_name(name): value for name, value in self.state_dict().items() if isinstance(value, Tensor)}
+        state = {
+            strip_compile_prefix(name): value for name, value in self.state_dict().items() if isinstance(value, Tensor)
+        }
         save_object(state, file_path, safe=True)
 
     def to_torchscript(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -18,12 +18,12 @@ from ...engine.checkpoint import (
     HPARAMS,
     OpenCheckpoint,
     Record,
-    in_memory,
+    load_into_memory,
     open_added,
     open_registered,
-    read_now,
+    read_tensor,
 )
-from ...engine.weights import Opened, Source, TorchFile, View, check_extent, load, opened
+from ...engine.weights import Opened, Source, TorchFile, View, check_extent, load, open_source
 from .signatures import Argument, signature
 from .stored_hparams import CannotRebuild, rebuild
 
@@ -49,7 +49,7 @@ def build(
             f"map_location={map_location!r:.100} must be a device to put the task on; leave it out for the CPU."
         )
     beside = None if hparams_file is None else read_hparams_file(hparams_file)
-    with opened(source, sha256) as found:
+    with open_source(source, sha256) as found:
         saved = found.checkpoint
         if saved is not None:
             document = _read_hparams(saved, HPARAMS)
@@ -80,10 +80,10 @@ def build_datamodule(
     beside = None if hparams_file is None else read_hparams_file(hparams_file)
     document: dict[str, Any] = {}
     state: Any = None
-    with opened(source, sha256) as found:
+    with open_source(source, sha256) as found:
         if (saved := found.checkpoint) is not None:
             document = _read_hparams(saved, DATAMODULE_HPARAMS)
-            state = in_memory(open_registered(saved).get("datamodule"), {}, {})
+            state = load_into_memory(open_registered(saved).get("datamodule"), {}, {})
         elif found.file is not None:
             parts, _ = _parts(found.file)
             document = {"hyper_parameters": parts.get("datamodule_hyper_parameters")}
@@ -105,7 +105,7 @@ def build_datamodule(
 def _added_by_hooks(opened: OpenCheckpoint) -> dict[str, Any]:
     """Return what the ``on_save_checkpoint`` hooks added to a checkpoint, with the counts they were given."""
     manifest = opened.manifest
-    return in_memory(open_added(opened), {}, {}) | {"epoch": manifest.epoch, "global_step": manifest.step}
+    return load_into_memory(open_added(opened), {}, {}) | {"epoch": manifest.epoch, "global_step": manifest.step}
 
 
 def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _document(found: Opened, file: TorchFile) -> dict[str, Any]:
             f"{found.place}: {said} is no plain data, and no code is run to make it, so it is left out. If the task "
             "needs it, pass it to load_from_checkpoint."
         )
-    return parts | {"state_dict": {name: read_now(piece) for name, piece in found.weights.items()} | found.others}
+    return parts | {"state_dict": {name: read_tensor(piece) for name, piece in found.weights.items()} | found.others}
 
 
 def _parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
@@ -156,7 +156,7 @@ def _parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _with_tensors(file: TorchFile, value: Any) -> Any:
     if isinstance(value, View):
-        return read_now(file.piece(value))
+        return read_tensor(file.piece(value))
     if isinstance(value, dict):
         return {key: _with_tensors(file, item) for key, item in value.items()}
     if type(value) in (list, tuple):

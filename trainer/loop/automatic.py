@@ -144,7 +144,7 @@ class Steps:
             hook(optimizer.optimizer)
         if self.clips:
             self.clip()
-        taken, skipped = optimizer.taken, optimizer.skipped
+        taken, skipped = optimizer.steps_taken, optimizer.skipped
         if self.own_step is None:
             optimizer.step()
         else:  # the gradients are there already, so all that is left of the closure is its loss
@@ -153,7 +153,7 @@ class Steps:
             hook(optimizer.optimizer)
         self.zero_grad(index)
         progress.skipped += optimizer.skipped - skipped
-        if optimizer.taken != taken:
+        if optimizer.steps_taken != taken:
             progress.step += 1
             if self.schedules.by_step:
                 self.schedules.after_step()

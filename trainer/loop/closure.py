@@ -57,7 +57,7 @@ class ClosureSteps(Steps):
                 results[:] = self._evaluate(held, first)
             return self._mean_loss([(loss, micro) for (_, loss), (_, micro) in zip(results, held, strict=True)])
 
-        taken, index = optimizer.taken, first + len(held) - 1
+        taken, index = optimizer.steps_taken, first + len(held) - 1
         if self.own_step is None:
             optimizer.step(closure)
         else:
@@ -65,7 +65,7 @@ class ClosureSteps(Steps):
         optimizer.optimizer.zero_grad()
         progress.batch, progress.batches = index + 1, progress.batches + len(held)
         progress.samples += held[-1][1].group_samples
-        stepped = optimizer.taken != taken
+        stepped = optimizer.steps_taken != taken
         progress.step += stepped
         progress.phase = Phase.STEP_TAKEN if stepped else Phase.ENDING_STEP
         if self.schedules.by_step and stepped:

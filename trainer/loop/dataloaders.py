@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from ...common.messages import warn
-from ...engine import Accelerator, CombinedLoader, JointLoader, Loader, check_same
+from ...engine import Accelerator, CombinedLoader, JointLoader, Loader, check_values_match
 from ...engine.data import is_collection
 from .. import arguments
 from ..core import DataModule, TaskModule, TransferHooks
@@ -83,7 +83,7 @@ class Sources:
         if kind not in self._evaluation:
             several = list(_one_by_one(self._find(kind)))
             world, count = self._accelerator.world, {f"{kind} loaders": len(several)}
-            check_same("the ranks have different loaders", count, world)
+            check_values_match("the ranks have different loaders", count, world)
             loaders = [self._prepare(kind, each, number) for number, each in enumerate(several)]
             self._empty[kind] = [loader for loader in loaders if world.all(loader.length == 0)]
             self._evaluation[kind] = loaders

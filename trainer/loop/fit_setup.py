@@ -10,7 +10,7 @@ import torch
 
 from ...callbacks import LatestValidation
 from ...common.messages import warn
-from ...engine import isolated_random_state, unused
+from ...engine import isolated_random_state, list_unused
 from ..checkpointing import LastStep
 from ..core import SchedulerConfig, TaskModule, check_ownership, endless, parse_optimizers
 from ..preflight import check_monitors, check_same_optimizers, check_storable, warn_of_untrained
@@ -69,7 +69,7 @@ class Fit:
             run_validation = measured(trainer.profiler, "validation", partial(validate, trainer))
             loop = FitLoop(trainer, task, model, hooks, loader, trainer.lr_scheduler_configs, run_validation)
             measured(trainer.profiler, "training", loop.run)(random_state)
-        if idle := unused(task):
+        if idle := list_unused(task):
             warn(f"compiled in vain, as the steps never call it (but its methods, maybe): {', '.join(idle)}.")
         for hook in hooks.on_fit_end:
             hook()

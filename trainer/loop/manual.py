@@ -90,7 +90,7 @@ class ManualSteps(Steps):
 
     def _counts(self) -> tuple[list[int], list[int]]:
         """Each optimizer's steps that happened, and those that a float16 overflow prevented."""
-        return [one.taken for one in self.optimizers], [one.skipped for one in self.optimizers]
+        return [one.steps_taken for one in self.optimizers], [one.skipped for one in self.optimizers]
 
     def _agree(self) -> None:
         if self.votes:

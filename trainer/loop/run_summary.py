@@ -11,7 +11,7 @@ from torch import nn
 
 from ...callbacks import ModelCheckpoint, RunReport, folders
 from ...common.messages import announce
-from ...engine import CheckpointStore, Loader, compiled_names
+from ...engine import CheckpointStore, Loader, list_compiled_names
 from ...engine.checkpoint import STATE, has_part
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class RunSummary:
             lines.append("configure_optimizers returned None: nothing is trained")
         else:
             lines.append(self._describe_steps() if task.automatic_optimization else self._describe_manual_steps())
-        if names := compiled_names(task):
+        if names := list_compiled_names(task):
             lines.append(f"torch.compile: {', '.join(names)}, each compiled by its first calls, which take longer")
         lines.append(_describe_parameters(task))
         return "\n".join(lines)

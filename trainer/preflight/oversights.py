@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...common.messages import nearest, warn
-from ...engine import own_name
+from ...engine import strip_compile_prefix
 from ..core import TaskModule
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _OF_VALIDATION = {"val", "valid", "validation", "eval"}
 def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
     """Warn of parameters that require gradients and are in no optimizer, and of modules that are not registered."""
     held = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
-    names = [own_name(name) for name, p in task.named_parameters() if p.requires_grad and id(p) not in held]
+    names = [strip_compile_prefix(name) for name, p in task.named_parameters() if p.requires_grad and id(p) not in held]
     if names and held:  # without an optimizer, that is meant
         warn(
             f"in no optimizer, though they require gradients: {_few(names)}. They are not trained. Add them in "

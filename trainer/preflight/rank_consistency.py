@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...engine import check_same
+from ...engine import check_values_match
 from ...strategies import World
 from ..core import SchedulerConfig, TaskModule
 
@@ -87,7 +87,9 @@ def check_same_optimizers(
     values["schedulers"] = [
         (type(one.scheduler).__name__, one.interval, one.frequency, one.monitor) for one in schedulers
     ]
-    check_same(f"{type(task).__name__}.configure_optimizers returned different things on the ranks", values, world)
+    check_values_match(
+        f"{type(task).__name__}.configure_optimizers returned different things on the ranks", values, world
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from ...common.messages import announce, warn
-from ...engine.checkpoint import OpenCheckpoint, in_memory, open_callback_states
+from ...engine.checkpoint import OpenCheckpoint, load_into_memory, open_callback_states
 from .batch_size_search import BatchSizeSearch
 from .lr_search import LRSearch
 
@@ -35,7 +35,7 @@ def run_searches(trainer: Trainer) -> None:
 
 def _restore(finder: Callback, opened: OpenCheckpoint) -> bool:
     """Restore the result that a finder had when the checkpoint was made; False, with a warning, if there was none."""
-    state = in_memory(open_callback_states(opened)["callbacks"].get(finder.state_key), {}, {})
+    state = load_into_memory(open_callback_states(opened)["callbacks"].get(finder.state_key), {}, {})
     if state is None:
         name = type(finder).__name__
         warn(f"{opened.path} was made without {name}: the run goes on with what it had, and nothing is searched for.")

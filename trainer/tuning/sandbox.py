@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ...engine import CombinedLoader, isolated_random_state
-from ...engine.data import left_as_it_is
+from ...engine.data import preserve_loader_state
 from ...engine.profilers import PassThroughProfiler
 from ...strategies.distributed import is_sharded
 from ..checkpointing import TrainerCheckpointer
@@ -70,7 +70,7 @@ def _leave(put_back: ExitStack, kind: str, source: Any) -> None:
                 f"the {kind} loader is a {type(loader).__name__}, which can be read only once, and a search reads it "
                 "before the run does. Pass something that begins anew with each iter(), such as a DataLoader."
             )
-        put_back.enter_context(left_as_it_is(loader))
+        put_back.enter_context(preserve_loader_state(loader))
 
 
 def _understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:

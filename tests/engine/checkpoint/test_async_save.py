@@ -253,17 +253,17 @@ def test_a_wait_that_is_interrupted_does_not_give_the_copies_away(tmp_path):
 def no_room_for_copies(root):
     accelerator, model, optimizer = prepared("ddp")
     step(accelerator, model, optimizer)
-    copy = accelerator.checkpointer.host_copies.of
+    copy = accelerator.checkpointer.host_copies.copy_tensors
 
     def fails(*args):
         if accelerator.process_index == 1:
             raise MemoryError("no host memory")
         return copy(*args)
 
-    accelerator.checkpointer.host_copies.of = fails
+    accelerator.checkpointer.host_copies.copy_tensors = fails
     with pytest.raises((MemoryError, RuntimeError), match="no host memory"):
         accelerator.save_state(root / "bad", blocking=False)
-    accelerator.checkpointer.host_copies.of = copy
+    accelerator.checkpointer.host_copies.copy_tensors = copy
     step(accelerator, model, optimizer)
     accelerator.save_state(root / "good", blocking=False)
     accelerator.finish_saving()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from treadle.engine.checkpoint import filesystem, store
-from treadle.engine.checkpoint.safetensors_file import Filed, Stored
+from treadle.engine.checkpoint.safetensors_file import FilePiece, Stored
 from treadle.engine.checkpoint.store import read_part
 from treadle.strategies import DDP, FSDP
 
@@ -242,7 +242,7 @@ def test_parts_that_overlap(boxes, whole):
     stored = Stored("x", torch.Size((4, 4)), torch.float32)
     for box in boxes:
         shape = torch.Size(end - begin for begin, end in box)
-        piece = Filed(pathlib.Path("folder/file"), (), torch.float32, shape, 0, 4 * shape.numel())
+        piece = FilePiece(pathlib.Path("folder/file"), (), torch.float32, shape, 0, 4 * shape.numel())
         stored.add(piece, [begin for begin, _ in box])
     with contextlib.nullcontext() if whole else pytest.raises(ValueError, match="elements of tensor 'x'"):
         stored.check_complete()

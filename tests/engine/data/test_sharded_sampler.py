@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from treadle.engine.data.micro_batches import GroupPlanner, share
-from treadle.engine.data.sharded_sampler import sized
+from treadle.engine.data.sharded_sampler import get_length
 
 
 def test_shares_are_contiguous_and_even():
@@ -37,8 +37,8 @@ def test_sized():
         def __len__(self):
             raise TypeError("no length")
 
-    assert sized([1, 2]) == 2
-    assert sized(iter([1])) is None
-    assert sized(Endless(range(3))) is None
-    assert sized(RandomSampler(range(3))) == 3
-    assert sized(DataLoader(range(5), batch_size=2)) == 3
+    assert get_length([1, 2]) == 2
+    assert get_length(iter([1])) is None
+    assert get_length(Endless(range(3))) is None
+    assert get_length(RandomSampler(range(3))) == 3
+    assert get_length(DataLoader(range(5), batch_size=2)) == 3

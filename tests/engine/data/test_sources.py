@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 from treadle.engine import CombinedLoader
 from treadle.engine.data.batch_digest import digest
 from treadle.engine.data.dataset_check import fingerprint
-from treadle.engine.data.micro_batches import steady
+from treadle.engine.data.micro_batches import avoid_rewind
 
 import treadle
 
@@ -350,7 +350,7 @@ def test_ranks_own_data_combined_with_shared_data(mode, steps):
 def test_running_iterators_are_never_begun_anew():
     source = iter(samples.Rewinds(range(12)))
     assert len(list(iter(source))) == 3
-    kept = steady(iter(samples.Rewinds(range(12))))
+    kept = avoid_rewind(iter(samples.Rewinds(range(12))))
     assert next(kept).tolist() == [0, 1, 2, 3]
     assert next(iter(kept)).tolist() == [4, 5, 6, 7]
 

@@ -117,7 +117,7 @@ def test_everything_is_found():
 def test_one_process():
     whole, resumed = Model(merged=False), Model(merged=False)
     whole.count(0, 0, 3)
-    state = metric_state.state(metric_state.find(whole), set(), World())
+    state = metric_state.collect_states(metric_state.find(whole), set(), World())
     document = encode(state)
     whole.count(0, 3, 5)  # must not reach the state
     resumed.count(0, 7, 8)  # of another run
@@ -135,7 +135,7 @@ def test_what_is_over_begins_anew():
     model = Model()
     model.count(0, 0, 2)
     objects = metric_state.find(model)
-    state = metric_state.state(objects, metric_state.parts_of([model.error, model.several]), World())
+    state = metric_state.collect_states(objects, metric_state.collect_part_ids([model.error, model.several]), World())
     metric_state.load(objects, state, World())
     assert model.error.update_count == model.several["R2Score"].update_count == 0
     assert model.own.update_count == 2
@@ -150,7 +150,7 @@ def counted(world_size, state=None, start=0, stop=2):
     else:
         metric_state.load(objects, decode(*state), world)
     values = model.values()  # synchronised by torchmetrics
-    return {name: encode(v) for name, v in values.items()}, encode(metric_state.state(objects, set(), world))
+    return {name: encode(v) for name, v in values.items()}, encode(metric_state.collect_states(objects, set(), world))
 
 
 def on_two(*states):
@@ -185,12 +185,12 @@ class Seat:
 def test_what_can_not_be_shared_out(metric, why):
     found = torch.tensor([0.0, 1.0, 3.0])
     metric.update(found, found.roll(1))
-    one = metric_state.state({"it": metric}, set(), World())["it"][0]
+    one = metric_state.collect_states({"it": metric}, set(), World())["it"][0]
     saved = {"it": [one, one, one]}
     with pytest.raises(ValueError, match=rf"metric 'it' \({type(metric).__name__}\).*3 process.*to 2: it.*{why}.*end"):
         metric_state.load({"it": metric}, saved, Seat(0, 2))
     metric.reset()
-    fresh = metric_state.state({"it": metric}, set(), World())["it"][0]
+    fresh = metric_state.collect_states({"it": metric}, set(), World())["it"][0]
     if isinstance(metric, torchmetrics.Metric):  # nothing was counted, so there is nothing to share out
         metric_state.load({"it": metric}, {"it": [fresh] * 3}, Seat(0, 2))
 
@@ -198,7 +198,7 @@ def test_what_can_not_be_shared_out(metric, why):
 def test_a_tally_of_one_process_goes_to_rank_zero():
     tally = Tally()
     tally.update(torch.ones(3), None)
-    saved = metric_state.state({"it": tally}, set(), World())
+    saved = metric_state.collect_states({"it": tally}, set(), World())
     ranks = [Tally(), Tally()]
     for rank, one in enumerate(ranks):
         one.update(torch.zeros(2), None)
@@ -215,7 +215,7 @@ def test_classes_one_by_one():
     model = nn.ModuleDict({"each": ClasswiseWrapper(torchmetrics.classification.MulticlassAccuracy(3, average=None))})
     again = nn.ModuleDict({"each": ClasswiseWrapper(torchmetrics.classification.MulticlassAccuracy(3, average=None))})
     model["each"].update(torch.tensor([0, 1, 2]), torch.tensor([0, 2, 2]))
-    state = decode(*encode(metric_state.state(metric_state.find(model), set(), World())))
+    state = decode(*encode(metric_state.collect_states(metric_state.find(model), set(), World())))
     metric_state.load(metric_state.find(again), state, World())
     for one in (model, again):
         one["each"].update(torch.tensor([1, 1]), torch.tensor([1, 0]))

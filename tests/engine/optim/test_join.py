@@ -112,7 +112,9 @@ def trained_by_loader(join, even_batches, **settings):
                     optimizer.step()
                     optimizer.zero_grad()
     # FSDP's parameters are shards, which have no list.
-    return [getattr(p, "_local_tensor", p).detach().flatten().tolist() for p in model.parameters()], optimizer.taken
+    return [
+        getattr(p, "_local_tensor", p).detach().flatten().tolist() for p in model.parameters()
+    ], optimizer.steps_taken
 
 
 def without_accumulation_at_the_loader_end():

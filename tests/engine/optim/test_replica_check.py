@@ -6,7 +6,7 @@ import pytest
 import torch
 from processes import run
 from torch import nn
-from treadle.engine.optim.replica_check import ReplicasDiffer, _digests
+from treadle.engine.optim.replica_check import ReplicasDiffer, _digest_tensors
 from treadle.strategies import DDP
 
 import treadle
@@ -102,7 +102,7 @@ def without_false_alarm():
         _, model, optimizer = make(accelerator)
         for _ in range(4):
             step(accelerator, model, optimizer)
-        steps.append(optimizer.taken)
+        steps.append(optimizer.steps_taken)
     return steps
 
 
@@ -147,24 +147,24 @@ def test_any_bit_changes_the_digest(dtype):
     torch.manual_seed(1)
     tensor = (torch.randn(3, 5) * 9).to(dtype)
     state = torch.random.get_rng_state()
-    whole = _digests([tensor])
+    whole = _digest_tensors([tensor])
     assert torch.equal(torch.random.get_rng_state(), state), "nobody's draws depend on a check"
-    assert _digests([tensor.clone()]) == whole
-    assert _digests([tensor.t().contiguous().t()]) == whole, "how it lies in memory does not count"
+    assert _digest_tensors([tensor.clone()]) == whole
+    assert _digest_tensors([tensor.t().contiguous().t()]) == whole, "how it lies in memory does not count"
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().view(torch.uint8).reshape(-1)
     for place in range(flat.numel()):
         for bit in (1, 128):
             flat[place] ^= bit
-            assert _digests([tensor]) != whole
+            assert _digest_tensors([tensor]) != whole
             flat[place] ^= bit
-    assert _digests([tensor]) == whole
+    assert _digest_tensors([tensor]) == whole
 
 
 def test_large_and_empty_tensors():
     large = torch.zeros(2**21 + 3)
-    before = _digests([large, torch.empty(0, 4), torch.tensor(2.0)])
+    before = _digest_tensors([large, torch.empty(0, 4), torch.tensor(2.0)])
     large[7], large[7 + 2**20] = 1.0, -1.0
-    after = _digests([large, torch.empty(0, 4), torch.tensor(2.0)])
+    after = _digest_tensors([large, torch.empty(0, 4), torch.tensor(2.0)])
     assert (before[0] != after[0], before[1:] == after[1:]) == (True, True)
     large[7], large[7 + 2**20] = -1.0, 1.0
-    assert _digests([large])[0] not in (before[0], after[0])
+    assert _digest_tensors([large])[0] not in (before[0], after[0])

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from treadle.engine.planning.advice import advise, size
+from treadle.engine.planning.advice import advise, format_size
 from treadle.engine.planning.decoder import Decoder, Sizes, next_token_loss, tokens
 from treadle.engine.planning.gpus import GPU
-from treadle.engine.planning.report import Schedule, curve, duration, rounded, screen
+from treadle.engine.planning.report import Schedule, draw_curve, format_duration, format_rounded, screen
 from treadle.engine.planning.simulation import simulate
 from treadle.strategies import DDP, FSDP, simulation
 
@@ -137,25 +137,25 @@ def test_the_screen_says_what_bounds_the_step():
 
 
 def test_numbers_in_words():
-    assert [size(n) for n in (0, 1023, 1024, 1.5 * 2**30, 2**50)] == [
+    assert [format_size(n) for n in (0, 1023, 1024, 1.5 * 2**30, 2**50)] == [
         "0 B",
         "1023 B",
         "1.0 KiB",
         "1.5 GiB",
         "1,024 TiB",
     ]
-    assert size(1023.7 * 1024) == "1.0 MiB"
-    assert [duration(s) for s in (2e-5, 0.25, 3, 600, 9000, 1e6, 1e9)] == [
+    assert format_size(1023.7 * 1024) == "1.0 MiB"
+    assert [format_duration(s) for s in (2e-5, 0.25, 3, 600, 9000, 1e6, 1e9)] == [
         "20 us", "250 ms", "3 s", "10 min", "2.5 h", "11.6 days", "11,600 days",
     ]  # fmt: skip
     # what is rounded up is of the next unit
-    assert [duration(s) for s in (0.99997e-3, 0.99997, 119.9, 7199)] == ["1 ms", "1 s", "2 min", "2 h"]
-    assert [rounded(n) for n in (0, 0.0123, 1.5, 9867, 10910.4, 191_700, 5.61e6)] == [
+    assert [format_duration(s) for s in (0.99997e-3, 0.99997, 119.9, 7199)] == ["1 ms", "1 s", "2 min", "2 h"]
+    assert [format_rounded(n) for n in (0, 0.0123, 1.5, 9867, 10910.4, 191_700, 5.61e6)] == [
         "0", "0.0123", "1.5", "9,870", "10,900", "192,000", "5,610,000",
     ]  # fmt: skip
-    assert curve([0.0, 0.5, 1.0]) == "▁▅█"
-    assert curve([]) == ""
-    assert len(curve(range(1000), 40)) == 40
+    assert draw_curve([0.0, 0.5, 1.0]) == "▁▅█"
+    assert draw_curve([]) == ""
+    assert len(draw_curve(range(1000), 40)) == 40
 
 
 def test_the_command(capsys):

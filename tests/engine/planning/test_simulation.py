@@ -289,35 +289,35 @@ def test_a_stream_waits_for_another():
     with clocks.stream(other):
         clocks.spend(1.0)
         done = other.record_event()
-    assert (clocks.compute.now, other.now) == (2.0, 1.0)
+    assert (clocks.compute.time, other.time) == (2.0, 1.0)
     clocks.current_stream().wait_event(done)
-    assert clocks.compute.now == 2.0
+    assert clocks.compute.time == 2.0
     other.wait_stream(clocks.compute)
-    assert other.now == 2.0
+    assert other.time == 2.0
     group = (0, 1)
     with clocks.stream(other):
         assert clocks.exchange(group, 3.0, wait=True) == 5.0
     assert clocks.exchange(group, 1.0, wait=False) == 6.0  # after the one before, though this stream was free at 2
-    assert clocks.compute.now == 2.0
+    assert clocks.compute.time == 2.0
 
 
 def test_a_ring_within_a_machine_is_faster_than_between_machines():
-    from treadle.engine.planning.collective_costs import collective_seconds
-    from treadle.engine.planning.gpus import gpu_called
+    from treadle.engine.planning.collective_costs import estimate_collective_seconds
+    from treadle.engine.planning.gpus import find_gpu
 
-    gpu, size = gpu_called("h100"), 400_000_000
-    inside = collective_seconds("all_gather", size, tuple(range(8)), gpu)
-    across = collective_seconds("all_gather", size, tuple(range(16)), gpu)
-    strided = collective_seconds("all_gather", size, tuple(range(0, 128, 8)), gpu)
+    gpu, size = find_gpu("h100"), 400_000_000
+    inside = estimate_collective_seconds("all_gather", size, tuple(range(8)), gpu)
+    across = estimate_collective_seconds("all_gather", size, tuple(range(16)), gpu)
+    strided = estimate_collective_seconds("all_gather", size, tuple(range(0, 128, 8)), gpu)
     assert inside < min(across, strided)
     assert inside == pytest.approx(size * 7 / 8 / 370e9, rel=0.1)
-    assert collective_seconds("all_reduce", size, tuple(range(8)), gpu) == pytest.approx(2 * inside, rel=0.1)
-    assert collective_seconds("all_gather", size, (0,), gpu) == 0.0
+    assert estimate_collective_seconds("all_reduce", size, tuple(range(8)), gpu) == pytest.approx(2 * inside, rel=0.1)
+    assert estimate_collective_seconds("all_gather", size, (0,), gpu) == 0.0
     everyone = tuple(range(1024))  # a ring has 1,024 hops, a tree's depth grows with the logarithm
-    assert 1e-4 < collective_seconds("all_reduce", 1000, everyone, gpu) < 5e-4
-    assert collective_seconds("all_gather", 1000, everyone, gpu) > 4e-3
+    assert 1e-4 < estimate_collective_seconds("all_reduce", 1000, everyone, gpu) < 5e-4
+    assert estimate_collective_seconds("all_gather", 1000, everyone, gpu) > 4e-3
     with pytest.raises(ValueError, match="Did you mean 'h100'"):
-        gpu_called("h10")
+        find_gpu("h10")
 
 
 @pytest.mark.parametrize(
@@ -333,9 +333,9 @@ def test_a_ring_within_a_machine_is_faster_than_between_machines():
     ],
 )
 def test_a_gpu_is_known_by_its_drivers_name(name, kind):
-    from treadle.engine.planning.gpus import gpu_of_driver
+    from treadle.engine.planning.gpus import match_driver_name
 
-    found = gpu_of_driver(name)
+    found = match_driver_name(name)
     assert (found and found.name) == kind
 
 

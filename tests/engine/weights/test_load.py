@@ -19,8 +19,8 @@ import torch
 from processes import run
 from safetensors.torch import save_file
 from torch import nn
-from treadle.engine.checkpoint.safetensors_file import read_now
-from treadle.engine.weights.sources import opened
+from treadle.engine.checkpoint.safetensors_file import read_tensor
+from treadle.engine.weights.sources import open_source
 
 import treadle
 
@@ -167,10 +167,10 @@ def test_every_layout_and_dtype(new, tmp_path):
         state["tagged"] = nn.Parameter(torch.ones(3))
         state["tagged"].tag = 1
     torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=new)
-    with opened(tmp_path / "x.pt") as found:
+    with open_source(tmp_path / "x.pt") as found:
         assert found.weights.keys() == state.keys()
         for name, value in torch.load(tmp_path / "x.pt", weights_only=True).items():
-            read = read_now(found.weights[name])
+            read = read_tensor(found.weights[name])
             assert (read.dtype, read.shape) == (value.dtype, value.shape)
             assert torch.equal(
                 read.contiguous().view(-1).view(torch.uint8), value.detach().contiguous().view(-1).view(torch.uint8)

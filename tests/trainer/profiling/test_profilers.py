@@ -162,7 +162,7 @@ def test_the_verdict_names_what_the_run_waits_for(waits, tmp_path, capsys):
     trainer_in(tmp_path, profiler=profiler, callbacks=[callback]).fit(Net(), data)
     text = capsys.readouterr().err
     action = profiler.actions["data" if waits == "data" else "hook Sleeper.on_train_batch_end"]
-    assert action.own >= 12 * 0.006  # it can't be shorter than it slept
+    assert action.exclusive >= 12 * 0.006  # it can't be shorter than it slept
     assert "Profile of fit" in text
     if waits == "data":
         assert "this run waits for data" in text
@@ -208,7 +208,7 @@ def test_own_time_is_without_what_lies_within(monkeypatch):
     profiler.stop("b")
     profiler.stop("a")
     a, b = profiler.actions["a"], profiler.actions["b"]
-    assert (a.total, a.own, b.total, b.own) == (9.0, 6.0, 3.0, 3.0)
+    assert (a.total, a.exclusive, b.total, b.exclusive) == (9.0, 6.0, 3.0, 3.0)
 
 
 def test_an_action_within_itself_counts_once_in_the_total(monkeypatch):
@@ -222,7 +222,7 @@ def test_an_action_within_itself_counts_once_in_the_total(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: 20.0)
     profiler.stop("a")
     a, b = profiler.actions["a"], profiler.actions["b"]
-    assert (a.calls, a.total, a.own, b.total, b.own) == (2, 19.0, 14.0, 8.0, 5.0)
+    assert (a.calls, a.total, a.exclusive, b.total, b.exclusive) == (2, 19.0, 14.0, 8.0, 5.0)
 
 
 def test_wrong_calls_are_errors():
@@ -291,8 +291,8 @@ def test_the_devices_clock_is_read_late_and_never_waited_for():
 
 def action(own, calls=10, first=0.0, device=0.0):
     one = Action()
-    one.own = one.total = own
-    one.calls, one.first, one.device_own = calls, first, device
+    one.exclusive = one.total = own
+    one.calls, one.first, one.device_exclusive = calls, first, device
     return one
 
 
