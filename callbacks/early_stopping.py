@@ -11,7 +11,7 @@ from torch import Tensor
 from ..common.messages import announce, warn
 from ..common.validation import check_bool, check_int, check_monitor, check_number, choose
 from .callback import Callback
-from .monitored_metric import MODES, is_better, never_logged_error, read_logged_metrics
+from .monitored_metric import MODES, is_better, make_never_logged_error, read_logged_metrics
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -151,7 +151,7 @@ class EarlyStopping(Callback):
             if trainer.has_validation and watch.step is None:
                 return  # no validation yet
             if self.strict:
-                raise never_logged_error(trainer, self.monitor, "EarlyStopping's monitor", values)
+                raise make_never_logged_error(trainer, self.monitor, "EarlyStopping's monitor", values)
             warn(f"EarlyStopping(strict=False) leaves out a check: {self.monitor!r} was never logged.")
             return
         reason = self._reason(value)

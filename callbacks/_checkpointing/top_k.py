@@ -92,11 +92,11 @@ class TopKCheckpoints:
         if score is None:
             self.best_model_path = path
             return
-        known = {*self.best_k_models, ""}
+        previous_paths = {*self.best_k_models, ""}
         self.best_k_models = {p: s for p, s in self.best_k_models.items() if p != replaced} | {path: score}
         best = best_path(self.best_k_models, self.mode)
         # The best one of another directory, before a resume, stays the best until a better one is saved.
-        earlier = None if self.best_model_path in known else self.best_model_score
+        earlier = None if self.best_model_path in previous_paths else self.best_model_score
         if earlier is None or is_better(float(self.best_k_models[best]), float(earlier), self.mode):
             self.best_model_path, self.best_model_score = best, self.best_k_models[best]
 

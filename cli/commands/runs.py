@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...callbacks.reporting import duration, number_text
+from ...callbacks.reporting import format_duration, format_number
 from ...common.messages import nearest
 from ...trainer.runs import Run, index
 from ..config import DEFAULT, printable
@@ -124,7 +124,7 @@ def _row(run: Run) -> tuple[str, ...]:
         run.label,
         run.state,
         _ago(run.began),
-        "" if took is None else duration(took),
+        "" if took is None else format_duration(took),
         _count(run.facts.get("steps")),
         _count(run.facts.get("epochs")),
         "" if best is None else f"{best['metric']} {_value(best['value'])}",
@@ -201,7 +201,7 @@ def _head(run: Run) -> Iterator[str]:
     yield str(run.path)
     began = f"began {_when(run.began)}, {_ago(run.began)}"
     resumed = f"; resumed {_when(facts['resumed'])}" if "resumed" in facts else ""
-    took = "" if run.seconds is None else f"; took {duration(run.seconds)}"
+    took = "" if run.seconds is None else f"; took {format_duration(run.seconds)}"
     yield began + resumed + took
     counts = [_counted(facts[f"{name}s"], name) for name in ("step", "epoch", "sample") if f"{name}s" in facts]
     more = [str(facts["task"])] if "task" in facts else []
@@ -255,7 +255,7 @@ def _table(rows: Mapping[str, str]) -> list[str]:
 
 
 def _value(value: Any) -> str:
-    return value if isinstance(value, str) else number_text(value)
+    return value if isinstance(value, str) else format_number(value)
 
 
 def _count(value: Any) -> str:

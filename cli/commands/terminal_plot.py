@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...callbacks.reporting import Chart, Points, number_text, ticks
+from ...callbacks.reporting import Chart, Points, format_number, choose_ticks
 
 _MARKS = "*+ox#%@&"  # of one line each, where there is only ASCII
 _COLOURS = (34, 33, 32, 31, 35, 36)  # ANSI's: blue, yellow, green, red, magenta, cyan
@@ -56,7 +56,7 @@ def plot(
     rows.append(" " * left + _steps(chart, canvas.columns))
     for place, (name, (_, values)) in enumerate(drawn.items()):
         mark = f"{_letter(place)} " + (f"{_MARKS[place % len(_MARKS)]} " if ascii else "") if several else ""
-        line = f"{mark}{name}  {number_text(values[-1])}"
+        line = f"{mark}{name}  {format_number(values[-1])}"
         rows.append(" " * left + (_coloured(line, place) if colour and several else line))
     if chart.missing:
         rows.append(" " * left + f"not drawn, as not finite: {chart.missing:,}")
@@ -117,12 +117,12 @@ def _draw(canvas: Canvas, chart: Chart, points: tuple[Sequence[float], Sequence[
 def _labels(chart: Chart, height: int) -> dict[int, str]:
     """Round values by the row they lie in."""
     found: dict[int, str] = {}
-    for value in ticks(chart.bottom, chart.top, chart.logarithmic):
+    for value in choose_ticks(chart.bottom, chart.top, chart.logarithmic):
         row = round((1 - chart.up(value)) * (height - 1))
         if 0 <= row < height:
-            found.setdefault(row, number_text(value))
+            found.setdefault(row, format_number(value))
     if not found:
-        found = {0: number_text(chart.top), height - 1: number_text(chart.bottom)}
+        found = {0: format_number(chart.top), height - 1: format_number(chart.bottom)}
     return found
 
 
