@@ -61,7 +61,9 @@ class BaseFinetuning(Callback):
             nested_modules = [part for module in modules for part in BaseFinetuning.flatten_modules(module)]  # type: ignore[union-attr]
             if isinstance(modules, nn.Module):
                 nested_modules = [*nested_modules, modules]
-        return [part for part in dict.fromkeys(nested_modules) if not any(True for _ in part.children()) or part._parameters]
+        return [
+            part for part in dict.fromkeys(nested_modules) if not any(True for _ in part.children()) or part._parameters
+        ]
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:

@@ -82,8 +82,8 @@ class LearningRateMonitor(BestEffortCallback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
         """Read what this step is taken with: schedulers may change it before the step is over."""
-        every = trainer.log_every_n_steps
-        if self.logging_interval != "epoch" and every and (trainer.progress.step + 1) % every == 0:
+        interval = trainer.log_every_n_steps
+        if self.logging_interval != "epoch" and interval and (trainer.progress.step + 1) % interval == 0:
             self._safely(self._read, trainer, "step", optimizer if self._rates else None)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -145,8 +145,8 @@ def name_optimizers(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
         if isinstance(optimizer, Optimizer):
             scheduled.append((optimizer, config.name, config.interval))
     scheduled_ids = {id(optimizer) for optimizer, _, _ in scheduled}
-    left = [(optimizer, None, "step") for optimizer in optimizers if id(optimizer) not in scheduled_ids]
-    for optimizer, config_name, due in [*scheduled, *left]:
+    unscheduled = [(optimizer, None, "step") for optimizer in optimizers if id(optimizer) not in scheduled_ids]
+    for optimizer, config_name, due in [*scheduled, *unscheduled]:
         name = config_name or f"lr-{type(optimizer).__name__}"
         number = name_counts[name]
         name_counts[name] += 1
@@ -172,8 +172,8 @@ def _label_groups(name: str, optimizer: Optimizer) -> Iterator[tuple[str, dict[s
 
 def _check_names(optimizer: Optimizer) -> None:
     names = Counter(label for label, _ in _label_groups("", optimizer))
-    if twice := [label.lstrip("/") for label, count in names.items() if count > 1]:
+    if duplicate_names := [label.lstrip("/") for label, count in names.items() if count > 1]:
         raise ValueError(
-            f"{type(optimizer).__name__} has several parameter groups with the name {twice[0]!r}, which "
+            f"{type(optimizer).__name__} has several parameter groups with the name {duplicate_names[0]!r}, which "
             "LearningRateMonitor could not tell apart: give each another one."
         )

@@ -21,9 +21,9 @@ from ._checkpointing import (
     CheckpointFilenames,
     Recorded,
     TopKCheckpoints,
-    estimate_checkpoint_bytes,
     check_place,
     check_triggers,
+    estimate_checkpoint_bytes,
     finish_removing,
     folders,
     is_abandoned,
@@ -357,7 +357,9 @@ class ModelCheckpoint(Callback):
         if name in values:
             just_measured = name in trainer.logbook.watch.just_measured(trainer) or name in trainer.metrics.latest()
             # Otherwise it is a whole epoch's, a part's (a limit ended the run within it) or an older validation's.
-            return just_measured or (trainer.progress.epoch_is_over and name not in trainer.logbook.watch.stale(trainer))
+            return just_measured or (
+                trainer.progress.epoch_is_over and name not in trainer.logbook.watch.stale(trainer)
+            )
         if epoch_is_over and not (trainer.has_validation and trainer.logbook.watch.step is None):
             raise make_never_logged_error(trainer, name, "ModelCheckpoint's monitor", values)
         return False

@@ -97,7 +97,9 @@ class BasePredictionWriter(Callback):
         """Write all of them."""
         if "epoch" in self.interval:
             predictions = self._predictions
-            self.write_on_epoch_end(trainer, pl_module, predictions[0] if len(predictions) == 1 else predictions, self._indices)
+            self.write_on_epoch_end(
+                trainer, pl_module, predictions[0] if len(predictions) == 1 else predictions, self._indices
+            )
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Let go of what was kept."""

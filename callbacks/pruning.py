@@ -143,7 +143,9 @@ class ModelPruning(Callback):
         """Find what to prune, and remember its first values; a run that goes on gets its masks."""
         self._latest_epoch = -1
         after = trainer.callbacks[trainer.callbacks.index(self) :]
-        if not self._at_epoch_end and (late := [callback for callback in after if isinstance(callback, WeightAveraging)]):
+        if not self._at_epoch_end and (
+            late := [callback for callback in after if isinstance(callback, WeightAveraging)]
+        ):
             raise ValueError(
                 f"ModelPruning(prune_on_train_epoch_end=False) prunes when a validation ends, and "
                 f"{type(late[0]).__name__} still has its averages in the model then: list it before ModelPruning."
@@ -196,7 +198,7 @@ class ModelPruning(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
         """Add masks, and the values beneath them."""
         if self._pruned:
-            parameters = {pruned.full_name: pruned.state() for pruned in self._pruned}
+            parameters = {pruned.full_name: pruned.get_state() for pruned in self._pruned}
             checkpoint[_KEY] = {"parameters": parameters, "latest_epoch": self._latest_epoch}
 
     # -- pruning -------------------------------------------------------------------------------------------------
@@ -227,7 +229,9 @@ class ModelPruning(Callback):
             value: Tensor | None = pruned.first
             if self._resample and hasattr(pruned.module, "reset_parameters"):
                 if id(pruned.module) not in fresh:
-                    fresh[id(pruned.module)] = _resample_layer(pruned.module, [o for o in self._pruned if o.module is pruned.module])
+                    fresh[id(pruned.module)] = _resample_layer(
+                        pruned.module, [o for o in self._pruned if o.module is pruned.module]
+                    )
                 value = fresh[id(pruned.module)]._parameters[pruned.name]
             if value is not None:
                 pruned.parameter.copy_(value)
@@ -251,7 +255,10 @@ class ModelPruning(Callback):
             self._say(before)
 
     def _say(self, before: list[int]) -> None:
-        after, sizes = [pruned.count_zeros() for pruned in self._pruned], [pruned.parameter.numel() for pruned in self._pruned]
+        after, sizes = (
+            [pruned.count_zeros() for pruned in self._pruned],
+            [pruned.parameter.numel() for pruned in self._pruned],
+        )
         announce(f"pruned: {sum(before):,} -> {sum(after):,} of {sum(sizes):,} ({sum(after) / sum(sizes):.1%})")
         if self._verbose == 2:
             for pruned, old_count, new_count, size in zip(self._pruned, before, after, sizes, strict=True):

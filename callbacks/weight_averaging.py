@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..common.messages import nearest, warn
 from ..common.validation import check_bool, check_int, check_number
-from ._averaging import KEYS, Average, Averages, Averaging, average_equally, lerp, wrap_avg_fn, find_saved_averages
+from ._averaging import KEYS, Average, Averages, Averaging, average_equally, find_saved_averages, lerp, wrap_avg_fn
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer

@@ -120,7 +120,11 @@ class Averages:
             torch._foreach_copy_(averages, current_values)
         else:
             float_averages = [averages[n] for n in self._floats]
-            average(float_averages, [current_values[n].to(averages[n].device, averages[n].dtype) for n in self._floats], self.count)
+            average(
+                float_averages,
+                [current_values[n].to(averages[n].device, averages[n].dtype) for n in self._floats],
+                self.count,
+            )
             if self._others:
                 torch._foreach_copy_([averages[n] for n in self._others], [current_values[n] for n in self._others])
         self.count += 1

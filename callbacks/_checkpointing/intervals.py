@@ -33,9 +33,11 @@ class AgreedInterval:
         if step < self._next_step:
             return False
         current_time = time.monotonic()
-        left = self._interval - (current_time - self._began)
+        remaining_seconds = self._interval - (current_time - self._began)
         per_step = max((current_time - self._looked) / max(step - self._looked_step, 1), 1e-6)
-        steps = trainer.accelerator.world.broadcast(0 if left <= 0 else max(1, int(left / 2 / per_step)))
+        steps = trainer.accelerator.world.broadcast(
+            0 if remaining_seconds <= 0 else max(1, int(remaining_seconds / 2 / per_step))
+        )
         if not steps:
             self.restart(step)
             return True

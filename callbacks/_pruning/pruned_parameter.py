@@ -84,7 +84,7 @@ class PrunedParameter:
             hook.remove()
         self._hooks = []
 
-    def state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Any]:
         """For a checkpoint."""
         if not self.is_pruned:
             return {"first": self.first}
@@ -92,7 +92,7 @@ class PrunedParameter:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Take back what `state` returned, its tensors unread.
+        """Take back what `get_state` returned, its tensors unread.
 
         Raises:
             ValueError: if there is nothing.

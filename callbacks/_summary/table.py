@@ -66,7 +66,10 @@ class Summary:
         self.total_flops = total_flops
         self.measured = measured
         parameters = list(module.parameters())
-        self._total_count, self._trainable_count = _count_elements(parameters), _count_elements(p for p in parameters if p.requires_grad)
+        self._total_count, self._trainable_count = (
+            _count_elements(parameters),
+            _count_elements(p for p in parameters if p.requires_grad),
+        )
         self._frozen_count = _count_elements(p for p in parameters if not p.requires_grad)
         self.total_parameters, self.trainable_parameters = self._total_count[0], self._trainable_count[0]
         self.model_size = sum(p.numel() * p.element_size() for p in parameters if not is_lazy(p)) / 1e6
@@ -130,7 +133,8 @@ class Summary:
         """The line below the table."""
         modes = self.total_training_modes
         text = (
-            f"{_format_count(*self._total_count)} parameters: {_format_count(*self._trainable_count)} trainable, {_format_count(*self._frozen_count)} frozen; "
+            f"{_format_count(*self._total_count)} parameters: {_format_count(*self._trainable_count)} trainable, "
+            f"{_format_count(*self._frozen_count)} frozen; "
             f"{self.model_size * 1e6 / 2**20:,.1f} MiB; "
             f"{modes['train']} modules in train mode, {modes['eval']} in eval mode"
         )
@@ -192,8 +196,8 @@ def summarize(
             measured = False
             warn(f"example_input_array did not run, so sizes are not known: {type(error).__name__}: {error}")
     layers = list(rows.values())
-    if own_parameters := list(module.parameters(recurse=False)):
-        layers.append(_describe("(own)", module, own_parameters))
+    if direct_parameters := list(module.parameters(recurse=False)):
+        layers.append(_describe("(own)", module, direct_parameters))
     return Summary(module, layers, total, measured)
 
 
@@ -239,7 +243,10 @@ def _watch(part: nn.Module, row: Part, flops: Callable[[], int], stack: ExitStac
         row.flops = (row.flops or 0) + flops() - flops_before.pop()
         if row.in_size == _UNKNOWN:
             inputs = (*args, *kwargs.values())
-            row.in_size, row.out_size = _collect_shapes(inputs[0] if len(inputs) == 1 else inputs), _collect_shapes(output)
+            row.in_size, row.out_size = (
+                _collect_shapes(inputs[0] if len(inputs) == 1 else inputs),
+                _collect_shapes(output),
+            )
 
     row.flops = 0
     stack.callback(part.register_forward_pre_hook(record_start).remove)

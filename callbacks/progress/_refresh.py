@@ -170,7 +170,9 @@ class DrawnBar(ProgressBar):
     def _draw_training(self, trainer: Trainer, task: TaskModule, always: bool = False) -> None:
         done = trainer.progress.batch
         if not self._terminal:
-            self._write_line(self._describe_position(trainer, done), done, self.total_train_batches, self.get_metrics(trainer, task))
+            self._write_line(
+                self._describe_position(trainer, done), done, self.total_train_batches, self.get_metrics(trainer, task)
+            )
             return
         self._due = time.monotonic() + self._every
         if always or done - self._shown >= self._batches:
@@ -207,7 +209,7 @@ class DrawnBar(ProgressBar):
     def _write_line(self, position: str, done: int, total: int | float | None, values: dict[str, Any]) -> None:
         self._due = time.monotonic() + self.line_every
         shown = [f"{name} = {text}" for name, text in self._format_values(values).items()]
-        announce(", ".join([position, *self._pace.words(done, _drop_infinite(total)), *shown]))
+        announce(", ".join([position, *self._pace.describe(done, _drop_infinite(total)), *shown]))
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -289,7 +291,7 @@ class _Pace:
     def restart(self, done: int) -> None:
         self.since, self.done = time.monotonic(), done
 
-    def words(self, done: int, total: int | None) -> list[str]:
+    def describe(self, done: int, total: int | None) -> list[str]:
         current_time = time.monotonic()
         speed = (done - self.done) / max(current_time - self.since, 1e-9)
         self.since, self.done = current_time, done

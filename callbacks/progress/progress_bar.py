@@ -100,16 +100,16 @@ class ProgressBar(BestEffortCallback):
         sources = trainer.sources
         batches = math.inf if sources is None else _count_batches(sources.train.length)
         if trainer.max_epochs == -1 and trainer.max_steps > 0:
-            left = (trainer.max_steps - trainer.progress.step) * trainer.accumulate_grad_batches
-            return min(batches, trainer.progress.batch + left)
+            remaining_batches = (trainer.max_steps - trainer.progress.step) * trainer.accumulate_grad_batches
+            return min(batches, trainer.progress.batch + remaining_batches)
         return batches
 
     @property
     def total_val_batches(self) -> int | float:
         """Batches of all validation loaders, where this epoch is validated at all; else 0."""
         trainer = self.trainer
-        every = trainer.check_val_every_n_epoch
-        if not trainer.has_validation or (every and (trainer.progress.epoch + 1) % every):
+        interval = trainer.check_val_every_n_epoch
+        if not trainer.has_validation or (interval and (trainer.progress.epoch + 1) % interval):
             return 0
         return sum(self._get_lengths("val"))
 

@@ -86,7 +86,11 @@ class Page:
                 *self._render_failures(),
                 *self._render_curves(charts),
                 *self._render_times(),
-                *(line for name, text in self.texts.items() for line in _render_section(name, f"<pre>{_escape(text)}</pre>")),
+                *(
+                    line
+                    for name, text in self.texts.items()
+                    for line in _render_section(name, f"<pre>{_escape(text)}</pre>")
+                ),
                 *self._render_tables(),
                 f'</main><script type="application/json" id="data">{data}</script>',
                 f"<script>{_SCRIPT}</script></body></html>",
@@ -105,8 +109,10 @@ class Page:
     def _render_failures(self) -> Iterator[str]:
         for failure in self.failures:
             frames = f"<pre>{_escape(failure.frames)}</pre>" if failure.frames else ""
-            whole = _render_fold("the whole traceback", f"<pre>{_escape(failure.trace)}</pre>")
-            yield from _render_section(f"What ended {failure.stage}", f'<p class="error">{_escape(failure.message)}</p>{frames}{whole}')
+            full_trace = _render_fold("the whole traceback", f"<pre>{_escape(failure.trace)}</pre>")
+            yield from _render_section(
+                f"What ended {failure.stage}", f'<p class="error">{_escape(failure.message)}</p>{frames}{full_trace}'
+            )
 
     def _render_curves(self, charts: Sequence[Chart]) -> Iterator[str]:
         if charts:
@@ -114,16 +120,20 @@ class Page:
             yield from _render_section("Curves", f'<div class="charts">{drawn}</div>')
 
     def _render_times(self) -> Iterator[str]:
-        whole = sum(seconds for seconds, _ in self.times.values())
-        if not whole:
+        total_seconds = sum(seconds for seconds, _ in self.times.values())
+        if not total_seconds:
             return
         bars, rows = [], []
         parts = sorted(self.times.items(), key=lambda item: -item[1][0])
         others = itertools.cycle(colour for colour in _COLOURS if colour not in _OF_STAGE.values())
         for name, (seconds, waited) in parts:
             colour = _OF_STAGE.get(_STAGE_OF.get(name, "")) or next(others)
-            bars.append(f'<i style="width:{100 * seconds / whole:.2f}%;background:{colour}"></i>')
-            cells = (f"{format_duration(seconds)}", f"{100 * seconds / whole:.1f} %", format_duration(waited) if waited else "")
+            bars.append(f'<i style="width:{100 * seconds / total_seconds:.2f}%;background:{colour}"></i>')
+            cells = (
+                f"{format_duration(seconds)}",
+                f"{100 * seconds / total_seconds:.1f} %",
+                format_duration(waited) if waited else "",
+            )
             dot = f'<span class="dot" style="background:{colour}"></span>'
             rows.append(f"<tr><td>{dot}{_escape(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
         head = "<tr><th></th><th>time</th><th>share</th><th>of it, waiting for batches</th></tr>"
@@ -134,7 +144,9 @@ class Page:
         for name, rows in self.tables.items():
             words, more = self.folded.get(name, ("", {}))
             if rows or more:
-                yield from _render_section(name, _render_table(rows) + (_render_fold(words, _render_table(more)) if more else ""))
+                yield from _render_section(
+                    name, _render_table(rows) + (_render_fold(words, _render_table(more)) if more else "")
+                )
 
 
 class Chart:
@@ -164,27 +176,27 @@ class Chart:
                 drawn.append((names, line))
             names.append(name)
         self.lines = {_join_names(names): line for names, line in drawn}
-        every = [value for _, values in self.lines.values() for value in values]
+        all_values = [value for _, values in self.lines.values() for value in values]
         steps = [step for steps, _ in self.lines.values() for step in steps]
-        self.logarithmic = bool(every) and min(every) > 0 and max(every) / min(every) >= 100
-        self.bottom, self.top = _pad_range(min(every, default=0.0), max(every, default=1.0), self.logarithmic)
+        self.logarithmic = bool(all_values) and min(all_values) > 0 and max(all_values) / min(all_values) >= 100
+        self.bottom, self.top = _pad_range(min(all_values, default=0.0), max(all_values, default=1.0), self.logarithmic)
         self.first, self.last = min(steps, default=0), max(steps, default=1)
         if self.first == self.last:
             self.first, self.last = self.first - 1, self.last + 1
 
     def x(self, step: float) -> float:
         """Where a step lies."""
-        return _LEFT + self.across(step) * (_WIDTH - _LEFT - _RIGHT)
+        return _LEFT + self.scale_step(step) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
         """Where a value lies."""
-        return _HEIGHT - _BOTTOM - self.up(value) * (_HEIGHT - _TOP - _BOTTOM)
+        return _HEIGHT - _BOTTOM - self.scale_value(value) * (_HEIGHT - _TOP - _BOTTOM)
 
-    def across(self, step: float) -> float:
+    def scale_step(self, step: float) -> float:
         """How far to the right a step lies, from 0 to 1."""
         return (step - self.first) / (self.last - self.first)
 
-    def up(self, value: float) -> float:
+    def scale_value(self, value: float) -> float:
         """How far up a value lies, from 0 to 1."""
         bottom, top = self._scale(self.bottom), self._scale(self.top)
         return (self._scale(value) - bottom) / (top - bottom)
@@ -285,8 +297,8 @@ def choose_ticks(low: float, high: float, logarithmic: bool) -> list[float]:
     """Round numbers between the ends."""
     if logarithmic:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        every = max(1, len(powers) // 5)
-        return [10.0**power for power in powers if power % every == 0 and low <= 10.0**power <= high]
+        power_step = max(1, len(powers) // 5)
+        return [10.0**power for power in powers if power % power_step == 0 and low <= 10.0**power <= high]
     rough = (high - low) / 5
     unit = 10.0 ** math.floor(math.log10(rough))
     step = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * 0.999)

@@ -192,7 +192,10 @@ def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
     history = trainer.history
     logged = [name for name in history if name not in history.rates]  # a monitor may log those too
     charts = {title: {name: history[name].points() for name in names} for title, names in group_names(logged).items()}
-    extra_charts = {"learning rate": history.rates, "samples per second": {"training, all processes": history.throughput}}
+    extra_charts = {
+        "learning rate": history.rates,
+        "samples per second": {"training, all processes": history.throughput},
+    }
     for title, curves in extra_charts.items():
         points = {name: curve.points() for name, curve in curves.items() if len(curve)}
         if points:

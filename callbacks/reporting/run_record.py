@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..best_effort import BestEffortCallback
 from .html import Points
-from .report import find_best, build_charts, describe_ending
+from .report import build_charts, describe_ending, find_best
 
 if TYPE_CHECKING:
     from ...trainer import TaskModule, Trainer

@@ -14,11 +14,11 @@ import cli_samples
 import pytest
 import torch
 from torch import nn
-from treadle.cli.commands.printed import as_yaml
+from treadle.cli.commands.printed import dump_yaml
 from treadle.cli.config.instantiate import build
 from treadle.cli.config.instantiate.recipes import Opaque
 from treadle.cli.config.resolve import load
-from treadle.cli.config.values import ConfigError, value_of
+from treadle.cli.config.values import ConfigError, make_value
 from treadle.trainer import settings
 from treadle.trainer.core.signatures import described, signature
 
@@ -207,7 +207,7 @@ def test_nothing_is_built_to_check(monkeypatch):
 )
 def test_what_is_printed_reads_back(text):
     first = checked(text)
-    printed = as_yaml(first.resolved(), first.config.secrets)
+    printed = dump_yaml(first.resolve_defaults(), first.config.secrets)
     again = checked(printed)
 
     def data(value):
@@ -215,7 +215,7 @@ def test_what_is_printed_reads_back(text):
             return {key: data(item) for key, item in value.data.items() if not isinstance(item.data, Opaque)}
         return [data(item) for item in value.data] if isinstance(value.data, list) else value.data
 
-    assert data(again.resolved()) == data(first.resolved())
+    assert data(again.resolve_defaults()) == data(first.resolve_defaults())
 
 
 def test_secrets_are_printed_as_references(monkeypatch):
@@ -223,7 +223,7 @@ def test_secrets_are_printed_as_references(monkeypatch):
     text = "vars: {t: '${oc.env:TREADLE_TOKEN}'}\nmodel: {class: cli_samples.Many, hidden: 1, name: 'x-${vars.t}'}\n"
     found = checked(text)
     assert found.task().given["name"] == "x-hush-hush"
-    printed = as_yaml(found.resolved(), found.config.secrets)
+    printed = dump_yaml(found.resolve_defaults(), found.config.secrets)
     assert "hush" not in printed
     assert checked(printed).task().given["name"] == "x-hush-hush"
 
@@ -234,7 +234,7 @@ def test_secret_numbers_are_printed_as_references(monkeypatch):
         MANY + "vars: {k: '${oc.env:TREADLE_PIN_KEY}'}\n", "model.hidden=${vars.k}", "model.widths=['${vars.k}']"
     )
     assert (found.task().given["hidden"], found.task().given["widths"]) == (987654, [987654])
-    printed = as_yaml(found.resolved(), found.config.secrets)
+    printed = dump_yaml(found.resolve_defaults(), found.config.secrets)
     assert "987654" not in printed
     assert checked(printed).task().given["widths"] == [987654]
 
@@ -250,7 +250,7 @@ def test_any_text_reads_back(monkeypatch):
     for _ in range(500):
         key, text = ("".join(random.choices(parts, k=random.randrange(6))) for _ in range(2))
         data = {"vars": {key: text, "list": [text, {"x": text}]}}
-        printed = as_yaml(value_of(data, "here"), hidden)
+        printed = dump_yaml(make_value(data, "here"), hidden)
         assert load([], earlier=("f", printed)).plain() == data, printed
 
 
@@ -265,13 +265,13 @@ def test_rarer_kinds_of_arguments():
     assert given("by_color={RED: 1}") == {cli_samples.Color.RED: 1}
     assert given("by_path={a/b: 1}") == {Path("a/b"): 1}
     found = checked("model: {class: cli_samples.Odd, by_color: {RED: 1}, wide: {bias: false}}")
-    again = checked(as_yaml(found.resolved()))  # without the width, which would be given twice
+    again = checked(dump_yaml(found.resolve_defaults()))  # without the width, which would be given twice
     assert vars(again.task().given["wide"]) == {"width": 6, "bias": False}
     assert again.task().given["by_color"] == {cli_samples.Color.RED: 1}
 
 
 def test_each_line_says_where_it_is_from():
-    text = as_yaml(checked(MANY, "model.mode=max").resolved())
+    text = dump_yaml(checked(MANY, "model.mode=max").resolve_defaults())
     lines = {
         line.partition(":")[0].strip(): line.partition("  #")[2].strip() for line in text.splitlines() if ":" in line
     }

@@ -10,7 +10,7 @@ from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, LearningRateMonitor, RunReport
-from treadle.callbacks.reporting.html import Chart, Page, group_names, format_duration
+from treadle.callbacks.reporting.html import Chart, Page, format_duration, group_names
 from treadle.loggers import CSVLogger
 from treadle.trainer.logging.history import MOST_POINTS, Curve
 
