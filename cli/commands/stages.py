@@ -151,7 +151,8 @@ def _refuse_saved_secrets(config: Config, owners: Mapping[str, TaskModule | Data
             ):
                 raise ConfigError(
                     f"{config.find_source(format_path(path))}: {format_path(path)} holds a secret, and "
-                    f"save_hyperparameters() would put it into checkpoints and logs: leave it out there, with ignore={[path[1]]!r}."
+                    f"save_hyperparameters() would put it into checkpoints and logs: leave it out "
+                    f"there, with ignore={[path[1]]!r}."
                 )
 
 
