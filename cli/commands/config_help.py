@@ -45,7 +45,7 @@ def find_target(name: str, config: dict[str, Any], default_classes: dict[str, ty
     Args:
         name: see above.
         config: the configuration so far, which may name classes.
-        known: classes that need no naming, by section.
+        default_classes: classes that need no naming, by section.
 
     Raises:
         ConfigError: there is nothing of this name.
