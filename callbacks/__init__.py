@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .gradient_accumulation_scheduler import GradientAccumulationScheduler
     from .lambda_function import LambdaCallback
     from .lr_finder import LearningRateFinder, _LRFinder
-    from .lr_monitor import LearningRateMonitor, learning_rates
+    from .lr_monitor import LearningRateMonitor, read_learning_rates
     from .model_checkpoint import ModelCheckpoint
     from .model_summary import ModelSummary
     from .monitored_metric import LatestValidation, read_monitored_metric

@@ -109,7 +109,7 @@ class BatchSizeFinder(Callback):
                 announce(f"BatchSizeFinder: {size} fits")
             if best >= limit or worst == 1 or (worst and best and self._is_done(best, worst)):
                 break
-            size = self._next(best, worst, limit)
+            size = self._choose_next_size(best, worst, limit)
         if not best:
             raise MemoryError(f"no batch size fits into memory: not even {worst}, the smallest that was tried.")
         if worst and self.mode == "binsearch":
@@ -119,7 +119,7 @@ class BatchSizeFinder(Callback):
     def _is_done(self, best: int, worst: int) -> bool:
         return worst - best <= 1 if self.mode == "binsearch" else worst <= 2 * best
 
-    def _next(self, best: int, worst: int, limit: int) -> int:
+    def _choose_next_size(self, best: int, worst: int, limit: int) -> int:
         if not worst:
             return min(2 * best, limit)
         if best and self.mode == "binsearch":

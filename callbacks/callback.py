@@ -37,13 +37,13 @@ class Callback:
         Raises:
             RuntimeError: outside of a stage.
         """
-        self._attached().log(name, value, *args, **kwargs)
+        self._get_attached_task().log(name, value, *args, **kwargs)
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
         """`log` every item with the same arguments."""
-        self._attached().log_dict(dictionary, **kwargs)
+        self._get_attached_task().log_dict(dictionary, **kwargs)
 
-    def _attached(self) -> TaskModule:
+    def _get_attached_task(self) -> TaskModule:
         if self._task is None:
             raise RuntimeError(f"{type(self).__name__}.log needs a running stage: call it in a hook.")
         return self._task

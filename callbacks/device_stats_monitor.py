@@ -51,10 +51,10 @@ class DeviceStatsMonitor(BestEffortCallback):
                 "it out."
             )
         self._begun = self._ended = trainer.progress.step
-        wanted = trainer.is_global_zero and trainer.loggers and (self._with_cpu or not on_cpu)
-        self._every = trainer.log_every_n_steps if wanted else 0
-        if self._with_cpu and wanted:
-            self._safely(_cpu)  # its percentages are of the time since they were asked for last
+        should_log = trainer.is_global_zero and trainer.loggers and (self._with_cpu or not on_cpu)
+        self._every = trainer.log_every_n_steps if should_log else 0
+        if self._with_cpu and should_log:
+            self._safely(_read_cpu_stats)  # its percentages are of the time since they were asked for last
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
         """As a step to be logged begins, with its first micro-batch."""
@@ -74,31 +74,31 @@ class DeviceStatsMonitor(BestEffortCallback):
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Every so many batches."""
-        self._evaluation(trainer, "on_validation_batch_start")
+        self._write_evaluation(trainer, "on_validation_batch_start")
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Every so many batches."""
-        self._evaluation(trainer, "on_validation_batch_end")
+        self._write_evaluation(trainer, "on_validation_batch_end")
 
     def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Every so many batches."""
-        self._evaluation(trainer, "on_test_batch_start")
+        self._write_evaluation(trainer, "on_test_batch_start")
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Every so many batches."""
-        self._evaluation(trainer, "on_test_batch_end")
+        self._write_evaluation(trainer, "on_test_batch_end")
 
-    def _evaluation(self, trainer: Trainer, moment: str) -> None:
+    def _write_evaluation(self, trainer: Trainer, moment: str) -> None:
         if self._every and not trainer.sanity_checking and (trainer.evaluation_batch + 1) % self._every == 0:
             self._safely(self._write, trainer, moment, trainer.progress.step)
 
     def _write(self, trainer: Trainer, moment: str, step: int) -> None:
-        found = _device(trainer.accelerator.device) | (_cpu() if self._with_cpu else {})
-        row = {f"{type(self).__qualname__}.{moment}/{name}": value for name, value in found.items()}
+        stats = _read_device_stats(trainer.accelerator.device) | (_read_cpu_stats() if self._with_cpu else {})
+        row = {f"{type(self).__qualname__}.{moment}/{name}": value for name, value in stats.items()}
         trainer.logbook.call("log_metrics", {"epoch": trainer.progress.epoch, **row}, step=step)
 
 
-def _device(device: torch.device) -> dict[str, float]:
+def _read_device_stats(device: torch.device) -> dict[str, float]:
     """What its allocator knows; nothing waits for the device."""
     if device.type == "cuda":
         return dict(torch.cuda.memory_stats(device))
@@ -110,7 +110,7 @@ def _device(device: torch.device) -> dict[str, float]:
     return {}
 
 
-def _cpu() -> dict[str, float]:
+def _read_cpu_stats() -> dict[str, float]:
     import psutil
 
     return {

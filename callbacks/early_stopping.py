@@ -11,7 +11,7 @@ from torch import Tensor
 from ..common.messages import announce, warn
 from ..common.validation import check_bool, check_int, check_monitor, check_number, choose
 from .callback import Callback
-from .monitored_metric import MODES, is_better, never_logged_error, read_logged_metrics
+from .monitored_metric import MODES, is_better, make_never_logged_error, read_logged_metrics
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -116,7 +116,7 @@ class EarlyStopping(Callback):
         reason = self.stopping_reason_message
         if reason is None:
             return
-        if self._limit(self._decided_at, self._decided_after) is None:
+        if self._find_exceeded_limit(self._decided_at, self._decided_after) is None:
             self.stopped_epoch, self.stopping_reason_message = 0, None
             announce(f"early stopping: the run had been stopped ({reason}), but by its limits now it goes on")
             return
@@ -125,16 +125,16 @@ class EarlyStopping(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check, unless that happens when epochs end."""
-        if trainer.stage == "fit" and not trainer.sanity_checking and not self._at_epoch_end(trainer):
+        if trainer.stage == "fit" and not trainer.sanity_checking and not self._checks_at_epoch_end(trainer):
             self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check, if that happens when epochs end."""
         # An epoch that max_steps or a signal cut short is none: a resumed run checks at its real end.
-        if trainer.progress.epoch_is_over and self._at_epoch_end(trainer):
+        if trainer.progress.epoch_is_over and self._checks_at_epoch_end(trainer):
             self._check(trainer)
 
-    def _at_epoch_end(self, trainer: Trainer) -> bool:
+    def _checks_at_epoch_end(self, trainer: Trainer) -> bool:
         if self.check_on_train_epoch_end is not None:
             return self.check_on_train_epoch_end
         # When an epoch ends, its training values can be watched as well as those of its one validation.
@@ -151,10 +151,10 @@ class EarlyStopping(Callback):
             if trainer.has_validation and watch.step is None:
                 return  # no validation yet
             if self.strict:
-                raise never_logged_error(trainer, self.monitor, "EarlyStopping's monitor", values)
+                raise make_never_logged_error(trainer, self.monitor, "EarlyStopping's monitor", values)
             warn(f"EarlyStopping(strict=False) leaves out a check: {self.monitor!r} was never logged.")
             return
-        reason = self._reason(value)
+        reason = self._find_stopping_reason(value)
         if reason is not None:
             self.stopped_epoch = trainer.progress.epoch
             self.stopping_reason_message = reason
@@ -163,9 +163,9 @@ class EarlyStopping(Callback):
                 announce(f"early stopping: {reason}")
             trainer.should_stop = True
 
-    def _reason(self, value: float) -> str | None:
+    def _find_stopping_reason(self, value: float) -> str | None:
         """Why to stop at ``value``, or None; keeps count."""
-        reason = self._limit(value, 0)
+        reason = self._find_exceeded_limit(value, 0)
         if reason is not None:
             return reason
         if is_better(value, self.best_score.item(), self.mode, self.min_delta):
@@ -174,9 +174,9 @@ class EarlyStopping(Callback):
             self.best_score, self.wait_count = torch.tensor(value, dtype=torch.float64), 0
             return None
         self.wait_count += 1
-        return self._limit(None, self.wait_count)
+        return self._find_exceeded_limit(None, self.wait_count)
 
-    def _limit(self, value: float | None, waited: int) -> str | None:
+    def _find_exceeded_limit(self, value: float | None, waited: int) -> str | None:
         """The limit that ``value``, or so many checks without improvement, are beyond; None if there is none."""
         if value is not None:
             if self.check_finite and not math.isfinite(value):

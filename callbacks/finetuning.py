@@ -38,7 +38,7 @@ class BaseFinetuning(Callback):
     exchanges = True
 
     def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
+        self._layout: dict[str, Any] = {}
 
     # -- for the methods to be overridden ------------------------------------------------------------------------
 
@@ -56,12 +56,14 @@ class BaseFinetuning(Callback):
         if isinstance(modules, nn.ModuleDict):
             modules = modules.values()
         if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList | nn.Sequential):
-            found: Iterable[nn.Module] = modules.modules()
+            nested_modules: Iterable[nn.Module] = modules.modules()
         else:
-            found = [part for one in modules for part in BaseFinetuning.flatten_modules(one)]  # type: ignore[union-attr]
+            nested_modules = [part for module in modules for part in BaseFinetuning.flatten_modules(module)]  # type: ignore[union-attr]
             if isinstance(modules, nn.Module):
-                found = [*found, modules]
-        return [part for part in dict.fromkeys(found) if not any(True for _ in part.children()) or part._parameters]
+                nested_modules = [*nested_modules, modules]
+        return [
+            part for part in dict.fromkeys(nested_modules) if not any(True for _ in part.children()) or part._parameters
+        ]
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
@@ -99,8 +101,8 @@ class BaseFinetuning(Callback):
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
         """Those of the parameters that the optimizer does not have yet."""
-        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [parameter for parameter in params if id(parameter) not in known]
+        optimized_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [parameter for parameter in params if id(parameter) not in optimized_ids]
 
     @staticmethod
     def unfreeze_and_add_param_group(
@@ -141,22 +143,22 @@ class BaseFinetuning(Callback):
                 f"{type(self).__name__} can't run with strategy={strategy.name!r}: which parameters are trained is "
                 "decided when the model is sharded. Use 'ddp', or freeze in the task's __init__ and fit again later."
             )
-        self._made = {}
+        self._layout = {}
         self.freeze_before_training(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Let a run that goes on have the parameters trained, and the groups, that it had when it was saved."""
         if trainer.opened_checkpoint is not None:
             states = open_callback_states(trainer.opened_checkpoint)["callbacks"]
-            if made := states.get(self.state_key, {}).get("made"):
-                _make(made, trainer, pl_module)
+            if layout := states.get(self.state_key, {}).get("made"):
+                _apply_layout(layout, trainer, pl_module)
         for optimizer in trainer.optimizers:
             if trainer.accelerator.strategy.keeps_apart(optimizer):
                 raise ValueError(
                     f"{type(self).__name__} can't run with DDP(zero=True), which shares out the optimizer's parameters "
                     "once, before training. Leave out zero."
                 )
-        self._made = _describe(trainer, pl_module)
+        self._layout = _describe_layout(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Unfreeze what is due; not again in an epoch that a run goes on with."""
@@ -164,17 +166,17 @@ class BaseFinetuning(Callback):
             return
         for optimizer in trainer.optimizers:
             self.finetune_function(pl_module, trainer.progress.epoch, optimizer)
-        made = _describe(trainer, pl_module)
-        if made != self._made:
+        layout = _describe_layout(trainer, pl_module)
+        if layout != self._layout:
             if trainer.last_step is not None:
                 trainer.last_step.changed()
-            if made["trained"] != self._made["trained"]:
+            if layout["trained"] != self._layout["trained"]:
                 trainer.rewrap()
-            self._made = made
+            self._layout = layout
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
-        return {"made": self._made}
+        return {"made": self._layout}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`. `on_fit_start` has done it, as the optimizer's state needs its groups."""
@@ -247,9 +249,9 @@ class BackboneFinetuning(BaseFinetuning):
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """See `BaseFinetuning.on_fit_start`."""
-        frozen = {id(p) for p in pl_module.backbone.parameters() if not p.requires_grad}  # type: ignore[union-attr]
-        held = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
-        if frozen & held:
+        frozen_ids = {id(p) for p in pl_module.backbone.parameters() if not p.requires_grad}  # type: ignore[union-attr]
+        optimized_ids = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
+        if frozen_ids & optimized_ids:
             raise ValueError(
                 "configure_optimizers gave the optimizer parameters of the frozen backbone, which get a group of their "
                 "own later: build it from filter(lambda p: p.requires_grad, self.parameters())."
@@ -277,19 +279,19 @@ class BackboneFinetuning(BaseFinetuning):
                 train_bn=self.train_bn,
             )
         elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
-            wanted = self.lambda_func(epoch + 1) * self.previous_backbone_lr
-            self.previous_backbone_lr = rate if self.should_align and wanted > rate else wanted
+            next_rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
+            self.previous_backbone_lr = rate if self.should_align and next_rate > rate else next_rate
             optimizer.param_groups[-1]["lr"] = self.previous_backbone_lr
         if self.verbose and self.previous_backbone_lr is not None:
-            own = round(self.previous_backbone_lr, self.rounding)
-            announce(f"learning rates: {round(rate, self.rounding)}, backbone {own}")
+            backbone_rate = round(self.previous_backbone_lr, self.rounding)
+            announce(f"learning rates: {round(rate, self.rounding)}, backbone {backbone_rate}")
 
 
 def _is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
-def _describe(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
+def _describe_layout(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
     """What is trained, in which groups, and which layers are in evaluation mode, by names."""
     names = {id(parameter): strip_compile_prefix(name) for name, parameter in task.named_parameters()}
     return {
@@ -304,18 +306,18 @@ def _describe(trainer: Trainer, task: TaskModule) -> dict[str, Any]:
     }
 
 
-def _make(made: dict[str, Any], trainer: Trainer, task: TaskModule) -> None:
-    """Bring about what `_describe` described."""
-    trained, evaluation = set(made["trained"]), set(made["evaluation"])
+def _apply_layout(layout: dict[str, Any], trainer: Trainer, task: TaskModule) -> None:
+    """Bring about what `_describe_layout` described."""
+    trained, evaluation = set(layout["trained"]), set(layout["evaluation"])
     parameters = {strip_compile_prefix(name): parameter for name, parameter in task.named_parameters()}
-    here = _describe(trainer, task)["groups"]
-    for optimizer, now, then in zip(trainer.optimizers, here, made["groups"], strict=False):
-        if then[: len(now)] != now:
+    current_groups = _describe_layout(trainer, task)["groups"]
+    for optimizer, current, saved in zip(trainer.optimizers, current_groups, layout["groups"], strict=False):
+        if saved[: len(current)] != current:
             raise ValueError(
                 f"the checkpoint's {type(optimizer).__name__} began with other groups of parameters: "
                 "configure_optimizers has to make those that it made then, of the parts that are not frozen."
             )
-        for group in then[len(now) :]:
+        for group in saved[len(current) :]:
             optimizer.add_param_group({"params": [parameters[name] for name in group]})
     for name, parameter in parameters.items():
         parameter.requires_grad = name in trained

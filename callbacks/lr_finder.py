@@ -44,7 +44,7 @@ class _LRFinder:
         self.num_training = num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
         self._mean = 0.0
-        self._seen = 0
+        self._loss_count = 0
         self._best = math.inf
         self._optimal_idx: int | None = None
 
@@ -59,9 +59,9 @@ class _LRFinder:
         """Take note of a step."""
         smoothed = math.nan
         if math.isfinite(loss):
-            self._seen += 1
+            self._loss_count += 1
             self._mean = _FORGET * self._mean + (1 - _FORGET) * loss
-            smoothed = self._mean / (1 - _FORGET**self._seen)
+            smoothed = self._mean / (1 - _FORGET**self._loss_count)
             self._best = min(self._best, smoothed)
         self.results["lr"].append(lr)
         self.results["loss"].append(smoothed)
@@ -85,25 +85,25 @@ class _LRFinder:
         check_int("skip_begin", skip_begin, 0)
         check_int("skip_end", skip_end, 0)
         lrs, losses = self.results["lr"], self.results["loss"]
-        kept = [k for k in range(skip_begin, len(lrs) - skip_end) if math.isfinite(losses[k])]
+        indices = [k for k in range(skip_begin, len(lrs) - skip_end) if math.isfinite(losses[k])]
         self._optimal_idx = None
-        if len(kept) < 2:
+        if len(indices) < 2:
             warn(
-                f"no learning rate can be suggested: of {len(lrs)} points {len(kept)} are left without the first "
+                f"no learning rate can be suggested: of {len(lrs)} points {len(indices)} are left without the first "
                 f"{skip_begin} and the last {skip_end}, and 2 are needed. Try more rates, or start from a lower one."
             )
             return None
-        along = [math.log(lrs[k]) if self.mode == "exponential" else lrs[k] for k in kept]
-        values = torch.tensor([losses[k] for k in kept], dtype=torch.float64)
-        slopes = torch.gradient(values, spacing=(torch.tensor(along, dtype=torch.float64),))[0]
+        positions = [math.log(lrs[k]) if self.mode == "exponential" else lrs[k] for k in indices]
+        values = torch.tensor([losses[k] for k in indices], dtype=torch.float64)
+        slopes = torch.gradient(values, spacing=(torch.tensor(positions, dtype=torch.float64),))[0]
         steepest = int(slopes.argmin())
         if not slopes[steepest] < 0:
             warn(
-                f"no learning rate can be suggested: the loss falls at none from {lrs[kept[0]]:.3g} to "
-                f"{lrs[kept[-1]]:.3g}. Try others (min_lr, max_lr), or see whether the model trains at all."
+                f"no learning rate can be suggested: the loss falls at none from {lrs[indices[0]]:.3g} to "
+                f"{lrs[indices[-1]]:.3g}. Try others (min_lr, max_lr), or see whether the model trains at all."
             )
             return None
-        self._optimal_idx = kept[steepest]
+        self._optimal_idx = indices[steepest]
         return lrs[self._optimal_idx]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Any:
@@ -204,11 +204,11 @@ class LearningRateFinder(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What was found, if the search has run."""
-        found = self.optimal_lr
-        if found is None:
+        finder = self.optimal_lr
+        if finder is None:
             return {}
-        settings = {"mode": found.mode, "lr_min": found.lr_min, "lr_max": found.lr_max}
-        return {**settings, "num_training": found.num_training, "results": found.results}
+        settings = {"mode": finder.mode, "lr_min": finder.lr_min, "lr_max": finder.lr_max}
+        return {**settings, "num_training": finder.num_training, "results": finder.results}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take it back."""

@@ -59,7 +59,7 @@ class LearningRateMonitor(BestEffortCallback):
         if not trainer.loggers:
             raise ValueError("LearningRateMonitor has no logger to write to: drop it, or drop Trainer(logger=False).")
         no_step = self.logging_interval != "epoch" and not trainer.log_every_n_steps
-        if no_step and (names := [name for _, name in self._named(trainer, "step")]):
+        if no_step and (names := [name for _, name in self._find_optimizers(trainer, "step")]):
             raise ValueError(
                 f"LearningRateMonitor has no step to log {', '.join(names)} at: give the Trainer log_every_n_steps, or "
                 'the monitor logging_interval="epoch".'
@@ -82,8 +82,8 @@ class LearningRateMonitor(BestEffortCallback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
         """Read what this step is taken with: schedulers may change it before the step is over."""
-        every = trainer.log_every_n_steps
-        if self.logging_interval != "epoch" and every and (trainer.progress.step + 1) % every == 0:
+        interval = trainer.log_every_n_steps
+        if self.logging_interval != "epoch" and interval and (trainer.progress.step + 1) % interval == 0:
             self._safely(self._read, trainer, "step", optimizer if self._rates else None)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -95,10 +95,10 @@ class LearningRateMonitor(BestEffortCallback):
 
     def _read(self, trainer: Trainer, interval: str, only: Optimizer | None = None) -> None:
         """Read all optimizers; or of several in one step ``only`` the one that steps now, as the others may have."""
-        for optimizer, name in self._named(trainer, interval):
+        for optimizer, name in self._find_optimizers(trainer, interval):
             if only is not None and optimizer is not only:
                 continue
-            for label, group in _labelled(name, optimizer):
+            for label, group in _label_groups(name, optimizer):
                 if "lr" not in group:
                     continue
                 self._rates[label] = float(group["lr"])
@@ -107,9 +107,9 @@ class LearningRateMonitor(BestEffortCallback):
                 if self.log_weight_decay:
                     self._others[f"{label}-weight_decay"] = float(group.get("weight_decay", 0.0))
 
-    def _named(self, trainer: Trainer, interval: str) -> Iterator[tuple[Optimizer, str]]:
+    def _find_optimizers(self, trainer: Trainer, interval: str) -> Iterator[tuple[Optimizer, str]]:
         """What is logged at this interval."""
-        for optimizer, name, due in named_optimizers(trainer):
+        for optimizer, name, due in name_optimizers(trainer):
             if self.logging_interval is not None or interval == due:
                 yield optimizer, name
 
@@ -133,10 +133,10 @@ class LearningRateMonitor(BestEffortCallback):
         trainer.logbook.write_row(row, trainer.progress.step, trainer.progress.epoch)
 
 
-def named_optimizers(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
+def name_optimizers(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
     """Each scheduler's optimizer, then those that have none; with a name of its own and the schedule's interval."""
     optimizers = trainer.optimizers
-    taken: Counter[str] = Counter()
+    name_counts: Counter[str] = Counter()
     scheduled = []
     for config in trainer.lr_scheduler_configs:
         optimizer = getattr(config.scheduler, "optimizer", None)
@@ -144,36 +144,36 @@ def named_optimizers(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
             optimizer = optimizers[0]
         if isinstance(optimizer, Optimizer):
             scheduled.append((optimizer, config.name, config.interval))
-    known = {id(optimizer) for optimizer, _, _ in scheduled}
-    left = [(optimizer, None, "step") for optimizer in optimizers if id(optimizer) not in known]
-    for optimizer, given, due in [*scheduled, *left]:
-        name = given or f"lr-{type(optimizer).__name__}"
-        number = taken[name]
-        taken[name] += 1
+    scheduled_ids = {id(optimizer) for optimizer, _, _ in scheduled}
+    unscheduled = [(optimizer, None, "step") for optimizer in optimizers if id(optimizer) not in scheduled_ids]
+    for optimizer, config_name, due in [*scheduled, *unscheduled]:
+        name = config_name or f"lr-{type(optimizer).__name__}"
+        number = name_counts[name]
+        name_counts[name] += 1
         yield optimizer, f"{name}-{number}" if number else name, due
 
 
-def learning_rates(trainer: Trainer) -> dict[str, float]:
+def read_learning_rates(trainer: Trainer) -> dict[str, float]:
     """Each parameter group's learning rate as it is now, under the name that `LearningRateMonitor` gives it."""
     return {
         label: float(group["lr"])
-        for optimizer, name, _ in named_optimizers(trainer)
-        for label, group in _labelled(name, optimizer)
+        for optimizer, name, _ in name_optimizers(trainer)
+        for label, group in _label_groups(name, optimizer)
         if "lr" in group
     }
 
 
-def _labelled(name: str, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+def _label_groups(name: str, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
     groups: list[dict[str, Any]] = optimizer.param_groups
     for number, group in enumerate(groups, start=1):
-        own = group.get("name", f"pg{number}" if len(groups) > 1 else None)
-        yield f"{name}/{own}" if own else name, group
+        group_name = group.get("name", f"pg{number}" if len(groups) > 1 else None)
+        yield f"{name}/{group_name}" if group_name else name, group
 
 
 def _check_names(optimizer: Optimizer) -> None:
-    names = Counter(label for label, _ in _labelled("", optimizer))
-    if twice := [label.lstrip("/") for label, count in names.items() if count > 1]:
+    names = Counter(label for label, _ in _label_groups("", optimizer))
+    if duplicate_names := [label.lstrip("/") for label, count in names.items() if count > 1]:
         raise ValueError(
-            f"{type(optimizer).__name__} has several parameter groups with the name {twice[0]!r}, which "
+            f"{type(optimizer).__name__} has several parameter groups with the name {duplicate_names[0]!r}, which "
             "LearningRateMonitor could not tell apart: give each another one."
         )

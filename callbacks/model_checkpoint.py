@@ -21,9 +21,9 @@ from ._checkpointing import (
     CheckpointFilenames,
     Recorded,
     TopKCheckpoints,
-    bytes_needed,
     check_place,
     check_triggers,
+    estimate_checkpoint_bytes,
     finish_removing,
     folders,
     is_abandoned,
@@ -31,7 +31,7 @@ from ._checkpointing import (
     remove,
 )
 from .callback import Callback
-from .monitored_metric import MODES, never_logged_error, read_logged_metrics
+from .monitored_metric import MODES, make_never_logged_error, read_logged_metrics
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -102,14 +102,14 @@ class ModelCheckpoint(Callback):
     FILE_EXTENSION = ".ckpt"
     STARTING_VERSION = 1
 
-    monitor = Recorded[str | None]("_kept")
-    mode = Recorded[str]("_kept")
-    save_top_k = Recorded[int]("_kept")
-    best_model_path = Recorded[str]("_kept")
-    best_model_score = Recorded[Tensor | None]("_kept")
-    best_k_models = Recorded[dict[str, Tensor]]("_kept")
-    last_model_path = Recorded[str]("_kept")
-    current_score = Recorded[Tensor | None]("_kept")
+    monitor = Recorded[str | None]("_top_k")
+    mode = Recorded[str]("_top_k")
+    save_top_k = Recorded[int]("_top_k")
+    best_model_path = Recorded[str]("_top_k")
+    best_model_score = Recorded[Tensor | None]("_top_k")
+    best_k_models = Recorded[dict[str, Tensor]]("_top_k")
+    last_model_path = Recorded[str]("_top_k")
+    current_score = Recorded[Tensor | None]("_top_k")
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class ModelCheckpoint(Callback):
             raise ValueError(f"save_top_k={save_top_k} needs a monitor to tell the best {save_top_k} by.")
         at_end = save_on_train_epoch_end
         by_default = (every_n_train_steps, interval, every_n_epochs) == (None, None, None)
-        self._kept = TopKCheckpoints(
+        self._top_k = TopKCheckpoints(
             None if monitor is None else check_monitor(monitor), choose("mode", mode, MODES), save_top_k
         )
         self.dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath))
@@ -157,7 +157,7 @@ class ModelCheckpoint(Callback):
         self.async_save = check_bool("async_save", async_save)
         self._clock = None if interval is None else AgreedInterval(interval)
         self._triggered_step = 0
-        self._wanted = False  # a trigger has fired and nothing is saved for it yet
+        self._save_requested = False  # a trigger has fired and nothing is saved for it yet
         self._waiting = False  # the ranked save still waits for its value
         self._continues = False  # the run resumes in the directory it had
         self._resumed_step: int | None = None
@@ -180,22 +180,22 @@ class ModelCheckpoint(Callback):
         return {
             "dirpath": self.dirpath,
             "triggered_step": self._triggered_step,
-            "replaced": self._kept.replaced,
-            "wanted": self._wanted,
+            "replaced": self._top_k.replaced,
+            "wanted": self._save_requested,
             "waiting": self._waiting,
-            **{name: getattr(self._kept, name) for name in STATE},
+            **{name: getattr(self._top_k, name) for name in STATE},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`. Of another directory only the best is remembered: it is not ours to clean."""
         self._triggered_step, self._waiting = state_dict["triggered_step"], state_dict["waiting"]
-        self._wanted = state_dict["wanted"]
+        self._save_requested = state_dict["wanted"]
         if self.dirpath is not None:
             state_dict = relocate(state_dict, self.dirpath)
         self._continues = self.dirpath == state_dict["dirpath"]
         names = (*STATE, "replaced") if self._continues else ("best_model_path", "best_model_score")
-        self._kept.replaced = []
-        self._kept.restore({name: state_dict[name] for name in names})
+        self._top_k.replaced = []
+        self._top_k.restore({name: state_dict[name] for name in names})
 
     @property
     def saves(self) -> bool:
@@ -220,7 +220,7 @@ class ModelCheckpoint(Callback):
         if stage != "fit":
             return
         self._settle(trainer, wait=True)  # of a fit that Ctrl-C ended twice
-        self._wanted = self._waiting = False
+        self._save_requested = self._waiting = False
         if self.dirpath is None:
             root = trainer.logbook.agree_on_directory(trainer.default_root_dir)
             self.dirpath = os.path.abspath(os.path.join(root, "checkpoints"))
@@ -233,7 +233,7 @@ class ModelCheckpoint(Callback):
             OSError: if the directory can't be made or written to, or has no room for one checkpoint.
         """
         progress, world = trainer.progress, trainer.accelerator.world
-        self._kept.saved_step = progress.step
+        self._top_k.saved_step = progress.step
         self._triggered_step = min(self._triggered_step, progress.step)
         self._resumed_step = progress.step if self._continues else None
         self._continues = False
@@ -242,20 +242,20 @@ class ModelCheckpoint(Callback):
         with world.together():
             if world.is_main and self.saves:
                 store = checkpoint.CheckpointStore(self._directory)
-                store.probe(bytes_needed(trainer, self.save_weights_only))
-                replaced = sorted(set(self._kept.replaced) - self._reserved_by_others(trainer))
+                store.probe(estimate_checkpoint_bytes(trainer, self.save_weights_only))
+                replaced = sorted(set(self._top_k.replaced) - self._collect_reserved_paths(trainer))
                 removed = finish_removing(replaced, self._directory, progress.step, trainer.ckpt_path)
                 stores = map(checkpoint.CheckpointStore, folders(self._directory, self.name_depth))
                 recovered = [sentence for store in stores for sentence in store.recover()]
                 for sentence in [*recovered, *(f"{path}: removed, as it had been replaced" for path in removed)]:
                     announce(sentence)
-        self._kept.replaced = []
-        missing = [path for path in sorted(self._kept.ranked_paths) if not os.path.exists(path)]
-        self._kept.forget(world.broadcast(missing))  # by rank zero's disk
+        self._top_k.replaced = []
+        missing = [path for path in sorted(self._top_k.ranked_paths) if not os.path.exists(path)]
+        self._top_k.forget(world.broadcast(missing))  # by rank zero's disk
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Ask for a save if that happens after validation."""
-        if trainer.stage == "fit" and not trainer.sanity_checking and not self._at_epoch_end(trainer):
+        if trainer.stage == "fit" and not trainer.sanity_checking and not self._saves_at_epoch_end(trainer):
             self._trigger_by_epoch(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -270,12 +270,12 @@ class ModelCheckpoint(Callback):
         elif self._clock is not None and self._clock.is_over(trainer):
             self._trigger(step)
         # The epoch's last step is saved when the epoch is closed, so that a resumed run begins with the next one.
-        if (self._wanted or self._waiting) and not progress.epoch_is_trained:
+        if (self._save_requested or self._waiting) and not progress.epoch_is_trained:
             self._serve(trainer, epoch_is_over=False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Save if it was asked for, or if that happens when epochs end."""
-        if self._at_epoch_end(trainer):
+        if self._saves_at_epoch_end(trainer):
             self._trigger_by_epoch(trainer)
         self._serve(trainer, epoch_is_over=True)
 
@@ -303,7 +303,7 @@ class ModelCheckpoint(Callback):
         last = trainer.last_step
         if not self.save_on_exception or last is None or not trainer.is_global_zero:
             return
-        if last.step <= self._kept.saved_step:
+        if last.step <= self._top_k.saved_step:
             return
         if last.lost:
             warn(f"nothing is saved: {last.lost}. Its checkpoints are of earlier steps.")
@@ -316,10 +316,10 @@ class ModelCheckpoint(Callback):
         else:
             path = self._choose_path(trainer, values, last.step)
         last.save(Path(path), self.save_weights_only)
-        self._kept.saved_step = last.step
+        self._top_k.saved_step = last.step
         announce(f"{type(exception).__name__}: the run as of optimizer step {last.step} is saved as {path}")
 
-    def _at_epoch_end(self, trainer: Trainer) -> bool:
+    def _saves_at_epoch_end(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
         # With one validation per epoch its value is known when the epoch ends, and the checkpoint is a whole epoch's.
@@ -332,34 +332,36 @@ class ModelCheckpoint(Callback):
 
     def _trigger(self, step: int) -> None:
         if step != self._triggered_step:  # a step that float16 skipped is no new one
-            self._triggered_step, self._wanted = step, True
+            self._triggered_step, self._save_requested = step, True
 
     def _serve(self, trainer: Trainer, epoch_is_over: bool) -> None:
         """Save what was asked for, as far as its value is known."""
         measured = epoch_is_over or trainer.logbook.watch.step == trainer.progress.step
-        if not self._wanted and not (self._waiting and measured):
+        if not self._save_requested and not (self._waiting and measured):
             return
         ranked = bool(self.save_top_k)
         values = read_logged_metrics(trainer, keep=trainer.logbook.watch.just_measured(trainer))
         if ranked and self.monitor is not None:
-            ranked = self._is_known(trainer, self.monitor, values, epoch_is_over)
+            ranked = self._has_current_value(trainer, self.monitor, values, epoch_is_over)
             self._waiting = not ranked
-        if ranked or self._wanted:
-            self._wanted = False
+        if ranked or self._save_requested:
+            self._save_requested = False
             self._save(trainer, values, ranked)
 
-    def _is_known(self, trainer: Trainer, name: str, values: dict[str, float], epoch_is_over: bool) -> bool:
+    def _has_current_value(self, trainer: Trainer, name: str, values: dict[str, float], epoch_is_over: bool) -> bool:
         """Whether ``name`` has a value of the present weights, as far as can be told: a step's value counts as such.
 
         Raises:
             ValueError: if the epoch is over and has not logged it.
         """
         if name in values:
-            own = name in trainer.logbook.watch.just_measured(trainer) or name in trainer.metrics.latest()
+            just_measured = name in trainer.logbook.watch.just_measured(trainer) or name in trainer.metrics.latest()
             # Otherwise it is a whole epoch's, a part's (a limit ended the run within it) or an older validation's.
-            return own or (trainer.progress.epoch_is_over and name not in trainer.logbook.watch.stale(trainer))
+            return just_measured or (
+                trainer.progress.epoch_is_over and name not in trainer.logbook.watch.stale(trainer)
+            )
         if epoch_is_over and not (trainer.has_validation and trainer.logbook.watch.step is None):
-            raise never_logged_error(trainer, name, "ModelCheckpoint's monitor", values)
+            raise make_never_logged_error(trainer, name, "ModelCheckpoint's monitor", values)
         return False
 
     # -- what ----------------------------------------------------------------------------------------------------
@@ -373,34 +375,34 @@ class ModelCheckpoint(Callback):
     def _save(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
         """Decide what is kept, save, and remove what is not kept any more."""
         self._settle(trainer, wait=True)
-        kept, before = self._kept, self._kept.snapshot()
+        top_k, before = self._top_k, self._top_k.snapshot()
         self._before = before
         values = {**values, "epoch": trainer.progress.epoch, "step": trainer.progress.step}
         paths: list[str] = []
         if ranked:
             score = None if self.monitor is None else torch.tensor(values[self.monitor], dtype=torch.float64)
-            kept.current_score = score
+            top_k.current_score = score
             if score is None or self.check_monitor_top_k(trainer, score):
-                replaced = kept.next_replaced
+                replaced = top_k.next_replaced
                 paths.append(self._agree_on_path(trainer, values, replaced))
-                kept.add(paths[0], score, replaced)
+                top_k.add(paths[0], score, replaced)
             elif self.verbose:
                 announce(f"{self.monitor} = {float(score):.5g} is not among the best {self.save_top_k}")
         if self.save_last:
-            kept.last_model_path = self._agree_on_path(trainer, values, self.last_model_path, last=True)
-            paths.append(kept.last_model_path)
+            top_k.last_model_path = self._agree_on_path(trainer, values, self.last_model_path, last=True)
+            paths.append(top_k.last_model_path)
         if not paths:
             return
-        kept.replace_since(before, self._reserved_by_others(trainer))
+        top_k.replace_since(before, self._collect_reserved_paths(trainer))
         try:
             trainer.save_checkpoint(paths[0], self.save_weights_only, blocking=not self.async_save, also=paths[1:])
         except BaseException:
-            kept.restore(before)
+            top_k.restore(before)
             raise
-        kept.saved_step = trainer.progress.step
+        top_k.saved_step = trainer.progress.step
         self._job = trainer.accelerator.saving
         if self._job is None:
-            self._committed(trainer)
+            self._finish_save(trainer)
 
     def _settle(self, trainer: Trainer, wait: bool = False) -> None:
         """Follow up a save beside the training that has ended; raise what it failed with."""
@@ -413,38 +415,38 @@ class ModelCheckpoint(Callback):
             if job.done:  # else Ctrl-C ended the wait, and what is replaced is still needed
                 self._job = None
                 if job.error is not None:
-                    self._kept.restore(self._before)
+                    self._top_k.restore(self._before)
         if job.error is None:
-            self._committed(trainer)
+            self._finish_save(trainer)
 
-    def _committed(self, trainer: Trainer) -> None:
+    def _finish_save(self, trainer: Trainer) -> None:
         """The newest checkpoint is in place: now what it replaces may go."""
         if self.verbose:
-            announce(f"saved the run as of optimizer step {self._kept.saved_step} in {self._directory}")
+            announce(f"saved the run as of optimizer step {self._top_k.saved_step} in {self._directory}")
         if trainer.is_global_zero:
-            for path in self._kept.replaced:
+            for path in self._top_k.replaced:
                 remove(path, self._directory, trainer.ckpt_path)
-        self._kept.replaced = []
+        self._top_k.replaced = []
         trainer.logbook.call("after_save_checkpoint", self)
 
-    def _reserved_by_others(self, trainer: Trainer) -> set[str]:
+    def _collect_reserved_paths(self, trainer: Trainer) -> set[str]:
         """Return what the other callbacks of this run keep, are saving, or will remove once that is in place."""
         others = (callback for callback in trainer.checkpoint_callbacks if callback is not self)
-        return set().union(*(callback._kept.reserved_paths for callback in others))
+        return set().union(*(callback._top_k.reserved_paths for callback in others))
 
     # -- Lightning's public methods ------------------------------------------------------------------------------
 
     @property
     def kth_best_model_path(self) -> str:
         """The worst ranked checkpoint, which the next better one replaces; "" while there is room."""
-        return self._kept.kth_best_model_path
+        return self._top_k.kth_best_model_path
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
         """Return whether a checkpoint with this value of ``monitor`` is to be saved among the best.
 
         A subclass may decide otherwise, the same on every rank.
         """
-        return current is not None and bool(self.save_top_k) and self._kept.is_among_best(current)
+        return current is not None and bool(self.save_top_k) and self._top_k.is_among_best(current)
 
     def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
         """Return whether a path exists on rank zero's disk. Call it on all ranks."""
@@ -502,11 +504,11 @@ class ModelCheckpoint(Callback):
         """
         template = self.CHECKPOINT_NAME_LAST if last else None
         # Paths of this run count too: they may not be on disk yet, or look like what was saved before a resume.
-        taken = self._reserved_by_others(trainer)
-        taken |= self._kept.ranked_paths if last else {self.last_model_path}
+        reserved_paths = self._collect_reserved_paths(trainer)
+        reserved_paths |= self._top_k.ranked_paths if last else {self.last_model_path}
         path, version = self.format_checkpoint_name(values, template), self.STARTING_VERSION
-        while path in taken or (self.enable_version_counter and os.path.lexists(path) and path != replaced):
-            if path not in taken and is_abandoned(path, step, self._resumed_step):
+        while path in reserved_paths or (self.enable_version_counter and os.path.lexists(path) and path != replaced):
+            if path not in reserved_paths and is_abandoned(path, step, self._resumed_step):
                 break
             path = self.format_checkpoint_name(values, template, version)
             version += 1

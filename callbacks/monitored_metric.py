@@ -66,14 +66,14 @@ def read_logged_metrics(trainer: Trainer, keep: Container[str] = ()) -> dict[str
 
 
 def read_monitored_metric(
-    trainer: Trainer, name: str, who: str, strict: bool = True, keep: Container[str] = ()
+    trainer: Trainer, name: str, consumer: str, strict: bool = True, keep: Container[str] = ()
 ) -> float | None:
     """Return the latest value of ``name``, identical on every rank. Call it on all ranks.
 
     Args:
         trainer: the run's.
         name: the logged name.
-        who: what needs it, for the error, such as ``"the scheduler's monitor"``.
+        consumer: what needs it, for the error, such as ``"the scheduler's monitor"``.
         strict: raise for a name that was never logged; else return None.
         keep: see `read_logged_metrics`.
 
@@ -82,18 +82,18 @@ def read_monitored_metric(
     """
     values = read_logged_metrics(trainer, keep)
     if name not in values and strict:
-        raise never_logged_error(trainer, name, who, values)
+        raise make_never_logged_error(trainer, name, consumer, values)
     return values.get(name)
 
 
-def never_logged_error(trainer: Trainer, name: str, who: str, logged: Iterable[str]) -> ValueError:
+def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: Iterable[str]) -> ValueError:
     """Return the error for a name that was not logged, with the names that were."""
     names = sorted(logged)
     validation = "" if trainer.has_validation else " This run has no validation."
     if trainer.limit_val_batches and trainer.sources is not None and trainer.sources.empty("val"):
         validation += " Of its validation loaders at least one is empty."
     return ValueError(
-        f"{who} {name!r} was never logged. Logged so far: {', '.join(names) or 'nothing'}.{nearest(name, names)}"
+        f"{consumer} {name!r} was never logged. Logged so far: {', '.join(names) or 'nothing'}.{nearest(name, names)}"
         f"{validation} Log it with self.log({name!r}, ...) in the step or hook that measures it."
     )
 

@@ -40,7 +40,7 @@ class NonFiniteWatch(Callback):
         if not (outputs or gradients):
             raise ValueError("outputs=False, gradients=False leaves nothing to look at.")
         self._handles: list[Any] = []
-        self._seen: list[tuple[str, Tensor]] = []
+        self._output_flags: list[tuple[str, Tensor]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Begin to look."""
@@ -51,22 +51,22 @@ class NonFiniteWatch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
         """Forget what validation computed."""
-        self._seen.clear()
+        self._output_flags.clear()
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Read what was seen."""
-        found = [(f"the output of {name}", flag) for name, flag in self._seen]
-        self._seen.clear()
+        finite_flags = [(f"the output of {name}", flag) for name, flag in self._output_flags]
+        self._output_flags.clear()
         if self.gradients and trainer.scaler is None:
             for name, parameter in reversed(list(pl_module.named_parameters())):
                 if parameter.grad is not None:
                     finite = torch.isfinite(local(parameter.grad)).all()
-                    found.append((f"the gradient of {strip_compile_prefix(name)}", finite))
-        if not found:
+                    finite_flags.append((f"the gradient of {strip_compile_prefix(name)}", finite))
+        if not finite_flags:
             return
         device = trainer.accelerator.device
-        fine = torch.stack([flag.to(device) for _, flag in found]).tolist()
-        bad = [name for (name, _), good in zip(found, fine, strict=True) if not good]
+        fine = torch.stack([flag.to(device) for _, flag in finite_flags]).tolist()
+        bad = [name for (name, _), good in zip(finite_flags, fine, strict=True) if not good]
         if bad:
             more = f" (and {len(bad) - 1} later ones)" if len(bad) > 1 else ""
             raise ValueError(
@@ -79,21 +79,21 @@ class NonFiniteWatch(Callback):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._seen.clear()
+        self._output_flags.clear()
 
     def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            flags = [torch.isfinite(tensor.detach()).all() for tensor in _tensors(output)]
-            self._seen.extend((name, local(flag)) for flag in flags)
+            flags = [torch.isfinite(tensor.detach()).all() for tensor in _iterate_tensors(output)]
+            self._output_flags.extend((name, local(flag)) for flag in flags)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex():
             yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from _iterate_tensors(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from _iterate_tensors(item)

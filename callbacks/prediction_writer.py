@@ -75,7 +75,7 @@ class BasePredictionWriter(Callback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Have the loaders note which samples they deal."""
-        loaders = _loaders(trainer)
+        loaders = _get_loaders(trainer)
         for loader in loaders:
             note_indices(loader)
         self._predictions, self._indices = [[] for _ in loaders], [[] for _ in loaders]
@@ -84,7 +84,7 @@ class BasePredictionWriter(Callback):
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Write the batch, or keep what is written later."""
-        indices = batch_indices(_loaders(trainer)[dataloader_idx])
+        indices = batch_indices(_get_loaders(trainer)[dataloader_idx])
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
             return  # a stand-in, which keeps the processes in step: its sample is another process's
         if "batch" in self.interval:
@@ -96,14 +96,16 @@ class BasePredictionWriter(Callback):
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Write all of them."""
         if "epoch" in self.interval:
-            kept = self._predictions
-            self.write_on_epoch_end(trainer, pl_module, kept[0] if len(kept) == 1 else kept, self._indices)
+            predictions = self._predictions
+            self.write_on_epoch_end(
+                trainer, pl_module, predictions[0] if len(predictions) == 1 else predictions, self._indices
+            )
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Let go of what was kept."""
         self._predictions, self._indices = [], []
 
 
-def _loaders(trainer: Trainer) -> Any:
+def _get_loaders(trainer: Trainer) -> Any:
     assert trainer.sources is not None
     return trainer.sources.evaluation("predict")

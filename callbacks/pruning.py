@@ -14,7 +14,7 @@ from ..common.messages import announce
 from ..common.validation import check_bool, check_int, choose
 from ..engine import strip_compile_prefix
 from ..engine.checkpoint import open_callback_states
-from ._pruning import Pruned, unpruned
+from ._pruning import PrunedParameter, find_prunable
 from .callback import Callback
 from .weight_averaging import WeightAveraging
 
@@ -89,20 +89,20 @@ class ModelPruning(Callback):
             raise ValueError(f"verbose={verbose!r} must be 0, 1 or 2.")
         self._global = check_bool("use_global_unstructured", use_global_unstructured)
         self._options: dict[str, Any] = {}
-        self.pruning_fn = self._chosen(pruning_fn, pruning_dim, pruning_norm)
-        self._asked = _checked(parameters_to_prune)
+        self.pruning_fn = self._choose_function(pruning_fn, pruning_dim, pruning_norm)
+        self._requested_pairs = _check_pairs(parameters_to_prune)
         self._names = tuple(choose("parameter_names", name, _NAMES) for name in parameter_names or _NAMES)
         self.amount = amount
-        self._apply = _decision("apply_pruning", apply_pruning)
+        self._apply = _check_decision("apply_pruning", apply_pruning)
         self._permanent = check_bool("make_pruning_permanent", make_pruning_permanent)
-        self._lottery = _decision("use_lottery_ticket_hypothesis", use_lottery_ticket_hypothesis)
+        self._lottery = _check_decision("use_lottery_ticket_hypothesis", use_lottery_ticket_hypothesis)
         self._resample = check_bool("resample_parameters", resample_parameters)
         self._verbose = verbose
         self._at_epoch_end = check_bool("prune_on_train_epoch_end", prune_on_train_epoch_end)
-        self._pruned: list[Pruned] = []
+        self._pruned: list[PrunedParameter] = []
         self._latest_epoch = -1
 
-    def _chosen(self, function: Any, dim: int | None, norm: int | None) -> Callable[..., Any]:
+    def _choose_function(self, function: Any, dim: int | None, norm: int | None) -> Callable[..., Any]:
         if isinstance(function, str):
             name = choose("pruning_fn", function.lower(), _FUNCTIONS)
             if name.endswith("_structured"):
@@ -143,7 +143,9 @@ class ModelPruning(Callback):
         """Find what to prune, and remember its first values; a run that goes on gets its masks."""
         self._latest_epoch = -1
         after = trainer.callbacks[trainer.callbacks.index(self) :]
-        if not self._at_epoch_end and (late := [one for one in after if isinstance(one, WeightAveraging)]):
+        if not self._at_epoch_end and (
+            late := [callback for callback in after if isinstance(callback, WeightAveraging)]
+        ):
             raise ValueError(
                 f"ModelPruning(prune_on_train_epoch_end=False) prunes when a validation ends, and "
                 f"{type(late[0]).__name__} still has its averages in the model then: list it before ModelPruning."
@@ -152,10 +154,10 @@ class ModelPruning(Callback):
         if trainer.opened_checkpoint is not None:
             saved = open_callback_states(trainer.opened_checkpoint)["added"].get(_KEY)
         names = {id(part): strip_compile_prefix(name) for name, part in pl_module.named_modules()}
-        pairs = self._asked or unpruned(pl_module, self._names)
+        pairs = self._requested_pairs or find_prunable(pl_module, self._names)
         for part, name in pairs:
-            there = id(part) in names and (hasattr(part, name) or f"{name}_orig" in part._parameters)
-            if not there:
+            is_in_model = id(part) in names and (hasattr(part, name) or f"{name}_orig" in part._parameters)
+            if not is_in_model:
                 raise ValueError(
                     f"parameters_to_prune names {name!r} of a {type(part).__name__}, which is not in the model."
                 )
@@ -163,11 +165,11 @@ class ModelPruning(Callback):
         if not chosen:
             raise ValueError("ModelPruning finds no parameters to prune: name them with parameters_to_prune.")
         keeps = self._lottery is not False
-        self._pruned = [Pruned(part, name, names[id(part)], keeps) for part, name in chosen]
+        self._pruned = [PrunedParameter(part, name, names[id(part)], keeps) for part, name in chosen]
         if saved is not None:
             self._latest_epoch = saved["latest_epoch"]
-            for one in self._pruned:
-                one.load(saved["parameters"].get(one.full_name))
+            for pruned in self._pruned:
+                pruned.load(saved["parameters"].get(pruned.full_name))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Prune, if that happens when epochs end."""
@@ -196,69 +198,74 @@ class ModelPruning(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
         """Add masks, and the values beneath them."""
         if self._pruned:
-            parameters = {one.full_name: one.state() for one in self._pruned}
+            parameters = {pruned.full_name: pruned.get_state() for pruned in self._pruned}
             checkpoint[_KEY] = {"parameters": parameters, "latest_epoch": self._latest_epoch}
 
     # -- pruning -------------------------------------------------------------------------------------------------
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
         """Let the pruned weights be the weights: no masks any more."""
-        for one in self._pruned:
-            one.settle()
+        for pruned in self._pruned:
+            pruned.make_permanent()
 
     def apply_pruning(self, amount: int | float) -> None:
         """Prune so much of what is left."""
-        for one in self._pruned:
-            one.refresh()
-        pairs = [(one.module, one.name) for one in self._pruned]
+        for pruned in self._pruned:
+            pruned.refresh()
+        pairs = [(pruned.module, pruned.name) for pruned in self._pruned]
         if self._global:
             prune.global_unstructured(pairs, self.pruning_fn, amount=amount, **self._options)
         else:
             for part, name in pairs:
                 self.pruning_fn(part, name=name, amount=amount, **self._options)
-        for one in self._pruned:
-            one.follow()
+        for pruned in self._pruned:
+            pruned.register_hooks()
 
     @torch.no_grad()
     def apply_lottery_ticket_hypothesis(self) -> None:
         """Set what is left back to its first values."""
         fresh: dict[int, nn.Module] = {}
-        for one in self._pruned:
-            value: Tensor | None = one.first
-            if self._resample and hasattr(one.module, "reset_parameters"):
-                if id(one.module) not in fresh:
-                    fresh[id(one.module)] = _drawn_anew(one.module, [o for o in self._pruned if o.module is one.module])
-                value = fresh[id(one.module)]._parameters[one.name]
+        for pruned in self._pruned:
+            value: Tensor | None = pruned.first
+            if self._resample and hasattr(pruned.module, "reset_parameters"):
+                if id(pruned.module) not in fresh:
+                    fresh[id(pruned.module)] = _resample_layer(
+                        pruned.module, [o for o in self._pruned if o.module is pruned.module]
+                    )
+                value = fresh[id(pruned.module)]._parameters[pruned.name]
             if value is not None:
-                one.parameter.copy_(value)
+                pruned.parameter.copy_(value)
 
     def _run(self, trainer: Trainer) -> None:
         epoch = trainer.progress.epoch
         amount = self.amount(epoch) if callable(self.amount) else self.amount
-        if not _asked(self._apply, epoch) or not amount:
+        if not _evaluate_decision(self._apply, epoch) or not amount:
             return
         if trainer.last_step is not None:
             trainer.last_step.changed()
-        before = [one.zeros() for one in self._pruned] if self._verbose else []
+        before = [pruned.count_zeros() for pruned in self._pruned] if self._verbose else []
         self.apply_pruning(amount)
-        if _asked(self._lottery, epoch):
+        if _evaluate_decision(self._lottery, epoch):
             self.apply_lottery_ticket_hypothesis()
         world = trainer.accelerator.world
-        for one in self._pruned if world.size > 1 else ():  # each process draws numbers of its own
-            world.broadcast_tensor(one.mask)
-            world.broadcast_tensor(one.parameter.detach())
+        for pruned in self._pruned if world.size > 1 else ():  # each process draws numbers of its own
+            world.broadcast_tensor(pruned.mask)
+            world.broadcast_tensor(pruned.parameter.detach())
         if self._verbose:
             self._say(before)
 
     def _say(self, before: list[int]) -> None:
-        after, sizes = [one.zeros() for one in self._pruned], [one.parameter.numel() for one in self._pruned]
+        after, sizes = (
+            [pruned.count_zeros() for pruned in self._pruned],
+            [pruned.parameter.numel() for pruned in self._pruned],
+        )
         announce(f"pruned: {sum(before):,} -> {sum(after):,} of {sum(sizes):,} ({sum(after) / sum(sizes):.1%})")
         if self._verbose == 2:
-            for one, was, now, size in zip(self._pruned, before, after, sizes, strict=True):
-                announce(f"  {one.full_name}: {was:,} -> {now:,} of {size:,} ({now / size:.1%})")
+            for pruned, old_count, new_count, size in zip(self._pruned, before, after, sizes, strict=True):
+                announce(f"  {pruned.full_name}: {old_count:,} -> {new_count:,} of {size:,} ({new_count / size:.1%})")
 
 
-def _checked(places: Any) -> Places:
+def _check_pairs(places: Any) -> Places:
     if not isinstance(places, list | tuple) or not all(
         isinstance(pair, list | tuple)
         and len(pair) == 2
@@ -270,24 +277,24 @@ def _checked(places: Any) -> Places:
     return places
 
 
-def _decision(name: str, value: Any) -> bool | Callable[[int], bool]:
+def _check_decision(name: str, value: Any) -> bool | Callable[[int], bool]:
     return value if callable(value) else check_bool(name, value)  # type: ignore[no-any-return]
 
 
-def _asked(decision: bool | Callable[[int], bool], epoch: int) -> bool:
+def _evaluate_decision(decision: bool | Callable[[int], bool], epoch: int) -> bool:
     return bool(decision(epoch)) if callable(decision) else decision
 
 
-def _drawn_anew(module: nn.Module, pruned: list[Pruned]) -> nn.Module:
+def _resample_layer(module: nn.Module, pruned: list[PrunedParameter]) -> nn.Module:
     """A copy of a layer with new values, its parameters plain ones."""
-    held = {one.name: one.parameter for one in pruned}
+    pruned_values = {parameter.name: parameter.parameter for parameter in pruned}
     twin = copy.copy(module)
-    kept = {name: value for name, value in module._parameters.items() if not name.endswith("_orig")}
+    other_values = {name: value for name, value in module._parameters.items() if not name.endswith("_orig")}
     twin._parameters = {  # type: ignore[assignment]
         name: None if value is None else nn.Parameter(torch.empty_like(value))
-        for name, value in {**kept, **held}.items()
+        for name, value in {**other_values, **pruned_values}.items()
     }
-    for name in held:
+    for name in pruned_values:
         twin.__dict__.pop(name, None)
     twin.reset_parameters()  # type: ignore[operator]
     return twin

@@ -82,7 +82,7 @@ class SpikeWatch(Callback):
             raise ValueError(f"dirpath={str(dirpath)!r} is for action='save'; with {action!r} nothing is saved.")
         self.dirpath = dirpath
         self.spikes: list[tuple[int, float]] = []
-        self._known: list[float] = []
+        self._window_values: list[float] = []
         self._new: list[Tensor] = []  # since the last look, on the device
         self._sum: Tensor | None = None  # of the step's micro-batches
         self._parts = 0
@@ -95,17 +95,17 @@ class SpikeWatch(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
-        return {"known": self._known, "new": list(self._new), "spikes": self.spikes}
+        return {"known": self._window_values, "new": list(self._new), "spikes": self.spikes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`."""
-        self._known, self._new = list(state_dict["known"]), list(state_dict["new"])
-        self.spikes = [tuple(one) for one in state_dict["spikes"]]
+        self._window_values, self._new = list(state_dict["known"]), list(state_dict["new"])
+        self.spikes = [tuple(spike) for spike in state_dict["spikes"]]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """A new run begins with nothing; one that goes on gets it back after this."""
         if stage == "fit":
-            self._known, self._new, self.spikes = [], [], []
+            self._window_values, self._new, self.spikes = [], [], []
             self._forget()
 
     # -- values --------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class SpikeWatch(Callback):
         if self.monitor == "grad_norm":
             trainer.accelerator.unscale_gradients()
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self._add(_square(gradients))
+            self._add(_compute_squared_norm(gradients))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
@@ -168,30 +168,30 @@ class SpikeWatch(Callback):
             values = values.sqrt()
         first = trainer.progress.step - len(self._new) + 1
         self._new = []
-        found: list[tuple[int, float, float]] = []
+        new_spikes: list[tuple[int, float, float]] = []
         for step, value in enumerate(values.tolist(), first):
-            usual = self._usual(value)
+            usual = self._find_usual(value)
             if usual is None:
-                self._known = [*self._known[-self.window + 1 :], value]
+                self._window_values = [*self._window_values[-self.window + 1 :], value]
             else:
-                found.append((step, value, usual))
-        if found:
-            self.spikes += [(step, value) for step, value, _ in found]
-            self._act(trainer, found)
+                new_spikes.append((step, value, usual))
+        if new_spikes:
+            self.spikes += [(step, value) for step, value, _ in new_spikes]
+            self._act(trainer, new_spikes)
 
-    def _usual(self, value: float) -> float | None:
+    def _find_usual(self, value: float) -> float | None:
         """The median, if ``value`` is a spike; else None."""
-        if len(self._known) < self.warmup:
+        if len(self._window_values) < self.warmup:
             return None if math.isfinite(value) else math.nan
-        middle = median(self._known)
-        spread = _DEVIATION * median(abs(one - middle) for one in self._known)
+        middle = median(self._window_values)
+        spread = _DEVIATION * median(abs(previous - middle) for previous in self._window_values)
         above = value - middle
         fine = above <= self.threshold * spread or above <= self.rise * abs(middle)
         return None if fine and math.isfinite(value) else middle
 
-    def _act(self, trainer: Trainer, found: list[tuple[int, float, float]]) -> None:
-        words = ", ".join(f"{value:.4g} in step {step} (usual: {usual:.4g})" for step, value, usual in found[:5])
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    def _act(self, trainer: Trainer, new_spikes: list[tuple[int, float, float]]) -> None:
+        words = ", ".join(f"{value:.4g} in step {step} (usual: {usual:.4g})" for step, value, usual in new_spikes[:5])
+        more = f" and {len(new_spikes) - 5} more" if len(new_spikes) > 5 else ""
         text = f"{self.monitor} leapt: {words}{more}"
         if self.action == "raise":
             raise ValueError(f"{text}. Lower the learning rate, clip gradients, or look at the data of these steps.")
@@ -204,7 +204,7 @@ class SpikeWatch(Callback):
             trainer.save_checkpoint(Path(folder) / f"step={trainer.progress.step}.ckpt")
 
 
-def _square(gradients: list[Tensor]) -> Tensor:
+def _compute_squared_norm(gradients: list[Tensor]) -> Tensor:
     """The squared norm of what this process has of them."""
     if not gradients:
         return torch.zeros(())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..common.messages import announce
 from ..common.validation import check_int, check_number, check_positive, choose
-from ._averaging import KEYS, Averaging, equal, measure, one_by_one
+from ._averaging import KEYS, Averaging, average_equally, measure, wrap_avg_fn
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -72,7 +72,7 @@ class StochasticWeightAveraging(Averaging):
         self.annealing_epochs = check_int("annealing_epochs", annealing_epochs, 0)
         self.annealing_strategy = choose("annealing_strategy", annealing_strategy, _STRATEGIES)
         self.device = device
-        self._average = equal if avg_fn is None else one_by_one(avg_fn)
+        self._average = average_equally if avg_fn is None else wrap_avg_fn(avg_fn)
         self._start = 0
         self._initial: list[float] | None = None  # rates when it began
 
@@ -117,9 +117,9 @@ class StochasticWeightAveraging(Averaging):
         assert trainer.steps is not None
         trainer.steps.schedules.stop()
         share = min(1.0, past / self.annealing_epochs) if self.annealing_epochs else 1.0
-        there = _STRATEGIES[self.annealing_strategy](share)
+        annealed = _STRATEGIES[self.annealing_strategy](share)
         for group, rate, initial in zip(groups, rates, self._initial, strict=True):
-            value = rate * there + initial * (1 - there)
+            value = rate * annealed + initial * (1 - annealed)
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(value)
             else:
@@ -138,5 +138,5 @@ class StochasticWeightAveraging(Averaging):
         averages = self._averages
         if averages is not None and averages.count:
             self._ended = True
-            averages.put_in()
+            averages.apply_to_model()
             measure(trainer, pl_module)

@@ -71,17 +71,17 @@ class ThroughputMonitor(BestEffortCallback):
         self._throughput: Throughput | None = None
         self._began = self._paused = 0.0
         self._step = -1  # that was measured last
-        self._own = [0.0, 0.0, 0.0]  # samples, items and operations of this process since then
-        self._counts = self._has_flops = self._failed = False
+        self._local_counts = [0.0, 0.0, 0.0]  # samples, items and operations of this process since then
+        self._must_count = self._has_flops = self._failed = False
         self._evaluation_began: float | None = None
         self._evaluated = 0  # samples, of all processes
-        self._own_evaluated = [0.0, 0.0, 0.0]
+        self._local_evaluation_counts = [0.0, 0.0, 0.0]
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
-        return {"time": self._elapsed(), "lengths": self._lengths, "samples": self._counted}
+        return {"time": self._compute_elapsed(), "lengths": self._lengths, "samples": self._counted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Callback.load_state_dict`."""
@@ -102,17 +102,17 @@ class ThroughputMonitor(BestEffortCallback):
                 f"ThroughputMonitor(available_flops={self.available_flops!r}) needs {type(pl_module).__name__} to have "
                 "an attribute flops_per_batch, what a batch takes; treadle.callbacks.measure_flops finds out."
             )
-        self._counts = self._has_flops or self.batch_size_fn is not None or self.length_fn is not None
+        self._must_count = self._has_flops or self.batch_size_fn is not None or self.length_fn is not None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """The clock starts."""
         interval = trainer.log_every_n_steps * trainer.accumulate_grad_batches
-        self._throughput = self._new(trainer, 1 + max(1, math.ceil(self.window_size / interval)))
+        self._throughput = self._make_throughput(trainer, 1 + max(1, math.ceil(self.window_size / interval)))
         self._safely(_wait_for, trainer)
         self._began, self._paused, self._step = time.perf_counter(), 0.0, trainer.progress.step
         self._safely(self._measure, trainer)
 
-    def _new(self, trainer: Trainer, window: int) -> Throughput:
+    def _make_throughput(self, trainer: Trainer, window: int) -> Throughput:
         precision, device = trainer.accelerator.precision, trainer.accelerator.device
         peak = self.available_flops
         if peak is None and self._has_flops:
@@ -125,7 +125,7 @@ class ThroughputMonitor(BestEffortCallback):
                 )
         return Throughput(peak, trainer.world_size, window, self.separator)
 
-    def _elapsed(self) -> float:
+    def _compute_elapsed(self) -> float:
         if self._throughput is None or not self._began:
             return self._before
         return self._before + time.perf_counter() - self._began - self._paused
@@ -134,43 +134,43 @@ class ThroughputMonitor(BestEffortCallback):
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count what the loaders do not know."""
-        if self._counts:
-            self._count(trainer, pl_module, batch, self._own)
+        if self._must_count:
+            self._count(trainer, pl_module, batch, self._local_counts)
 
-    def _count(self, trainer: Trainer, task: TaskModule, batch: Any, own: list[float]) -> None:
+    def _count(self, trainer: Trainer, task: TaskModule, batch: Any, counts: list[float]) -> None:
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
             return  # a stand-in, which keeps the processes in step
         if self._failed:
-            own[0] = math.nan  # all processes hear of it when they measure next
+            counts[0] = math.nan  # all processes hear of it when they measure next
             return
         try:
             with torch.no_grad():
-                own[0] += 0.0 if self.batch_size_fn is None else float(self.batch_size_fn(batch))
-                own[1] += 0.0 if self.length_fn is None else float(self.length_fn(batch))
-                own[2] += float(task.flops_per_batch) if self._has_flops else 0.0  # type: ignore[arg-type]
+                counts[0] += 0.0 if self.batch_size_fn is None else float(self.batch_size_fn(batch))
+                counts[1] += 0.0 if self.length_fn is None else float(self.length_fn(batch))
+                counts[2] += float(task.flops_per_batch) if self._has_flops else 0.0  # type: ignore[arg-type]
         except Exception as error:
-            own[0], self._failed = math.nan, True
+            counts[0], self._failed = math.nan, True
             warn(f"ThroughputMonitor can't count a batch, and leaves it: {type(error).__name__}: {error}")
 
-    def _averaged(self, trainer: Trainer, own: list[float]) -> list[float] | None:
+    def _average_counts(self, trainer: Trainer, counts: list[float]) -> list[float] | None:
         """What was counted, per device, over all processes: one small exchange. None where one could not count."""
         world = trainer.accelerator.data_world
         if world.size > 1:
-            parts = world.all_gather(torch.tensor(own, dtype=torch.float64, device=world.device))
-            own = torch.stack(list(parts)).sum(0).div(trainer.world_size).tolist()
-        return None if math.isnan(own[0]) else own
+            parts = world.all_gather(torch.tensor(counts, dtype=torch.float64, device=world.device))
+            counts = torch.stack(list(parts)).sum(0).div(trainer.world_size).tolist()
+        return None if math.isnan(counts[0]) else counts
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Measure, every so many steps."""
         step = trainer.progress.step
         if step % trainer.log_every_n_steps == 0 and step != self._step and self._throughput is not None:
             self._step = step
-            self._take(trainer)
+            self._measure_and_write(trainer)
 
-    def _take(self, trainer: Trainer) -> None:
+    def _measure_and_write(self, trainer: Trainer) -> None:
         flops = None
-        if self._counts:
-            counted, self._own = self._averaged(trainer, self._own), [0.0, 0.0, 0.0]
+        if self._must_count:
+            counted, self._local_counts = self._average_counts(trainer, self._local_counts), [0.0, 0.0, 0.0]
             if counted is None:
                 self._throughput = None
                 return
@@ -186,7 +186,7 @@ class ThroughputMonitor(BestEffortCallback):
         _wait_for(trainer)
         progress = trainer.progress
         self._throughput.update(
-            time=self._elapsed(),
+            time=self._compute_elapsed(),
             batches=progress.batches,
             samples=progress.samples / trainer.world_size if self.batch_size_fn is None else self._counted,
             lengths=None if self.length_fn is None else self._lengths,
@@ -200,7 +200,7 @@ class ThroughputMonitor(BestEffortCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """The clock stops."""
-        self._before, self._throughput = self._elapsed(), None
+        self._before, self._throughput = self._compute_elapsed(), None
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -208,13 +208,13 @@ class ThroughputMonitor(BestEffortCallback):
         if not trainer.sanity_checking:
             self._safely(_wait_for, trainer)
             self._evaluation_began, self._evaluated = time.perf_counter(), 0
-            self._own_evaluated = [0.0, 0.0, 0.0]
+            self._local_evaluation_counts = [0.0, 0.0, 0.0]
 
     def _tick(self, trainer: Trainer, task: TaskModule, batch: Any) -> None:
         if self._evaluation_began is not None:
             self._evaluated += trainer.accelerator.cursor.micro.everyone  # type: ignore[union-attr]
-            if self._counts:
-                self._count(trainer, task, batch, self._own_evaluated)
+            if self._must_count:
+                self._count(trainer, task, batch, self._local_evaluation_counts)
 
     def _end(self, trainer: Trainer, stage: str) -> None:
         if self._evaluation_began is None:
@@ -222,7 +222,7 @@ class ThroughputMonitor(BestEffortCallback):
         self._safely(_wait_for, trainer)
         seconds, self._evaluation_began = time.perf_counter() - self._evaluation_began, None
         self._paused += seconds
-        counted = self._averaged(trainer, self._own_evaluated) if self._counts else [0.0, 0.0, 0.0]
+        counted = self._average_counts(trainer, self._local_evaluation_counts) if self._must_count else [0.0, 0.0, 0.0]
         if counted is not None:
             self._safely(self._write_evaluation, trainer, stage, seconds, counted)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..common.messages import nearest, warn
 from ..common.validation import check_bool, check_int, check_number
-from ._averaging import KEYS, Average, Averages, Averaging, equal, lerp, one_by_one, saved_averages
+from ._averaging import KEYS, Average, Averages, Averaging, average_equally, find_saved_averages, lerp, wrap_avg_fn
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -48,7 +48,7 @@ class WeightAveraging(Averaging):
         super().__init__()
         self._device = device
         self._use_buffers = check_bool("use_buffers", use_buffers)
-        self._average = _function(type(self).__name__, kwargs)
+        self._average = _choose_average(type(self).__name__, kwargs)
         self._borrowed: Averages | None = None  # of a checkpoint that is evaluated
         self._epoch = 0
         self._latest_step = 0
@@ -126,26 +126,26 @@ class WeightAveraging(Averaging):
         averages = self._averages
         if averages is not None and averages.count:
             self._ended = True
-            _put_in(trainer, averages)
+            _apply_averages(trainer, averages)
 
     def _begin(self, trainer: Trainer, pl_module: TaskModule) -> None:
         if trainer.stage == "fit":
             if self._averages is not None and self._averages.count:
-                _put_in(trainer, self._averages)
+                _apply_averages(trainer, self._averages)
         elif trainer.opened_checkpoint is not None:
-            saved = saved_averages(trainer.opened_checkpoint)
+            saved = find_saved_averages(trainer.opened_checkpoint)
             if saved is None or not saved["weights"]:
                 warn(f"{trainer.ckpt_path} holds no averaged weights: those that were trained are used.")
                 return
             with torch.inference_mode(False):
                 self._borrowed = Averages(pl_module, self._use_buffers)
                 self._borrowed.load_state_dict(saved)
-            self._borrowed.put_in()
+            self._borrowed.apply_to_model()
 
     def _end(self) -> None:
         super()._end()
         if self._borrowed is not None:
-            self._borrowed.take_out()
+            self._borrowed.restore_model()
         self._borrowed = None
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class WeightAveraging(Averaging):
         Raises:
             ValueError: in a validation, while the model has the averages.
         """
-        if self._averages is not None and self._averages.inside and not self._ended:
+        if self._averages is not None and self._averages.is_applied and not self._ended:
             raise ValueError(
                 "a checkpoint holds the weights that are trained, and in a validation the model has the averaged ones: "
                 "save in on_step_end; or in on_validation_end, and list the averaging callback before the one that "
@@ -194,8 +194,8 @@ class EMAWeightAveraging(WeightAveraging):
         **kwargs: Any,
     ) -> None:
         if kwargs:
-            known = ("decay", "update_every_n_steps", "update_starting_at_step", "update_starting_at_epoch")
-            raise TypeError(f"EMAWeightAveraging has no argument {min(kwargs)!r}.{nearest(min(kwargs), known)}")
+            valid_names = ("decay", "update_every_n_steps", "update_starting_at_step", "update_starting_at_epoch")
+            raise TypeError(f"EMAWeightAveraging has no argument {min(kwargs)!r}.{nearest(min(kwargs), valid_names)}")
         super().__init__(device, use_buffers)
         if check_number("decay", decay, 0.0) > 1.0:
             raise ValueError(f"decay={decay!r} must be at most 1: the share of the average that stays.")
@@ -220,29 +220,29 @@ class EMAWeightAveraging(WeightAveraging):
         )
 
 
-def _put_in(trainer: Trainer, averages: Averages) -> None:
-    averages.put_in()
+def _apply_averages(trainer: Trainer, averages: Averages) -> None:
+    averages.apply_to_model()
     world = trainer.accelerator.world
     if world.size > 1:  # buffers go on apart on each process; all evaluate one model
         for buffer in averages.buffers:
             world.broadcast_tensor(buffer)
 
 
-def _function(name: str, kwargs: dict[str, Any]) -> Average:
+def _choose_average(name: str, kwargs: dict[str, Any]) -> Average:
     for key, value in kwargs.items():
         if key not in _FUNCTIONS:
             raise TypeError(f"{name} has no argument {key!r}.{nearest(key, _FUNCTIONS)}")
         if value is not None and not callable(value):
             raise TypeError(f"{name}: {key}={value!r} is no function.")
-    own, several = (kwargs.get(key) for key in _FUNCTIONS)
-    if own is not None and several is not None:
+    avg_fn, multi_avg_fn = (kwargs.get(key) for key in _FUNCTIONS)
+    if avg_fn is not None and multi_avg_fn is not None:
         raise ValueError(f"{name}: give avg_fn or multi_avg_fn, not both.")
-    if several is not None:
-        return _together(several)
-    return equal if own is None else one_by_one(own)
+    if multi_avg_fn is not None:
+        return _wrap_multi_avg_fn(multi_avg_fn)
+    return average_equally if avg_fn is None else wrap_avg_fn(avg_fn)
 
 
-def _together(function: Callable[[list[Tensor], list[Tensor], Tensor], Any]) -> Average:
+def _wrap_multi_avg_fn(function: Callable[[list[Tensor], list[Tensor], Tensor], Any]) -> Average:
     def average(averages: list[Tensor], current: list[Tensor], count: int) -> None:
         function(averages, current, torch.tensor(count))
 

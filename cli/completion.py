@@ -54,18 +54,18 @@ _SWITCH = ("true", "false")
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
     if len(arguments) == 3 and arguments[0] == "words":
-        print("\n".join(candidates(arguments[2], in_parts=arguments[1] == "bash")))
+        print("\n".join(list_candidates(arguments[2], in_parts=arguments[1] == "bash")))
         return 0
     if len(arguments) == 1 and arguments[0] in SCRIPTS:
         print(SCRIPTS[arguments[0]], end="")
         return 0
-    asked = not arguments or arguments[0] in ("-h", "--help")
-    wrong = "" if asked else f"treadle completion: {arguments[0]!r} is none of {', '.join(SCRIPTS)}.\n\n"
-    print(wrong + USAGE, file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
+    is_help = not arguments or arguments[0] in ("-h", "--help")
+    complaint = "" if is_help else f"treadle completion: {arguments[0]!r} is none of {', '.join(SCRIPTS)}.\n\n"
+    print(complaint + USAGE, file=sys.stdout if is_help else sys.stderr)
+    return 0 if is_help else 2
 
 
-def candidates(line: str, in_parts: bool = False) -> list[str]:
+def list_candidates(line: str, in_parts: bool = False) -> list[str]:
     """What the last word of a command line may become.
 
     Args:
@@ -77,12 +77,12 @@ def candidates(line: str, in_parts: bool = False) -> list[str]:
     except ValueError:  # within quotes
         return []
     last = "" if line[-1:].isspace() or not words else words.pop()
-    found = sorted(word for word in _possible(words, last) if word.startswith(last))
+    matches = sorted(word for word in _list_words(words, last) if word.startswith(last))
     cut = last.rfind("=") + 1 if in_parts else 0
-    return [word[cut:] for word in found]
+    return [word[cut:] for word in matches]
 
 
-def _possible(before: list[str], last: str) -> Iterable[str]:
+def _list_words(before: list[str], last: str) -> Iterable[str]:
     from .entry_point import COMMANDS
 
     if not before:
@@ -95,59 +95,59 @@ def _possible(before: list[str], last: str) -> Iterable[str]:
         return _OPTIONS
     key, equals, _ = last.partition("=")
     if equals:
-        return [f"{key}={value}" for value in _values(key.rstrip("+"))]
-    return _keys(before, last)
+        return [f"{key}={value}" for value in _list_values(key.rstrip("+"))]
+    return _list_keys(before, last)
 
 
-def _values(key: str) -> Iterable[str]:
-    known = {
+def _list_values(key: str) -> Iterable[str]:
+    values_by_key = {
         "trainer.accelerator": ("auto", "cpu", "cuda", "gpu", "mps"),
         "trainer.precision": ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"),
-        "trainer.strategy": ("auto", *_written("treadle.strategies", "registry.py", "_FACTORIES")),
-        "trainer.callbacks": _classes("treadle.callbacks"),
-        "trainer.logger": (*_SWITCH, *_classes("treadle.loggers")),
+        "trainer.strategy": ("auto", *_read_dict_keys("treadle.strategies", "registry.py", "_FACTORIES")),
+        "trainer.callbacks": _list_classes("treadle.callbacks"),
+        "trainer.logger": (*_SWITCH, *_list_classes("treadle.loggers")),
         "trainer.profiler": ("simple", "advanced", "pytorch"),
     }
-    if key in known:
-        return known[key]
-    return _SWITCH if "bool" in _flags().get(key.removeprefix("trainer."), "") else ()
+    if key in values_by_key:
+        return values_by_key[key]
+    return _SWITCH if "bool" in _list_flags().get(key.removeprefix("trainer."), "") else ()
 
 
-def _keys(before: list[str], last: str) -> Iterable[str]:
+def _list_keys(before: list[str], last: str) -> Iterable[str]:
     """Sections, flags, and the keys of the files named so far; one level at a time."""
-    from .config import SECTIONS, ConfigError, dotted, flattened, walk
+    from .config import SECTIONS, ConfigError, format_path, normalize, walk
 
-    known = {f"trainer.{name}=" for name in _flags()} | {"seed=", "ckpt_path=", "run.name=", "run.dir="}
-    known |= {f"{name}." for name in SECTIONS if name not in ("seed", "ckpt_path")} | {"optimizer=", "lr_scheduler="}
+    keys = {f"trainer.{name}=" for name in _list_flags()} | {"seed=", "ckpt_path=", "run.name=", "run.dir="}
+    keys |= {f"{name}." for name in SECTIONS if name not in ("seed", "ckpt_path")} | {"optimizer=", "lr_scheduler="}
     files = [after for option, after in pairwise(before) if option in ("-c", "--config")]
     files += [word.partition("=")[2] for word in before if word.startswith("--config=")]
     for file in files:
         from .config import read
 
         try:
-            values = flattened(read(file))
+            values = normalize(read(file))
         except ConfigError:
             continue  # the command itself says what is wrong
         for path, value in walk(values):
             if path:
-                known.add(dotted(path) + ("." if isinstance(value.data, dict | list) else "="))
+                keys.add(format_path(path) + ("." if isinstance(value.data, dict | list) else "="))
     depth = last.count(".")
-    return [key for key in known if key != last and key.rstrip(".").count(".") <= depth]
+    return [key for key in keys if key != last and key.rstrip(".").count(".") <= depth]
 
 
-def _flags() -> dict[str, str]:
+def _list_flags() -> dict[str, str]:
     from ..trainer import TrainerSettings
 
     return {field.name: str(field.type) for field in dataclasses.fields(TrainerSettings)}
 
 
-def _classes(room: str) -> list[str]:
+def _list_classes(room: str) -> list[str]:
     """The classes that a face exports, of which none is imported."""
     names = importlib.import_module(room).__all__
     return [name for name in names if name[:1].isupper() and not name.isupper()]
 
 
-def _written(room: str, file: str, name: str) -> list[str]:
+def _read_dict_keys(room: str, file: str, name: str) -> list[str]:
     """The keys of a dict that is written in a file, which is read and not imported."""
     spec = importlib.util.find_spec(room)
     if spec is None or spec.origin is None:

@@ -23,7 +23,7 @@ COMMANDS = {
 }
 
 
-def usage() -> str:
+def format_usage() -> str:
     """What `treadle --help` prints."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {words}" for name, (_, words) in COMMANDS.items()]
@@ -36,11 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: What follows `treadle`. Default: the command line.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help"):
-        print(usage())
+    remaining_arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not remaining_arguments or remaining_arguments[0] in ("-h", "--help"):
+        print(format_usage())
         return 0
-    name = given.pop(0)
+    name = remaining_arguments.pop(0)
     if name in ("-V", "--version"):
         from ..common.version import __version__
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         from ..common.messages import nearest
 
-        print(f"treadle: there is no command {name!r}.{nearest(name, COMMANDS)}\n\n{usage()}", file=sys.stderr)
+        print(f"treadle: there is no command {name!r}.{nearest(name, COMMANDS)}\n\n{format_usage()}", file=sys.stderr)
         return 2
     module, _, function = COMMANDS[name][0].partition(":")
-    return int(getattr(importlib.import_module(module), function or "main")(given))
+    return int(getattr(importlib.import_module(module), function or "main")(remaining_arguments))

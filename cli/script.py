@@ -36,24 +36,26 @@ def run(
     Raises:
         SystemExit: with status 2 where something is wrong with the configuration, which is said; with 0 after --help.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    remaining_arguments = list(sys.argv[1:] if arguments is None else arguments)
     program = sys.argv[0].rpartition("/")[2]
-    if not given or given[0] not in _STAGES:
+    if not remaining_arguments or remaining_arguments[0] not in _STAGES:
         usage = f"usage: python {program} {'|'.join(_STAGES)} [--config FILE ...] [KEY=VALUE ...]"
-        if given and given[0] in ("-h", "--help"):
+        if remaining_arguments and remaining_arguments[0] in ("-h", "--help"):
             print(f"{usage}\n\n`python {program} fit --help` tells more.")
             sys.exit(0)
-        wrong = f"{given[0]!r} is none of {', '.join(_STAGES)}." if given else "say what to do."
-        print(f"{program}: {wrong}\n{usage}", file=sys.stderr)
+        complaint = (
+            f"{remaining_arguments[0]!r} is none of {', '.join(_STAGES)}." if remaining_arguments else "say what to do."
+        )
+        print(f"{program}: {complaint}\n{usage}", file=sys.stderr)
         sys.exit(2)
-    from .commands import refused, stages
+    from .commands import report_error, stages
     from .config import ConfigError
 
-    stage = given.pop(0)
+    stage = remaining_arguments.pop(0)
     try:
-        done = stages.run(stage, given, f"python {program} {stage}", Model, Data, defaults)
+        done = stages.run(stage, remaining_arguments, f"python {program} {stage}", Model, Data, defaults)
     except ConfigError as error:
-        sys.exit(refused(f"{program} {stage}", error))
+        sys.exit(report_error(f"{program} {stage}", error))
     if done is None:
         sys.exit(0)
     return done

@@ -25,7 +25,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     source = loader.get_source(package)  # type: ignore[union-attr]
     if source is None:
         raise ImportError(f"{package} needs its source file, which lists what it exports.", name=package)
-    homes = {alias.asname or alias.name: (home, alias.name) for home, alias in _imports(ast.parse(source))}
+    homes = {alias.asname or alias.name: (home, alias.name) for home, alias in _collect_imports(ast.parse(source))}
 
     def __getattr__(name: str) -> Any:
         if name not in homes:
@@ -49,7 +49,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     return __getattr__, lambda: sorted(homes), sorted(homes)
 
 
-def _imports(tree: ast.Module) -> Iterator[tuple[str, ast.alias]]:
+def _collect_imports(tree: ast.Module) -> Iterator[tuple[str, ast.alias]]:
     for block in tree.body:
         if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
             for line in block.body:

@@ -26,10 +26,10 @@ _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
     """Whether an installed library's version (or a version) is ``operation`` (``">="``, ...) a required one."""
     compare = _COMPARE[choose("operation", operation, _COMPARE)]
-    known = library_or_version
-    if isinstance(known, str):
-        known = parse(importlib.metadata.version(known))
-    return compare(known, parse(requirement_version))
+    version = library_or_version
+    if isinstance(version, str):
+        version = parse(importlib.metadata.version(version))
+    return compare(version, parse(requirement_version))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -57,7 +57,7 @@ def is_fp16_available() -> bool:
     return True
 
 
-def _never(kind: str) -> Callable[..., bool]:
+def _make_never_available(kind: str) -> Callable[..., bool]:
     def available(*args: Any, **kwargs: Any) -> bool:
         return False
 
@@ -65,20 +65,20 @@ def _never(kind: str) -> Callable[..., bool]:
     return available
 
 
-is_tpu_available = is_torch_xla_available = _never("TPUs")
-is_npu_available = _never("Ascend NPUs")
-is_mlu_available = _never("Cambricon MLUs")
-is_musa_available = _never("Moore Threads GPUs")
-is_sdaa_available = _never("Tecorigin accelerators")
-is_hpu_available = _never("Habana accelerators")
-is_xpu_available = _never("Intel GPUs")
-is_neuron_available = _never("AWS Neuron")
-is_deepspeed_available = _never("DeepSpeed")
-is_megatron_lm_available = _never("Megatron-LM")
-is_fp8_available = is_transformer_engine_available = _never("fp8")
+is_tpu_available = is_torch_xla_available = _make_never_available("TPUs")
+is_npu_available = _make_never_available("Ascend NPUs")
+is_mlu_available = _make_never_available("Cambricon MLUs")
+is_musa_available = _make_never_available("Moore Threads GPUs")
+is_sdaa_available = _make_never_available("Tecorigin accelerators")
+is_hpu_available = _make_never_available("Habana accelerators")
+is_xpu_available = _make_never_available("Intel GPUs")
+is_neuron_available = _make_never_available("AWS Neuron")
+is_deepspeed_available = _make_never_available("DeepSpeed")
+is_megatron_lm_available = _make_never_available("Megatron-LM")
+is_fp8_available = is_transformer_engine_available = _make_never_available("fp8")
 
 
-def _installed(module: str) -> Callable[[], bool]:
+def _make_is_installed(module: str) -> Callable[[], bool]:
     def available() -> bool:
         return is_installed(module)
 
@@ -86,24 +86,24 @@ def _installed(module: str) -> Callable[[], bool]:
     return available
 
 
-is_aim_available = _installed("aim")
-is_bnb_available = _installed("bitsandbytes")
-is_clearml_available = _installed("clearml")
-is_comet_ml_available = _installed("comet_ml")
-is_datasets_available = _installed("datasets")
-is_dvclive_available = _installed("dvclive")
-is_matplotlib_available = _installed("matplotlib")
-is_mlflow_available = _installed("mlflow")
-is_pandas_available = _installed("pandas")
-is_peft_available = _installed("peft")
-is_rich_available = _installed("rich")
-is_schedulefree_available = _installed("schedulefree")
-is_swanlab_available = _installed("swanlab")
-is_tensorboard_available = _installed("tensorboard")
-is_timm_available = _installed("timm")
-is_torchdata_available = _installed("torchdata")
-is_torchvision_available = _installed("torchvision")
-is_trackio_available = _installed("trackio")
-is_transformers_available = _installed("transformers")
-is_triton_available = _installed("triton")
-is_wandb_available = _installed("wandb")
+is_aim_available = _make_is_installed("aim")
+is_bnb_available = _make_is_installed("bitsandbytes")
+is_clearml_available = _make_is_installed("clearml")
+is_comet_ml_available = _make_is_installed("comet_ml")
+is_datasets_available = _make_is_installed("datasets")
+is_dvclive_available = _make_is_installed("dvclive")
+is_matplotlib_available = _make_is_installed("matplotlib")
+is_mlflow_available = _make_is_installed("mlflow")
+is_pandas_available = _make_is_installed("pandas")
+is_peft_available = _make_is_installed("peft")
+is_rich_available = _make_is_installed("rich")
+is_schedulefree_available = _make_is_installed("schedulefree")
+is_swanlab_available = _make_is_installed("swanlab")
+is_tensorboard_available = _make_is_installed("tensorboard")
+is_timm_available = _make_is_installed("timm")
+is_torchdata_available = _make_is_installed("torchdata")
+is_torchvision_available = _make_is_installed("torchvision")
+is_trackio_available = _make_is_installed("trackio")
+is_transformers_available = _make_is_installed("transformers")
+is_triton_available = _make_is_installed("triton")
+is_wandb_available = _make_is_installed("wandb")

@@ -39,7 +39,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
         raise ValueError(f"norm_type={norm_type!r} must be above 0, or 'inf'.")
     gradients = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
     norms = {
-        f"grad_{order}_norm{group_separator}{name}": _whole(torch.linalg.vector_norm(gradient, order))
+        f"grad_{order}_norm{group_separator}{name}": _gather_full(torch.linalg.vector_norm(gradient, order))
         for name, gradient in gradients.items()
     }
     if norms:
@@ -47,9 +47,9 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     return norms
 
 
-def _whole(value: Tensor) -> Tensor:
-    found: Tensor = whole({"": value}, True)[""] if hasattr(value, "full_tensor") else value
-    return found
+def _gather_full(value: Tensor) -> Tensor:
+    gathered: Tensor = whole({"": value}, True)[""] if hasattr(value, "full_tensor") else value
+    return gathered
 
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
@@ -65,8 +65,8 @@ def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[st
     for first, *others in shared_params:
         parameter = module.get_parameter(first)
         for name in others:
-            parent, _, own = name.rpartition(".")
-            setattr(module.get_submodule(parent), own, parameter)
+            parent, _, attribute_name = name.rpartition(".")
+            setattr(module.get_submodule(parent), attribute_name, parameter)
     return module
 
 
@@ -106,7 +106,7 @@ def is_shared_filesystem(strategy: Strategy | World, path: str | Path | None = N
     with world.together():
         if world.is_main:
             mark.touch()
-    seen = world.all(mark.exists())
+    is_shared = world.all(mark.exists())
     if world.is_main:
         mark.unlink()
-    return seen
+    return is_shared

@@ -20,7 +20,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logger, {})
-        self._said: set[str] = set()
+        self._warned_texts: set[str] = set()
 
     def log(  # type: ignore[override]
         self,
@@ -52,8 +52,8 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """A warning that this logger gives only once."""
         text = str(msg) % args if args else str(msg)
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._warned_texts:
+            self._warned_texts.add(text)
             kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
             self.warning(msg, *args, **kwargs)
 
@@ -63,7 +63,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         return getattr(self.logger, name)  # addHandler, handlers, propagate, ...
 
 
-class _IfNobodyElse(logging.StreamHandler[TextIO]):
+class _FallbackHandler(logging.StreamHandler[TextIO]):
     """Shows what would be shown nowhere: `logging` has no handler yet, and its last resort hides all below WARNING."""
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -76,12 +76,14 @@ class _IfNobodyElse(logging.StreamHandler[TextIO]):
         return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:
-        own = logging.getLogger(record.name)
-        if own is not self._logger and any(isinstance(handler, _IfNobodyElse) for handler in own.handlers):
+        record_logger = logging.getLogger(record.name)
+        if record_logger is not self._logger and any(
+            isinstance(handler, _FallbackHandler) for handler in record_logger.handlers
+        ):
             return  # it has said so itself
         logger: logging.Logger | None = self._logger
         while logger is not None:
-            if any(not isinstance(handler, _IfNobodyElse) for handler in logger.handlers):
+            if any(not isinstance(handler, _FallbackHandler) for handler in logger.handlers):
                 return
             logger = logger.parent if logger.propagate else None
         super().emit(record)
@@ -100,6 +102,6 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
         log_level = os.environ.get("ACCELERATE_LOG_LEVEL")
     if log_level is not None:
         logger.setLevel(log_level.upper() if isinstance(log_level, str) else log_level)
-        if not any(isinstance(handler, _IfNobodyElse) for handler in logger.handlers):
-            logger.addHandler(_IfNobodyElse(logger))
+        if not any(isinstance(handler, _FallbackHandler) for handler in logger.handlers):
+            logger.addHandler(_FallbackHandler(logger))
     return RankLogger(logger)

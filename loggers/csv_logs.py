@@ -136,11 +136,11 @@ class MetricsFile:
         """Write the waiting rows; they keep waiting if the disk refuses them."""
         if not self._waiting:
             return
-        seen = dict.fromkeys(key for row in self._waiting for key in row)
-        new = [key for key in seen if key not in self._columns]
-        if new or not os.path.exists(self.path):
-            self._write_anew(self._columns + new)
-        text = _to_csv([row.get(column, "") for column in self._columns] for row in self._waiting)
+        row_columns = dict.fromkeys(key for row in self._waiting for key in row)
+        new_columns = [key for key in row_columns if key not in self._columns]
+        if new_columns or not os.path.exists(self.path):
+            self._write_anew(self._columns + new_columns)
+        text = _format_csv([row.get(column, "") for column in self._columns] for row in self._waiting)
         size = os.path.getsize(self.path)
         try:
             with open(self.path, "a", newline="", encoding="utf-8") as file:
@@ -166,14 +166,14 @@ class MetricsFile:
         places = [place for place, name in enumerate(self._columns) if name.endswith(EVALUATED_AT)]
         places += [place for place, name in enumerate(self._columns) if name == STEP]
         with open(self.path + ".tmp", "w", newline="", encoding="utf-8") as target:
-            target.write(_to_csv([columns]))
+            target.write(_format_csv([columns]))
             if os.path.exists(self.path):
                 with open(self.path, newline="", encoding="utf-8") as source:
                     rows = csv.reader(source)
                     next(rows, None)
                     for row in rows:
                         if not _is_later([row[place] for place in places if place < len(row)], until):
-                            target.write(_to_csv([row + [""] * (len(columns) - len(row))]))
+                            target.write(_format_csv([row + [""] * (len(columns) - len(row))]))
             target.flush()
             os.fsync(target.fileno())  # the old file is gone after the next line: the new one must be on the disk
         os.replace(self.path + ".tmp", self.path)
@@ -188,7 +188,7 @@ def _is_later(cells: list[str], step: float) -> bool:
         return False
 
 
-def _to_csv(rows: Iterable[Iterable[Any]]) -> str:
+def _format_csv(rows: Iterable[Iterable[Any]]) -> str:
     """Return rows as the text of a CSV file."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)

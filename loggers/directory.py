@@ -9,7 +9,7 @@ from typing import Any
 
 from ..common.validation import check_text
 from .logger import Logger, Params, process_rank
-from .values import as_mapping, checked_step, plain
+from .values import as_mapping, check_step, plain
 
 
 class DirectoryLogger(Logger):
@@ -123,7 +123,7 @@ class DirectoryLogger(Logger):
             TypeError: ``step`` is not an integer.
             ValueError: ``step`` is negative.
         """
-        step = checked_step(self._last_step + 1 if step is None else step)
+        step = check_step(self._last_step + 1 if step is None else step)
         self._last_step = max(self._last_step, step)
         return step
 
@@ -140,8 +140,10 @@ def check_version(version: int | str | None) -> int | str | None:
 def claim_version(root_dir: str) -> int:
     """Create ``version_N`` in ``root_dir`` for the first N above all that exist, and return N."""
     os.makedirs(root_dir, exist_ok=True)
-    taken = [int(found[1]) for entry in os.listdir(root_dir) if (found := re.fullmatch(r"version_(\d+)", entry))]
-    version = max(taken, default=-1) + 1
+    existing_versions = [
+        int(match[1]) for entry in os.listdir(root_dir) if (match := re.fullmatch(r"version_(\d+)", entry))
+    ]
+    version = max(existing_versions, default=-1) + 1
     while True:
         # Exclusive creation is the claim: a look first and a creation after it would let two jobs take the same one.
         with contextlib.suppress(FileExistsError):

@@ -14,7 +14,7 @@ from typing import Any
 from ..common.optional import is_installed, require
 from .logger import Logger, Params, process_rank, rank_zero_experiment
 from .services import Uploads, check_arguments
-from .values import as_mapping, as_metrics, checked_step, flatten, plain
+from .values import as_mapping, as_metrics, check_step, flatten, plain
 
 FILES = "file:"
 DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
@@ -152,21 +152,21 @@ class MLFlowLogger(Logger):
     def _find_experiment(self, client: Any) -> str:
         from mlflow.exceptions import MlflowException
 
-        found = client.get_experiment_by_name(self._experiment_name)
-        if found is None:
+        experiment = client.get_experiment_by_name(self._experiment_name)
+        if experiment is None:
             try:
                 return str(client.create_experiment(self._experiment_name, artifact_location=self._artifact_location))
             except MlflowException:
-                found = client.get_experiment_by_name(self._experiment_name)
-                if found is None:  # it was not another job that created it in between
+                experiment = client.get_experiment_by_name(self._experiment_name)
+                if experiment is None:  # it was not another job that created it in between
                     raise
-        if self._artifact_location not in (None, found.artifact_location):
+        if self._artifact_location not in (None, experiment.artifact_location):
             warnings.warn(
                 f"artifact_location={self._artifact_location!r} is not used: experiment {self._experiment_name!r} "
-                f"exists, and its artifacts go to {found.artifact_location}",
+                f"exists, and its artifacts go to {experiment.artifact_location}",
                 stacklevel=4,
             )
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _continue(self, client: Any) -> None:
         run = client.get_run(self._version)
@@ -201,14 +201,14 @@ class MLFlowLogger(Logger):
             ValueError: A value is more than one number, or the step is negative.
         """
         row = list(flatten(as_metrics(metrics, self._prefix)))
-        step = checked_step(self._last_step + 1 if step is None else step)
+        step = check_step(self._last_step + 1 if step is None else step)
         self._last_step = max(self._last_step, step)
         if process_rank() != 0:
             return
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
-        entries = [Metric(_allowed(name), float(value), now, step) for name, value in row]
+        timestamp = int(time.time() * 1000)
+        entries = [Metric(_drop_forbidden_characters(name), float(value), timestamp, step) for name, value in row]
         for start in range(0, len(entries), METRICS_AT_ONCE):
             self._write(metrics=entries[start : start + METRICS_AT_ONCE])
 
@@ -224,7 +224,7 @@ class MLFlowLogger(Logger):
         Raises:
             TypeError: ``params`` has no names, or a metric is not a number.
         """
-        flat = {_allowed(name): str(value) for name, value in flatten(plain(as_mapping(params)))}
+        flat = {_drop_forbidden_characters(name): str(value) for name, value in flatten(plain(as_mapping(params)))}
         if process_rank() == 0 and flat:
             from mlflow.entities import Param
 
@@ -245,22 +245,24 @@ class MLFlowLogger(Logger):
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Upload what the callback keeps, now or when the fit ends, as ``log_model`` says."""
-        self._upload(self._uploads.after_save(checkpoint_callback))
+        self._upload(self._uploads.collect_after_save(checkpoint_callback))
 
-    def _upload(self, found: Iterable[tuple[str, Any, dict[str, Any]]]) -> None:
+    def _upload(self, checkpoints: Iterable[tuple[str, Any, dict[str, Any]]]) -> None:
         if process_rank() != 0:
             return
-        for path, callback, facts in found:
+        for path, callback, facts in checkpoints:
             import yaml
 
             folder = Path(path).stem
             best = ["best"] if path == callback.best_model_path else []
             client = self.experiment
             client.log_artifact(self._version, path, folder)
-            with tempfile.TemporaryDirectory() as beside:
-                Path(beside, "metadata.yaml").write_text(yaml.safe_dump(facts, sort_keys=False), encoding="utf-8")
-                Path(beside, "aliases.txt").write_text(str(["latest", *best]), encoding="utf-8")
-                client.log_artifacts(self._version, beside, folder)
+            with tempfile.TemporaryDirectory() as temporary_directory:
+                Path(temporary_directory, "metadata.yaml").write_text(
+                    yaml.safe_dump(facts, sort_keys=False), encoding="utf-8"
+                )
+                Path(temporary_directory, "aliases.txt").write_text(str(["latest", *best]), encoding="utf-8")
+                client.log_artifacts(self._version, temporary_directory, folder)
 
     def save(self) -> None:
         """Wait until all is written that is written in the background."""
@@ -276,7 +278,7 @@ class MLFlowLogger(Logger):
         """
         try:
             self.save()
-            self._upload(self._uploads.at_the_end())
+            self._upload(self._uploads.collect_at_end())
         finally:
             if self._client is not None:
                 self._running = False
@@ -298,7 +300,7 @@ def _check_store(uri: str) -> None:
         raise ModuleNotFoundError(f"tracking_uri={uri!r} needs more than mlflow-skinny: pip install mlflow")
 
 
-def _allowed(name: str) -> str:
+def _drop_forbidden_characters(name: str) -> str:
     """Return a name without the characters that MLflow refuses, with a warning if there are any."""
     allowed = re.sub(r"[^\w/. -]+", "", name, flags=re.ASCII)
     if allowed != name:

@@ -22,40 +22,43 @@ class Uploads:
     def __init__(self, mode: bool | str) -> None:
         self._mode = mode
         self._callbacks: dict[int, Any] = {}
-        self._told = False
-        self._given: dict[str, int] = {}
+        self._was_notified = False
+        self._uploaded_times: dict[str, int] = {}
 
-    def after_save(self, callback: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    def collect_after_save(self, callback: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         """Give path, callback and facts of each checkpoint that is due now that one was saved."""
-        self._told = True
+        self._was_notified = True
         if self._mode == "all" or (self._mode and callback.save_top_k == -1):
-            yield from self._new(callback)
+            yield from self._iterate_new(callback)
         elif self._mode:
             self._callbacks[id(callback)] = callback
 
-    def at_the_end(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    def collect_at_end(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         """Give path, callback and facts of each checkpoint that is due now that a fit is over."""
-        if self._mode and not self._told:
+        if self._mode and not self._was_notified:
             warnings.warn(
                 f"log_model={self._mode!r}, but this logger was told of no checkpoint: nothing is uploaded. "
                 "Call its after_save_checkpoint(callback) once one is saved",
                 stacklevel=4,
             )
         for callback in self._callbacks.values():
-            yield from self._new(callback)
+            yield from self._iterate_new(callback)
 
-    def _new(self, callback: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        kept = {callback.last_model_path: callback.current_score, callback.best_model_path: callback.best_model_score}
-        for path, score in {**kept, **callback.best_k_models}.items():
+    def _iterate_new(self, callback: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+        scores_by_path = {
+            callback.last_model_path: callback.current_score,
+            callback.best_model_path: callback.best_model_score,
+        }
+        for path, score in {**scores_by_path, **callback.best_k_models}.items():
             if not path or not os.path.exists(path):
                 continue
             written = os.stat(path).st_mtime_ns  # another checkpoint may take the same path
-            if self._given.get(path) == written:
+            if self._uploaded_times.get(path) == written:
                 continue
             settings = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only", "every_n_train_steps")
             facts = {"score": score, "original_filename": Path(path).name}
             yield path, callback, plain({**facts, type(callback).__name__: {s: getattr(callback, s) for s in settings}})
-            self._given[path] = written
+            self._uploaded_times[path] = written
 
 
 def check_arguments(log_model: bool | str, texts: Mapping[str, Any]) -> None:

@@ -158,7 +158,7 @@ class TensorBoardLogger(DirectoryLogger):
             )
             return
         try:
-            with _untouched(model):
+            with _restore_after_tracing(model):
                 self.experiment.add_graph(model, input_array)
         except Exception as error:
             warnings.warn(
@@ -187,7 +187,7 @@ class TensorBoardLogger(DirectoryLogger):
 
 
 @contextlib.contextmanager
-def _untouched(model: torch.nn.Module) -> Iterator[None]:
+def _restore_after_tracing(model: torch.nn.Module) -> Iterator[None]:
     """Put random state and each module's mode back after tracing.
 
     Tracing runs ``forward``, and torch (seen in 2.13) then gives every submodule the mode of the outermost one, which

@@ -86,7 +86,7 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def checked_step(step: Any) -> int:
+def check_step(step: Any) -> int:
     """Return a step as an integer; raise TypeError or ValueError if it is none."""
     try:
         step = operator.index(step)

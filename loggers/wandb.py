@@ -14,7 +14,7 @@ from typing import Any
 from ..common.optional import require
 from .logger import Logger, Params, process_rank, rank_zero_experiment
 from .services import Uploads, check_arguments
-from .values import as_mapping, as_metrics, checked_step, flatten, plain
+from .values import as_mapping, as_metrics, check_step, flatten, plain
 
 STEP = "trainer/global_step"  # W&B counts calls of `log`; charts are drawn over this instead
 
@@ -71,7 +71,7 @@ class WandbLogger(Logger):
         check_arguments(log_model, {**texts, "prefix": prefix})
         if add_file_policy not in ("mutable", "immutable"):
             raise ValueError(f"add_file_policy={add_file_policy!r} is not one of 'mutable', 'immutable'")
-        directory = _one("save_dir", save_dir, "dir", dir) or os.environ.get("WANDB_DIR") or "."
+        directory = _choose_argument("save_dir", save_dir, "dir", dir) or os.environ.get("WANDB_DIR") or "."
         offline = offline or kwargs.get("mode") == "offline"
         if offline and kwargs.setdefault("mode", "offline") != "offline":
             raise ValueError(f"offline=True contradicts mode={kwargs['mode']!r}: pass one of them")
@@ -79,10 +79,10 @@ class WandbLogger(Logger):
             raise ValueError(f"log_model={log_model!r} needs uploads, and this run is offline: drop one of them")
         _check_init(kwargs)
         self._save_dir = os.path.expandvars(os.path.expanduser(os.fspath(directory)))
-        self._asked = {"name": name, "project": project, "id": _one("version", version, "id", id)}
-        self._asked["entity"] = kwargs.get("entity")
+        self._requested = {"name": name, "project": project, "id": _choose_argument("version", version, "id", id)}
+        self._requested["entity"] = kwargs.get("entity")
         self._project = project or os.environ.get("WANDB_PROJECT") or "treadle_logs"
-        self._version = self._asked["id"] or (None if experiment is None else experiment.id)
+        self._version = self._requested["id"] or (None if experiment is None else experiment.id)
         self._options = {"resume": "allow", **({"anonymous": "allow"} if anonymous else {}), **kwargs}
         self._prefix = f"{prefix}-" if prefix else ""
         self._log_model = log_model
@@ -93,8 +93,8 @@ class WandbLogger(Logger):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, which continues the run by its id."""
-        asked = {**self._asked, "id": self.version}
-        return {**self.__dict__, "_experiment": None, "_uploads": Uploads(self._log_model), "_asked": asked}
+        requested = {**self._requested, "id": self.version}
+        return {**self.__dict__, "_experiment": None, "_uploads": Uploads(self._log_model), "_requested": requested}
 
     @property
     def name(self) -> str:
@@ -105,8 +105,8 @@ class WandbLogger(Logger):
     def version(self) -> int | str | None:
         """The run's id. The first read on rank 0 makes it up, without any connection; other ranks are told it."""
         if self._version is None and process_rank() == 0:
-            active = self._active_run()
-            self._version = active.id if active is not None else os.environ.get("WANDB_RUN_ID") or _new_id()
+            active = self._find_active_run()
+            self._version = active.id if active is not None else os.environ.get("WANDB_RUN_ID") or _make_id()
         return self._version
 
     @version.setter
@@ -142,22 +142,22 @@ class WandbLogger(Logger):
             self._version = self._experiment.id
         return self._experiment
 
-    def _active_run(self) -> Any:
+    def _find_active_run(self) -> Any:
         """The run that is active in this process, unless it is another than the one asked for."""
         wandb = sys.modules.get("wandb")
         run = None if wandb is None else wandb.run
         if run is None:
             return None
-        asked = {**self._asked, "id": self._version}
-        others = [key for key, value in asked.items() if value is not None and value != getattr(run, key)]
+        requested = {**self._requested, "id": self._version}
+        others = [key for key, value in requested.items() if value is not None and value != getattr(run, key)]
         return None if others else run
 
     def _open(self) -> Any:
         import wandb
 
-        run = self._active_run()
+        run = self._find_active_run()
         if run is not None:
-            if run.id != self._asked["id"]:
+            if run.id != self._requested["id"]:
                 warnings.warn(
                     f"WandbLogger logs into the active W&B run {run.id!r}. Call wandb.finish() before, or pass a name, "
                     "a project or an id, for a run of its own",
@@ -165,7 +165,7 @@ class WandbLogger(Logger):
                 )
             return run
         os.makedirs(self._save_dir, exist_ok=True)  # W&B would write to a temporary directory instead
-        options = {"project": self._project, "name": self._asked["name"], "id": self.version, "dir": self._save_dir}
+        options = {"project": self._project, "name": self._requested["name"], "id": self.version, "dir": self._save_dir}
         if wandb.run is not None:
             options["reinit"] = "create_new"  # the default would give the active one, which was not asked for
         run = wandb.init(**{**options, **self._options})
@@ -202,7 +202,7 @@ class WandbLogger(Logger):
 
     def _log(self, row: dict[str, Any], step: int | None) -> None:
         if step is not None:
-            step = checked_step(step)
+            step = check_step(step)
             if not self._options.get("sync_tensorboard"):
                 row[STEP] = step
         self.experiment.log(row)
@@ -259,13 +259,21 @@ class WandbLogger(Logger):
         self._log_media("Video", key, "videos", videos, step, kwargs)
 
     def _log_media(
-        self, kind: str, key: str, what: str, values: list[Any], step: int | None, options: dict[str, Sequence[Any]]
+        self,
+        kind: str,
+        key: str,
+        argument_name: str,
+        values: list[Any],
+        step: int | None,
+        options: dict[str, Sequence[Any]],
     ) -> None:
         if not isinstance(values, list):
-            raise TypeError(f"{what}={values!r} must be a list, not {type(values).__name__}: pass [value]")
-        for option, each in options.items():
-            if len(each) != len(values):
-                raise ValueError(f"{option} has {len(each)} items for {len(values)} {what}: pass one for each")
+            raise TypeError(f"{argument_name}={values!r} must be a list, not {type(values).__name__}: pass [value]")
+        for option, option_values in options.items():
+            if len(option_values) != len(values):
+                raise ValueError(
+                    f"{option} has {len(option_values)} items for {len(values)} {argument_name}: pass one for each"
+                )
         if process_rank() == 0:
             import wandb
 
@@ -305,24 +313,24 @@ class WandbLogger(Logger):
         import wandb
 
         if use_artifact and wandb.run is not None:
-            found = wandb.run.use_artifact(artifact, type=artifact_type)
+            wandb_artifact = wandb.run.use_artifact(artifact, type=artifact_type)
         else:
-            found = wandb.Api().artifact(artifact, type=artifact_type)
-        return str(found.download(root=None if save_dir is None else os.fspath(save_dir)))
+            wandb_artifact = wandb.Api().artifact(artifact, type=artifact_type)
+        return str(wandb_artifact.download(root=None if save_dir is None else os.fspath(save_dir)))
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Upload what the callback keeps, now or when the fit ends, as ``log_model`` says."""
-        self._upload(self._uploads.after_save(checkpoint_callback))
+        self._upload(self._uploads.collect_after_save(checkpoint_callback))
 
     def finalize(self, status: str) -> None:
         """Upload the checkpoints that wait for a good end. The run stays open: see `finish`."""
         if status == "success":
-            self._upload(self._uploads.at_the_end())
+            self._upload(self._uploads.collect_at_end())
 
-    def _upload(self, found: Any) -> None:
+    def _upload(self, checkpoints: Any) -> None:
         if process_rank() != 0:
             return
-        for path, callback, facts in found:
+        for path, callback, facts in checkpoints:
             import wandb
 
             name = self._checkpoint_name or f"model-{self.experiment.id}"
@@ -338,7 +346,7 @@ class WandbLogger(Logger):
             self._experiment = None
 
 
-def _one(name: str, value: Any, twin: str, other: Any) -> Any:
+def _choose_argument(name: str, value: Any, twin: str, other: Any) -> Any:
     """Return the one of two arguments of the same meaning that is given."""
     if value is not None and other is not None and value != other:
         raise ValueError(f"{name}={value!r} and {twin}={other!r} mean the same: pass one of them")
@@ -357,6 +365,6 @@ def _check_init(options: dict[str, Any]) -> None:
             raise TypeError(f"{option}={value!r} is no argument: wandb.init takes {', '.join(valid)}")
 
 
-def _new_id() -> str:
+def _make_id() -> str:
     """Return what W&B would make up: 8 characters, from the system and not from a generator that training uses."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))

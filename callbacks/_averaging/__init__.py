@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .averaged_weights import KEYS, Average, Averages, equal, lerp, one_by_one, saved_averages
+    from .averaged_weights import KEYS, Average, Averages, average_equally, find_saved_averages, lerp, wrap_avg_fn
     from .base import Averaging
     from .batch_norm import measure
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...engine import strip_compile_prefix
 from ...engine.checkpoint import OpenCheckpoint, Stored, model_part, open_added
 from ...strategies.distributed import cut_like, is_sharded, local
-from .._pruning import masks_of
+from .._pruning import collect_masks
 
 if TYPE_CHECKING:
     from ...trainer import Trainer
@@ -29,12 +29,12 @@ def lerp(share: float) -> Average:
     return lambda averages, current, count: torch._foreach_lerp_(averages, current, share)
 
 
-def equal(averages: list[Tensor], current: list[Tensor], count: int) -> None:
+def average_equally(averages: list[Tensor], current: list[Tensor], count: int) -> None:
     """All that was averaged counts the same."""
     torch._foreach_lerp_(averages, current, 1 / (count + 1))
 
 
-def one_by_one(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Average:
+def wrap_avg_fn(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Average:
     """torch's ``avg_fn(averaged, current, num_averaged)``."""
 
     def average(averages: list[Tensor], current: list[Tensor], count: int) -> None:
@@ -69,8 +69,8 @@ class Averages:
         self._buffers: list[tuple[dict[str, Any], str]] = []  # a module may put another tensor in a buffer's place
         self._before: list[Tensor] | None = None
         self._names: list[list[str]] = []  # of each tensor, all that are tied in it
-        self._held: list[Tensor] = []
-        masks = masks_of(module)
+        self._local_averages: list[Tensor] = []
+        masks = collect_masks(module)
         names: dict[int, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             name, stem = strip_compile_prefix(name), strip_compile_prefix(name).removesuffix("_orig")
@@ -79,7 +79,7 @@ class Averages:
             self._hold(names[id(parameter)], parameter, device)
         if buffers:
             self._hold_buffers({f"{name}_mask" for name in masks}, device)
-        continuous = [value.is_floating_point() or value.is_complex() for value in self._held]
+        continuous = [value.is_floating_point() or value.is_complex() for value in self._local_averages]
         self._floats = [n for n, is_float in enumerate(continuous) if is_float]
         self._others = [n for n, is_float in enumerate(continuous) if not is_float]
 
@@ -93,17 +93,17 @@ class Averages:
                 if (id(part), name) not in names:
                     self._buffers.append((part._buffers, name))
                 names.setdefault((id(part), name), []).append(full)
-        for own, buffer in zip(names.values(), self.buffers, strict=True):
-            self._hold(own, buffer, device)
+        for tied_names, buffer in zip(names.values(), self.buffers, strict=True):
+            self._hold(tied_names, buffer, device)
 
     def _hold(self, names: list[str], tensor: Tensor, device: torch.device | None) -> None:
         half = tensor.dtype in (torch.float16, torch.bfloat16)
         value = tensor.detach().clone().to(device=device, dtype=torch.float32 if half else None)
         self.values |= dict.fromkeys(names, value)
         self._names.append(names)
-        self._held.append(local(value))
+        self._local_averages.append(local(value))
 
-    def _tensors(self) -> list[Tensor]:
+    def _list_tensors(self) -> list[Tensor]:
         return [*self._parameters, *self.buffers]
 
     @property
@@ -114,58 +114,62 @@ class Averages:
     @torch.no_grad()
     def update(self, average: Average) -> None:
         """Take the model's values in; the first time they are the averages."""
-        now = [local(tensor.detach()) for tensor in self._tensors()]
-        held = self._held
+        current_values = [local(tensor.detach()) for tensor in self._list_tensors()]
+        averages = self._local_averages
         if not self.count:
-            torch._foreach_copy_(held, now)
+            torch._foreach_copy_(averages, current_values)
         else:
-            mine = [held[n] for n in self._floats]
-            average(mine, [now[n].to(held[n].device, held[n].dtype) for n in self._floats], self.count)
+            float_averages = [averages[n] for n in self._floats]
+            average(
+                float_averages,
+                [current_values[n].to(averages[n].device, averages[n].dtype) for n in self._floats],
+                self.count,
+            )
             if self._others:
-                torch._foreach_copy_([held[n] for n in self._others], [now[n] for n in self._others])
+                torch._foreach_copy_([averages[n] for n in self._others], [current_values[n] for n in self._others])
         self.count += 1
 
     # -- in the model --------------------------------------------------------------------------------------------
 
     @property
-    def inside(self) -> bool:
+    def is_applied(self) -> bool:
         """Whether the model has the averages."""
         return self._before is not None
 
-    def put_in(self) -> None:
-        """Give the model the averages. What it had before is kept for `take_out`, whatever happens in between."""
+    def apply_to_model(self) -> None:
+        """Give the model the averages. What it had before is kept for `restore_model`, whatever happens in between."""
         if self._before is None:
             with torch.inference_mode(False), torch.no_grad():
-                tensors = self._tensors()
+                tensors = self._list_tensors()
                 before = [
-                    tensor.data if _alike(tensor, held) else local(tensor.detach()).clone()
-                    for tensor, held in zip(tensors, self._held, strict=True)
+                    tensor.data if _can_swap_data(tensor, average) else local(tensor.detach()).clone()
+                    for tensor, average in zip(tensors, self._local_averages, strict=True)
                 ]
                 self._before = before  # from here on it can be taken back
-                self._put(tensors, self._pruned())
+                self._write_values(tensors, self._prune_averages())
 
-    def take_out(self) -> None:
+    def restore_model(self) -> None:
         """Give the model back what it had. May be called at any time."""
         if self._before is not None:
             with torch.inference_mode(False), torch.no_grad():
-                self._put(self._tensors(), self._before)
+                self._write_values(self._list_tensors(), self._before)
             self._before = None
 
-    def leave_in(self) -> None:
+    def keep_in_model(self) -> None:
         """The model keeps the averages."""
         self._before = None
 
-    def _pruned(self) -> list[Tensor]:
+    def _prune_averages(self) -> list[Tensor]:
         """The averages, zero where all that computes with them is pruned."""
-        masks = masks_of(self._module)
+        masks = collect_masks(self._module)
         return [
-            _under(held, [masks.get(name) for name in names])
-            for held, names in zip(self._held, self._names, strict=True)
+            _apply_masks(average, [masks.get(name) for name in names])
+            for average, names in zip(self._local_averages, self._names, strict=True)
         ]
 
-    def _put(self, tensors: list[Tensor], values: list[Tensor]) -> None:
-        for tensor, held, value in zip(tensors, self._held, values, strict=True):
-            if _alike(tensor, held):
+    def _write_values(self, tensors: list[Tensor], values: list[Tensor]) -> None:
+        for tensor, average, value in zip(tensors, self._local_averages, values, strict=True):
+            if _can_swap_data(tensor, average):
                 tensor.data = value  # nothing is copied
             else:  # also where it is sharded: what gathers it knows this memory
                 local(tensor.detach()).copy_(value)
@@ -174,8 +178,8 @@ class Averages:
 
     def state_dict(self) -> dict[str, Any]:
         """The count and the averages, as they lie on the processes."""
-        masks = masks_of(self._module)
-        weights = {name: _under(value, [masks.get(name)]) for name, value in self.values.items()}
+        masks = collect_masks(self._module)
+        weights = {name: _apply_masks(value, [masks.get(name)]) for name, value in self.values.items()}
         return {"count": self.count, "weights": weights if self.count else {}}
 
     @torch.no_grad()
@@ -193,13 +197,13 @@ class Averages:
                 f"one of both has {', '.join(other[:5])}."
             )
         for name, value in saved.items():
-            mine = self.values[name]
-            part = value if is_sharded(value) else cut_like(value, mine)
-            local(mine).copy_(local(part))
+            average = self.values[name]
+            part = value if is_sharded(value) else cut_like(value, average)
+            local(average).copy_(local(part))
         self.count = state_dict["count"]
 
 
-def _under(value: Tensor, masks: list[Tensor | None]) -> Tensor:
+def _apply_masks(value: Tensor, masks: list[Tensor | None]) -> Tensor:
     """A value with zeros where each of the masks has them; None has none."""
     mask: Tensor | None = None
     for other in masks:
@@ -209,11 +213,11 @@ def _under(value: Tensor, masks: list[Tensor | None]) -> Tensor:
     return value if mask is None else value * mask.to(value.device, value.dtype)
 
 
-def _alike(tensor: Tensor, held: Tensor) -> bool:
-    return not is_sharded(tensor) and (tensor.dtype, tensor.device) == (held.dtype, held.device)
+def _can_swap_data(tensor: Tensor, average: Tensor) -> bool:
+    return not is_sharded(tensor) and (tensor.dtype, tensor.device) == (average.dtype, average.device)
 
 
-def place_for(trainer: Trainer, device: Any, name: str, strict: bool) -> torch.device | None:
+def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bool) -> torch.device | None:
     """Where averages are to lie.
 
     Args:
@@ -242,7 +246,7 @@ def place_for(trainer: Trainer, device: Any, name: str, strict: bool) -> torch.d
     return None
 
 
-def saved_averages(opened: OpenCheckpoint) -> Mapping[str, Any] | None:
+def find_saved_averages(opened: OpenCheckpoint) -> Mapping[str, Any] | None:
     """Return what an averaging callback has put into a checkpoint, its tensors unread; None where there is nothing."""
     added = open_added(opened)
     return next((added[key] for key in KEYS if key in added), None)
@@ -259,11 +263,11 @@ def averaged_weights(path: Path | str) -> dict[str, Tensor]:
     """
     opened = OpenCheckpoint(path)
     opened.verify()
-    found = saved_averages(opened)
-    if found is None or not found["weights"]:
+    saved = find_saved_averages(opened)
+    if saved is None or not saved["weights"]:
         raise ValueError(f"{path} holds no averaged weights: it was saved before any, or without such a callback.")
     weights: dict[str, Tensor] = opened.read_part(model_part(0))
-    return weights | dict(_cast(found["weights"], weights))
+    return weights | dict(_cast(saved["weights"], weights))
 
 
 def _cast(averages: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.messages import warn
 from ..callback import Callback
-from .averaged_weights import Averages, place_for
+from .averaged_weights import Averages, resolve_averages_device
 
 if TYPE_CHECKING:
     from ...trainer import TaskModule, Trainer
@@ -39,13 +39,13 @@ class Averaging(Callback):
         """
         if sum(isinstance(callback, Averaging) for callback in trainer.callbacks) > 1:
             raise ValueError("there are two callbacks that average weights, and a model can end with one average.")
-        self._averages = Averages(task, buffers, place_for(trainer, device, type(self).__name__, strict))
+        self._averages = Averages(task, buffers, resolve_averages_device(trainer, device, type(self).__name__, strict))
         self._ended, self._latest_epoch = False, -1
 
     def _end(self) -> None:
         """Let the model have its own weights, unless training is over."""
         if self._averages is not None and not self._ended:
-            self._averages.take_out()
+            self._averages.restore_model()
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
         """Whatever happened, the model has its own weights again, before anyone saves them."""
@@ -55,7 +55,7 @@ class Averaging(Callback):
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Training is over: by success the averages stay."""
         if self._ended and self._averages is not None:
-            self._averages.leave_in()
+            self._averages.keep_in_model()
         self._end()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
@@ -63,8 +63,8 @@ class Averaging(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
         """Add the averages."""
         if self._averages is not None:
-            own = {name: getattr(self, f"_{name}") for name in self._position}
-            checkpoint[self._key] = {**self._averages.state_dict(), "ended": self._ended, **own}
+            position = {name: getattr(self, f"_{name}") for name in self._position}
+            checkpoint[self._key] = {**self._averages.state_dict(), "ended": self._ended, **position}
 
     def added_layout(self) -> dict[str, Any]:
         """See `Callback.added_layout`."""

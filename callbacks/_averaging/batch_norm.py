@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ...trainer import TaskModule, Trainer
 
 
-def measured_layers(module: nn.Module) -> list[nn.Module]:
+def find_measured_layers(module: nn.Module) -> list[nn.Module]:
     """The BatchNorm layers that follow the data; those in evaluation mode don't."""
     return [
         part
@@ -33,7 +33,7 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
         trainer: whose training is over.
         task: its task.
     """
-    layers = measured_layers(task)
+    layers = find_measured_layers(task)
     if not layers or trainer.sources is None or trainer.steps is None:
         return
     accelerator, loader = trainer.accelerator, trainer.sources.train
@@ -54,7 +54,7 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
         loader.epoch = epoch
         if accelerator.stream is not None and order is not None:
             accelerator.stream.state = order
-    if not _share(trainer, layers, samples):
+    if not _average_statistics(trainer, layers, samples):
         for layer, buffers in zip(layers, before, strict=True):
             for buffer, value in zip(layer.buffers(), buffers, strict=True):
                 buffer.copy_(value)
@@ -68,20 +68,20 @@ def _run_through(trainer: Trainer, task: TaskModule, layers: list[nn.Module]) ->
     step = accelerator.local_method(task, "training_step")
     for layer in layers:
         layer.reset_running_stats()  # type: ignore[operator]
-    seen = 0.0
+    total_samples = 0.0
     for index, batch in enumerate(trainer.sources.train):  # type: ignore[union-attr]
         samples = accelerator.cursor.micro.samples  # type: ignore[union-attr]
-        seen += samples
+        total_samples += samples
         for layer in layers:  # a batch that is there only for the others to go on counts nothing
-            layer.momentum = samples / seen if samples else 0.0  # type: ignore[assignment]
+            layer.momentum = samples / total_samples if samples else 0.0  # type: ignore[assignment]
         if steps.takes_index:
             step(batch, index)
         else:
             step(batch)
-    return seen
+    return total_samples
 
 
-def _share(trainer: Trainer, layers: list[nn.Module], samples: float) -> bool:
+def _average_statistics(trainer: Trainer, layers: list[nn.Module], samples: float) -> bool:
     """Let all processes have the mean of their statistics; False if there are none."""
     world = trainer.accelerator.data_world
     statistics: list[Tensor] = [t for layer in layers for t in (layer.running_mean, layer.running_var)]  # type: ignore

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .disk_space import bytes_needed
+    from .disk_space import estimate_checkpoint_bytes
     from .filenames import CheckpointFilenames, check_place, folders
     from .intervals import AgreedInterval, check_triggers
     from .removal import finish_removing, is_abandoned, remove

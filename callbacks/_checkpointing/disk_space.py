@@ -27,7 +27,7 @@ _STATES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-def bytes_needed(trainer: Trainer, weights_only: bool) -> int:
+def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool) -> int:
     """What one checkpoint takes, of all processes together: exact for weights, at least as much for an optimizer.
 
     That is so if every parameter to be trained gets a gradient.
@@ -37,35 +37,35 @@ def bytes_needed(trainer: Trainer, weights_only: bool) -> int:
         weights_only: whether only the weights are.
     """
     assert trainer.task is not None
-    found = {_place(t): _size(t) for t in trainer.task.state_dict().values() if isinstance(t, Tensor)}
-    needed = sum(found.values())
-    return needed if weights_only else needed + sum(map(_optimizer_bytes, trainer.optimizers))
+    sizes = {_identify_storage(t): _count_bytes(t) for t in trainer.task.state_dict().values() if isinstance(t, Tensor)}
+    needed = sum(sizes.values())
+    return needed if weights_only else needed + sum(map(_count_optimizer_bytes, trainer.optimizers))
 
 
-def _optimizer_bytes(optimizer: Optimizer) -> int:
-    has = sum(_size(value) for state in optimizer.state.values() for value in _values(state))
-    if has:
-        return has
+def _count_optimizer_bytes(optimizer: Optimizer) -> int:
+    state_bytes = sum(_count_bytes(value) for state in optimizer.state.values() for value in _collect_tensors(state))
+    if state_bytes:
+        return state_bytes
     kind = next((c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")), "")
     always, options = _STATES.get(kind, (0, ()))
     return sum(
-        (always + sum(bool(group.get(option)) for option in options)) * _size(parameter)
+        (always + sum(bool(group.get(option)) for option in options)) * _count_bytes(parameter)
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.requires_grad
     )
 
 
-def _values(state: Any) -> list[Tensor]:
+def _collect_tensors(state: Any) -> list[Tensor]:
     values = state.values() if isinstance(state, dict) else ()
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _size(tensor: Tensor) -> int:
+def _count_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()  # of a sharded one the whole
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _identify_storage(tensor: Tensor) -> tuple[Any, ...]:
     """What tied tensors have in common."""
     try:
         return tensor.device, tensor.data_ptr() or id(tensor), tensor.shape

@@ -32,14 +32,16 @@ class AgreedInterval:
         step = trainer.progress.step
         if step < self._next_step:
             return False
-        now = time.monotonic()
-        left = self._interval - (now - self._began)
-        per_step = max((now - self._looked) / max(step - self._looked_step, 1), 1e-6)
-        steps = trainer.accelerator.world.broadcast(0 if left <= 0 else max(1, int(left / 2 / per_step)))
+        current_time = time.monotonic()
+        remaining_seconds = self._interval - (current_time - self._began)
+        per_step = max((current_time - self._looked) / max(step - self._looked_step, 1), 1e-6)
+        steps = trainer.accelerator.world.broadcast(
+            0 if remaining_seconds <= 0 else max(1, int(remaining_seconds / 2 / per_step))
+        )
         if not steps:
             self.restart(step)
             return True
-        self._looked, self._looked_step, self._next_step = now, step, step + steps
+        self._looked, self._looked_step, self._next_step = current_time, step, step + steps
         return False
 
 
@@ -49,6 +51,6 @@ def check_triggers(steps: int | None, interval: timedelta | None, epochs: int | 
         if value is not None:
             check_int(name, value, 0, "means never")
     triggers = {"every_n_train_steps": steps, "train_time_interval": interval, "every_n_epochs": epochs}
-    given = [name for name, value in triggers.items() if value]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} exclude each other; use one ModelCheckpoint for each.")
+    active_triggers = [name for name, value in triggers.items() if value]
+    if len(active_triggers) > 1:
+        raise ValueError(f"{' and '.join(active_triggers)} exclude each other; use one ModelCheckpoint for each.")

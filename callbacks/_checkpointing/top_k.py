@@ -71,7 +71,7 @@ class TopKCheckpoints:
         """The worst ranked checkpoint, which the next better one replaces; "" while there is room."""
         if not self.best_k_models or (self.save_top_k != -1 and len(self.best_k_models) < self.save_top_k):
             return ""
-        return best_path(self.best_k_models, self.mode, worst=True)
+        return find_best_path(self.best_k_models, self.mode, worst=True)
 
     @property
     def next_replaced(self) -> str:
@@ -92,11 +92,11 @@ class TopKCheckpoints:
         if score is None:
             self.best_model_path = path
             return
-        known = {*self.best_k_models, ""}
+        previous_paths = {*self.best_k_models, ""}
         self.best_k_models = {p: s for p, s in self.best_k_models.items() if p != replaced} | {path: score}
-        best = best_path(self.best_k_models, self.mode)
+        best = find_best_path(self.best_k_models, self.mode)
         # The best one of another directory, before a resume, stays the best until a better one is saved.
-        earlier = None if self.best_model_path in known else self.best_model_score
+        earlier = None if self.best_model_path in previous_paths else self.best_model_score
         if earlier is None or is_better(float(self.best_k_models[best]), float(earlier), self.mode):
             self.best_model_path, self.best_model_score = best, self.best_k_models[best]
 
@@ -105,7 +105,7 @@ class TopKCheckpoints:
         missing = set(paths)
         self.best_k_models = {path: score for path, score in self.best_k_models.items() if path not in missing}
         if self.best_model_path in missing:
-            self.best_model_path = best_path(self.best_k_models, self.mode) if self.best_k_models else ""
+            self.best_model_path = find_best_path(self.best_k_models, self.mode) if self.best_k_models else ""
             self.best_model_score = self.best_k_models.get(self.best_model_path)
 
     def replace_since(self, before: Mapping[str, Any], reserved: set[str]) -> None:
@@ -154,7 +154,7 @@ class Recorded(Generic[Value]):
         setattr(getattr(callback, self._owner), self._name, value)
 
 
-def best_path(scores: Mapping[str, Tensor], mode: str, worst: bool = False) -> str:
+def find_best_path(scores: Mapping[str, Tensor], mode: str, worst: bool = False) -> str:
     """Return the path with the best score, or the worst one. NaN is worse than anything."""
 
     def rank(path: str) -> tuple[bool, float]:
@@ -170,13 +170,13 @@ def relocate(state: dict[str, Any], directory: str) -> dict[str, Any]:
     if before in (None, directory) or os.path.isdir(before):
         return state
 
-    def relocated(path: str) -> str:
+    def relocate_path(path: str) -> str:
         moved = os.path.join(directory, os.path.relpath(path, before)) if path else ""
         return moved if os.path.isdir(moved) else path
 
-    paths = {name: relocated(state[name]) for name in ("best_model_path", "last_model_path")}
-    best = {relocated(path): score for path, score in state["best_k_models"].items()}
+    paths = {name: relocate_path(state[name]) for name in ("best_model_path", "last_model_path")}
+    best = {relocate_path(path): score for path, score in state["best_k_models"].items()}
     if best.keys() == state["best_k_models"].keys() and all(state[name] == path for name, path in paths.items()):
         return state  # none of its checkpoints is in the new directory
-    replaced = [relocated(path) for path in state["replaced"]]
+    replaced = [relocate_path(path) for path in state["replaced"]]
     return {**state, **paths, "best_k_models": best, "replaced": replaced, "dirpath": directory}

@@ -7,6 +7,6 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .pruned_parameter import Pruned, masks_of, unpruned
+    from .pruned_parameter import PrunedParameter, collect_masks, find_prunable
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

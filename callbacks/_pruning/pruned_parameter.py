@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 from ...engine import strip_compile_prefix
 
 
-class Pruned:
+class PrunedParameter:
     """A parameter that is to be pruned, or is.
 
     torch keeps what is trained as ``weight_orig``, the mask as a buffer ``weight_mask``, and sets ``weight`` before
@@ -36,9 +36,9 @@ class Pruned:
         self.full_name = f"{path}.{name}" if path else name
         self.first: Tensor | None = self.parameter.detach().clone() if keep_first else None
         self._hooks: list[Any] = []
-        if (before := _follower(module, name)) is not None:
-            before._leave()
-        self.follow()
+        if (previous := _find_pruned(module, name)) is not None:
+            previous._remove_hooks()
+        self.register_hooks()
 
     @property
     def is_pruned(self) -> bool:
@@ -56,7 +56,7 @@ class Pruned:
         """1 where it is left, 0 where it is pruned."""
         return self.module._buffers[f"{self.name}_mask"]  # type: ignore[return-value]
 
-    def zeros(self) -> int:
+    def count_zeros(self) -> int:
         """How much is pruned. Waits for the device."""
         return int((self.mask == 0).sum()) if self.is_pruned else 0
 
@@ -65,7 +65,7 @@ class Pruned:
         if self.is_pruned:
             setattr(self.module, self.name, (self.parameter * self.mask.to(self.parameter.dtype)).detach())
 
-    def follow(self) -> None:
+    def register_hooks(self) -> None:
         """It was pruned: from now on the module's state has the pruned value under its own name."""
         if self.is_pruned and not self._hooks:
             self._hooks = [  # torch sets an attribute of the first one, which a method does not take
@@ -73,18 +73,18 @@ class Pruned:
                 self.module.register_load_state_dict_pre_hook(self._seek),
             ]
 
-    def settle(self) -> None:
+    def make_permanent(self) -> None:
         """Let the pruned value be the parameter itself."""
         if self.is_pruned:
             prune.remove(self.module, self.name)
-        self._leave()
+        self._remove_hooks()
 
-    def _leave(self) -> None:
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Any]:
         """For a checkpoint."""
         if not self.is_pruned:
             return {"first": self.first}
@@ -92,7 +92,7 @@ class Pruned:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Take back what `state` returned, its tensors unread.
+        """Take back what `get_state` returned, its tensors unread.
 
         Raises:
             ValueError: if there is nothing.
@@ -102,7 +102,7 @@ class Pruned:
         if self.first is not None and saved["first"] is not None:
             self.first.copy_(saved["first"][...])
         if "mask" not in saved:
-            self.settle()
+            self.make_permanent()
             return
         mask = saved["mask"][...].to(self.parameter.device, copy=True)
         if self.is_pruned:
@@ -110,7 +110,7 @@ class Pruned:
         else:
             prune.custom_from_mask(self.module, self.name, mask)
         self.parameter.copy_(saved["value"][...])
-        self.follow()
+        self.register_hooks()
 
     def _hide(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         value, mask = state.pop(f"{prefix}{self.name}_orig"), state.pop(f"{prefix}{self.name}_mask")
@@ -126,13 +126,13 @@ class Pruned:
             state[f"{prefix}{self.name}_mask"] = mask
 
 
-def _follower(module: nn.Module, name: str) -> Pruned | None:
+def _find_pruned(module: nn.Module, name: str) -> PrunedParameter | None:
     """Whose hooks a parameter has; the module alone knows, as it may be a copy, or of another callback's fit."""
     owners = (getattr(getattr(hook, "func", None), "__self__", None) for hook in module._state_dict_hooks.values())
-    return next((one for one in owners if isinstance(one, Pruned) and one.name == name), None)
+    return next((owner for owner in owners if isinstance(owner, PrunedParameter) and owner.name == name), None)
 
 
-def masks_of(model: nn.Module) -> dict[str, Tensor]:
+def collect_masks(model: nn.Module) -> dict[str, Tensor]:
     """The masks of what is pruned in a model, by the names that the parameters have without them."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name.endswith("_orig")]
@@ -140,7 +140,7 @@ def masks_of(model: nn.Module) -> dict[str, Tensor]:
     return {strip_compile_prefix(stem): buffers[f"{stem}_mask"] for stem in stems if f"{stem}_mask" in buffers}
 
 
-def unpruned(model: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, str]]:
+def find_prunable(model: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, str]]:
     """All parameters of these names in a model, but those of its containers and of the model itself."""
     containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     parts = [part for part in model.modules() if part is not model and not isinstance(part, containers)]

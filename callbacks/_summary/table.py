@@ -65,12 +65,15 @@ class Summary:
         self.layers = layers
         self.total_flops = total_flops
         self.measured = measured
-        every = list(module.parameters())
-        self._every, self._trainable = _number(every), _number(p for p in every if p.requires_grad)
-        self._frozen = _number(p for p in every if not p.requires_grad)
-        self.total_parameters, self.trainable_parameters = self._every[0], self._trainable[0]
-        self.model_size = sum(p.numel() * p.element_size() for p in every if not is_lazy(p)) / 1e6
-        self._sharded = any(map(is_sharded, every))
+        parameters = list(module.parameters())
+        self._total_count, self._trainable_count = (
+            _count_elements(parameters),
+            _count_elements(p for p in parameters if p.requires_grad),
+        )
+        self._frozen_count = _count_elements(p for p in parameters if not p.requires_grad)
+        self.total_parameters, self.trainable_parameters = self._total_count[0], self._trainable_count[0]
+        self.model_size = sum(p.numel() * p.element_size() for p in parameters if not is_lazy(p)) / 1e6
+        self._sharded = any(map(is_sharded, parameters))
         modes = [part.training for part in module.modules()][1:]
         self.total_training_modes = {"train": modes.count(True), "eval": modes.count(False)}
 
@@ -115,7 +118,7 @@ class Summary:
         columns = [
             ("name", [row.name for row in rows]),
             ("type", [row.type for row in rows]),
-            ("parameters", [_count(row.parameters, row.lazy) for row in rows]),
+            ("parameters", [_format_count(row.parameters, row.lazy) for row in rows]),
             ("mode", [("train" if row.training else "eval") + (", frozen" if row.frozen else "") for row in rows]),
         ]
         if self._sharded:
@@ -130,7 +133,8 @@ class Summary:
         """The line below the table."""
         modes = self.total_training_modes
         text = (
-            f"{_count(*self._every)} parameters: {_count(*self._trainable)} trainable, {_count(*self._frozen)} frozen; "
+            f"{_format_count(*self._total_count)} parameters: {_format_count(*self._trainable_count)} trainable, "
+            f"{_format_count(*self._frozen_count)} frozen; "
             f"{self.model_size * 1e6 / 2**20:,.1f} MiB; "
             f"{modes['train']} modules in train mode, {modes['eval']} in eval mode"
         )
@@ -187,21 +191,21 @@ def summarize(
     measured = example is not None and not any(map(is_lazy, (*module.parameters(), *module.buffers())))
     if measured:
         try:
-            total = _run(module, parts, rows, forward or module, (prepare or _mover(module))(example))
+            total = _run(module, parts, rows, forward or module, (prepare or _make_mover(module))(example))
         except Exception as error:
             measured = False
             warn(f"example_input_array did not run, so sizes are not known: {type(error).__name__}: {error}")
     layers = list(rows.values())
-    if own := list(module.parameters(recurse=False)):
-        layers.append(_describe("(own)", module, own))
+    if direct_parameters := list(module.parameters(recurse=False)):
+        layers.append(_describe("(own)", module, direct_parameters))
     return Summary(module, layers, total, measured)
 
 
 def _describe(name: str, part: nn.Module, parameters: list[nn.Parameter]) -> Part:
-    count, lazy = _number(parameters)
-    here = sum(local(p).numel() for p in parameters if not is_lazy(p))
+    count, lazy = _count_elements(parameters)
+    local_count = sum(local(p).numel() for p in parameters if not is_lazy(p))
     frozen = bool(parameters) and not any(p.requires_grad for p in parameters)
-    return Part(name, own_class(part).__name__, count, lazy, here, part.training, frozen)
+    return Part(name, own_class(part).__name__, count, lazy, local_count, part.training, frozen)
 
 
 def _run(
@@ -217,7 +221,7 @@ def _run(
                 _watch(part, rows[name], counter.get_total_flops, stack)
         stack.enter_context(isolated_random_state())
         stack.enter_context(evaluation_mode(module))
-        stack.enter_context(_uncompiled(module))
+        stack.enter_context(_disable_compilation(module))
         stack.enter_context(torch.no_grad())
         stack.enter_context(counter)
         if isinstance(example, Mapping):
@@ -230,33 +234,36 @@ def _run(
 
 
 def _watch(part: nn.Module, row: Part, flops: Callable[[], int], stack: ExitStack) -> None:
-    began: list[int] = []
+    flops_before: list[int] = []
 
-    def before(_: nn.Module, args: Any) -> None:
-        began.append(flops())
+    def record_start(_: nn.Module, args: Any) -> None:
+        flops_before.append(flops())
 
-    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        row.flops = (row.flops or 0) + flops() - began.pop()
+    def record_result(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        row.flops = (row.flops or 0) + flops() - flops_before.pop()
         if row.in_size == _UNKNOWN:
             inputs = (*args, *kwargs.values())
-            row.in_size, row.out_size = _shapes(inputs[0] if len(inputs) == 1 else inputs), _shapes(output)
+            row.in_size, row.out_size = (
+                _collect_shapes(inputs[0] if len(inputs) == 1 else inputs),
+                _collect_shapes(output),
+            )
 
     row.flops = 0
-    stack.callback(part.register_forward_pre_hook(before).remove)
-    stack.callback(part.register_forward_hook(after, with_kwargs=True).remove)
+    stack.callback(part.register_forward_pre_hook(record_start).remove)
+    stack.callback(part.register_forward_hook(record_result, with_kwargs=True).remove)
 
 
-def _shapes(value: Any) -> Any:
+def _collect_shapes(value: Any) -> Any:
     if hasattr(value, "shape"):
         return list(value.shape)
     if isinstance(value, Mapping):
-        return {name: _shapes(item) for name, item in value.items()}
+        return {name: _collect_shapes(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_shapes(item) for item in value]
+        return [_collect_shapes(item) for item in value]
     return _UNKNOWN
 
 
-def _uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
+def _disable_compilation(module: nn.Module) -> AbstractContextManager[Any]:
     """Compiled parts run as they were written: to compile them for an example would take minutes."""
     compiled = any(getattr(part, "_compiled_call_impl", None) is not None for part in module.modules())
     if compiled or any(type(part).__name__ == "OptimizedModule" for part in module.modules()):
@@ -264,18 +271,18 @@ def _uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _mover(module: nn.Module) -> Callable[[Any], Any]:
+def _make_mover(module: nn.Module) -> Callable[[Any], Any]:
     first = next(iter((*module.parameters(), *module.buffers())), None)
     return lambda example: example if first is None else move_data_to_device(example, first.device)
 
 
-def _number(parameters: Iterable[nn.Parameter]) -> tuple[int, bool]:
+def _count_elements(parameters: Iterable[nn.Parameter]) -> tuple[int, bool]:
     """How many elements they have, and whether there are lazy ones, which have none before the first batch."""
-    known = list(parameters)
-    return sum(p.numel() for p in known if not is_lazy(p)), any(map(is_lazy, known))
+    parameter_list = list(parameters)
+    return sum(p.numel() for p in parameter_list if not is_lazy(p)), any(map(is_lazy, parameter_list))
 
 
-def _count(count: int, lazy: bool) -> str:
+def _format_count(count: int, lazy: bool) -> str:
     if lazy:
         return f"{count:,} + lazy" if count else "lazy"
     return f"{count:,}"

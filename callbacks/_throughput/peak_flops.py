@@ -61,10 +61,10 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float
         return None
     name = torch.cuda.get_device_name(device)
     fast = dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    return (peak_flops(name, "tf32") if fast else None) or peak_flops(name, dtype)
+    return (look_up_peak_flops(name, "tf32") if fast else None) or look_up_peak_flops(name, dtype)
 
 
-def peak_flops(name: str, dtype: torch.dtype | str) -> float | None:
+def look_up_peak_flops(name: str, dtype: torch.dtype | str) -> float | None:
     """As `get_available_flops`, by the name that the driver gives a device, such as ``"NVIDIA H100 80GB HBM3"``."""
     words = re.findall("[a-z0-9]+", name.lower())
     text = f" {' '.join(words)} "

@@ -87,23 +87,23 @@ class Throughput:
         if not self._rows:
             raise ValueError("there is no throughput before the first update().")
         first, last = self._rows[0], self._rows[-1]
-        found: dict[str, float] = {
+        metrics: dict[str, float] = {
             name: last[name] for name in ("time", "batches", "samples", "lengths") if name in last
         }
         if len(self._rows) < self.window_size:
-            return found
+            return metrics
         seconds = last["time"] - first["time"]
         names = {"batches": "batches", "samples": "samples", "lengths": "items", "flops": "flops"}
         for total, name in names.items():
             if total not in last or (total not in first and total != "flops"):
                 continue
             rate = (last[total] - first.get(total, 0.0)) / seconds
-            found[f"device{self.separator}{name}_per_sec"] = rate
+            metrics[f"device{self.separator}{name}_per_sec"] = rate
             if self.world_size > 1:
-                found[f"{name}_per_sec"] = rate * self.world_size
+                metrics[f"{name}_per_sec"] = rate * self.world_size
             if total == "flops" and self.available_flops:
-                found[f"device{self.separator}mfu"] = rate / self.available_flops
-        return found
+                metrics[f"device{self.separator}mfu"] = rate / self.available_flops
+        return metrics
 
     def reset(self) -> None:
         """Forget all measurements."""

@@ -159,7 +159,7 @@ class DrawnBar(ProgressBar):
 
     def _begin_epoch(self, trainer: Trainer, done: int) -> None:
         text = f"{self.train_description} {trainer.progress.epoch}"
-        self._open_epoch(text, done, _finite(self.total_train_batches))
+        self._open_epoch(text, done, _drop_infinite(self.total_train_batches))
         self._due = 0.0
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -170,23 +170,25 @@ class DrawnBar(ProgressBar):
     def _draw_training(self, trainer: Trainer, task: TaskModule, always: bool = False) -> None:
         done = trainer.progress.batch
         if not self._terminal:
-            self._line(self._where(trainer, done), done, self.total_train_batches, self.get_metrics(trainer, task))
+            self._write_line(
+                self._describe_position(trainer, done), done, self.total_train_batches, self.get_metrics(trainer, task)
+            )
             return
         self._due = time.monotonic() + self._every
         if always or done - self._shown >= self._batches:
             self._shown = done
-            self._show_epoch(done, self._words(self.get_metrics(trainer, task)))
+            self._show_epoch(done, self._format_values(self.get_metrics(trainer, task)))
 
-    def _words(self, values: dict[str, Any]) -> dict[str, str]:
+    def _format_values(self, values: dict[str, Any]) -> dict[str, str]:
         return {name: self._format(value) for name, value in values.items()}
 
     def _format(self, value: Any) -> str:
         """A value beside the bar."""
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
-    def _where(self, trainer: Trainer, done: int) -> str:
+    def _describe_position(self, trainer: Trainer, done: int) -> str:
         progress, steps = trainer.progress, trainer.estimated_stepping_batches
-        batch, step = _share(done, self.total_train_batches), _share(progress.step, steps)
+        batch, step = _format_share(done, self.total_train_batches), _format_share(progress.step, steps)
         return f"{self.train_description} {progress.epoch}, batch {batch}, step {step}"
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -204,10 +206,10 @@ class DrawnBar(ProgressBar):
         if self._terminal:
             self._safely(self._close)
 
-    def _line(self, where: str, done: int, total: int | float | None, values: dict[str, Any]) -> None:
+    def _write_line(self, position: str, done: int, total: int | float | None, values: dict[str, Any]) -> None:
         self._due = time.monotonic() + self.line_every
-        shown = [f"{name} = {text}" for name, text in self._words(values).items()]
-        announce(", ".join([where, *self._pace.words(done, _finite(total)), *shown]))
+        shown = [f"{name} = {text}" for name, text in self._format_values(values).items()]
+        announce(", ".join([position, *self._pace.describe(done, _drop_infinite(total)), *shown]))
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -226,7 +228,7 @@ class DrawnBar(ProgressBar):
     def _draw_evaluation(self, trainer: Trainer) -> None:
         done, total = trainer.evaluation_batch + 1, trainer.evaluation_total
         if not self._terminal:
-            self._line(f"{self._text}, batch {_share(done, total)}", done, total, {})
+            self._write_line(f"{self._text}, batch {_format_share(done, total)}", done, total, {})
             return
         self._due = time.monotonic() + self._every
         if done - self._shown >= self._batches:
@@ -289,10 +291,10 @@ class _Pace:
     def restart(self, done: int) -> None:
         self.since, self.done = time.monotonic(), done
 
-    def words(self, done: int, total: int | None) -> list[str]:
-        now = time.monotonic()
-        speed = (done - self.done) / max(now - self.since, 1e-9)
-        self.since, self.done = now, done
+    def describe(self, done: int, total: int | None) -> list[str]:
+        current_time = time.monotonic()
+        speed = (done - self.done) / max(current_time - self.since, 1e-9)
+        self.since, self.done = current_time, done
         if speed <= 0:
             return []
         words = [f"{speed:.1f} batches/s" if speed >= 1 else f"{1 / speed:.1f} s/batch"]
@@ -307,10 +309,10 @@ def is_terminal(stream: Any) -> bool:
         return False
 
 
-def _finite(total: int | float | None) -> int | None:
+def _drop_infinite(total: int | float | None) -> int | None:
     return None if total is None or math.isinf(total) else int(total)
 
 
-def _share(done: int, total: int | float | None) -> str:
-    known = _finite(total)
-    return str(done) if known is None or known < 0 else f"{done}/{known}"
+def _format_share(done: int, total: int | float | None) -> str:
+    finite_total = _drop_infinite(total)
+    return str(done) if finite_total is None or finite_total < 0 else f"{done}/{finite_total}"

@@ -98,42 +98,42 @@ class ProgressBar(BestEffortCallback):
         """Micro-batches of this epoch, fewer where ``max_steps`` ends it; infinite where that is not known."""
         trainer = self.trainer
         sources = trainer.sources
-        batches = math.inf if sources is None else _known(sources.train.length)
+        batches = math.inf if sources is None else _count_batches(sources.train.length)
         if trainer.max_epochs == -1 and trainer.max_steps > 0:
-            left = (trainer.max_steps - trainer.progress.step) * trainer.accumulate_grad_batches
-            return min(batches, trainer.progress.batch + left)
+            remaining_batches = (trainer.max_steps - trainer.progress.step) * trainer.accumulate_grad_batches
+            return min(batches, trainer.progress.batch + remaining_batches)
         return batches
 
     @property
     def total_val_batches(self) -> int | float:
         """Batches of all validation loaders, where this epoch is validated at all; else 0."""
         trainer = self.trainer
-        every = trainer.check_val_every_n_epoch
-        if not trainer.has_validation or (every and (trainer.progress.epoch + 1) % every):
+        interval = trainer.check_val_every_n_epoch
+        if not trainer.has_validation or (interval and (trainer.progress.epoch + 1) % interval):
             return 0
-        return sum(self._lengths("val"))
+        return sum(self._get_lengths("val"))
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
         """Batches of the validation loader that runs."""
-        return self._current("val")
+        return self._get_current_length("val")
 
     @property
     def total_test_batches_current_dataloader(self) -> int | float:
         """Batches of the test loader that runs."""
-        return self._current("test")
+        return self._get_current_length("test")
 
     @property
     def total_predict_batches_current_dataloader(self) -> int | float:
         """Batches of the predict loader that runs."""
-        return self._current("predict")
+        return self._get_current_length("predict")
 
-    def _current(self, kind: str) -> int | float:
-        return self._lengths(kind)[self._current_eval_dataloader_idx or 0]
+    def _get_current_length(self, kind: str) -> int | float:
+        return self._get_lengths(kind)[self._current_eval_dataloader_idx or 0]
 
-    def _lengths(self, kind: str) -> list[int | float]:
+    def _get_lengths(self, kind: str) -> list[int | float]:
         sources = self.trainer.sources
-        return [] if sources is None else [_known(loader.length) for loader in sources.evaluation(kind)]
+        return [] if sources is None else [_count_batches(loader.length) for loader in sources.evaluation(kind)]
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
         """Whether another loader has begun since the last call."""
@@ -154,5 +154,5 @@ class ProgressBar(BestEffortCallback):
             self.disable()
 
 
-def _known(length: int | None) -> int | float:
+def _count_batches(length: int | None) -> int | float:
     return math.inf if length is None else length

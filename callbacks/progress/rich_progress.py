@@ -93,7 +93,7 @@ class RichProgressBar(DrawnBar):
         """The parts of the bar, from left to right; the logged values follow."""
         from rich.progress import BarColumn, TextColumn
 
-        theme, words = self.theme, _words_column()
+        theme, words = self.theme, _make_words_column()
         return [
             TextColumn("{task.description}", style=theme.description, markup=False),
             BarColumn(
@@ -101,27 +101,27 @@ class RichProgressBar(DrawnBar):
                 finished_style=theme.progress_bar_finished,
                 pulse_style=theme.progress_bar_pulse,
             ),
-            words(_batches, theme.batch_progress),
-            words(_time, theme.time),
-            words(_speed, theme.processing_speed),
+            words(_format_batches, theme.batch_progress),
+            words(_format_time, theme.time),
+            words(_format_speed, theme.processing_speed),
         ]
 
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def _can_draw(self) -> bool:
-        console = _console(self._console_kwargs)
+        console = _make_console(self._console_kwargs)
         return console.is_terminal or console.is_jupyter
 
-    def _started(self) -> Progress:
+    def _start_progress(self) -> Progress:
         """What is drawn, made when it is first needed and after it was left on the screen."""
         if self.progress is None:
             from rich.progress import Progress
 
-            metrics = _words_column()(lambda task: task.fields.get("metrics", ""), self.theme.metrics)
+            metrics = _make_words_column()(lambda task: task.fields.get("metrics", ""), self.theme.metrics)
             self.progress = Progress(
                 *self.configure_columns(self.trainer),
                 metrics,
-                console=_console(self._console_kwargs),
+                console=_make_console(self._console_kwargs),
                 auto_refresh=False,  # by a thread, which could fail where nobody sees it
                 redirect_stdout=False,  # the process's own streams stay what they are
                 redirect_stderr=False,
@@ -131,7 +131,7 @@ class RichProgressBar(DrawnBar):
         return self.progress
 
     def _open_epoch(self, text: str, done: int, total: int | None) -> None:
-        progress = self._started()
+        progress = self._start_progress()
         if self._epoch is None:
             self._epoch = progress.add_task(text, total=total, completed=done)
         else:
@@ -141,7 +141,7 @@ class RichProgressBar(DrawnBar):
     def _show_epoch(self, done: int, values: dict[str, Any]) -> None:
         if self._epoch is not None:
             text = self.theme.metrics_text_delimiter.join(f"{name}: {value}" for name, value in values.items())
-            progress = self._started()
+            progress = self._start_progress()
             progress.update(self._epoch, completed=done, metrics=text)
             progress.refresh()
 
@@ -152,19 +152,19 @@ class RichProgressBar(DrawnBar):
         self._close()
 
     def _open_evaluation(self, kind: str, text: str, total: int | None) -> None:
-        self._evaluation = self._started().add_task(text, total=total)
+        self._evaluation = self._start_progress().add_task(text, total=total)
         self._leaves_evaluation = kind in ("test", "predict") or (kind == "validation" and self._epoch is None)
 
     def _show_evaluation(self, done: int) -> None:
         if self._evaluation is not None:
-            progress = self._started()
+            progress = self._start_progress()
             progress.update(self._evaluation, completed=done)
             progress.refresh()
 
     def _close_evaluation(self, done: int) -> None:
         if self._evaluation is None:
             return
-        progress = self._started()
+        progress = self._start_progress()
         if self._leaves_evaluation:
             progress.update(self._evaluation, completed=done)
             self._close()
@@ -179,7 +179,7 @@ class RichProgressBar(DrawnBar):
 
     def _come_back(self) -> None:
         if self.progress is not None:
-            self._started().refresh()
+            self._start_progress().refresh()
 
     def _close(self) -> None:
         progress, self.progress = self.progress, None
@@ -191,7 +191,7 @@ class RichProgressBar(DrawnBar):
 
 
 @cache
-def _console_class() -> type[Console]:
+def _make_console_class() -> type[Console]:
     """rich's own console, but for what it does when nobody reads any more: it would end the process."""
     from rich.console import Console
 
@@ -202,14 +202,14 @@ def _console_class() -> type[Console]:
     return Screen
 
 
-def _console(given: dict[str, Any]) -> Console:
+def _make_console(console_kwargs: dict[str, Any]) -> Console:
     """Made anew for each stage: standard error may be another by then."""
-    where = {} if {"file", "stderr"} & given.keys() else {"file": sys.stderr}
-    return _console_class()(**{**where, **given})
+    defaults = {} if {"file", "stderr"} & console_kwargs.keys() else {"file": sys.stderr}
+    return _make_console_class()(**{**defaults, **console_kwargs})
 
 
 @cache
-def _words_column() -> Callable[..., ProgressColumn]:
+def _make_words_column() -> Callable[..., ProgressColumn]:
     """A column of plain words, which rich has only as templates with markup."""
     from rich.progress import ProgressColumn
     from rich.text import Text
@@ -225,16 +225,16 @@ def _words_column() -> Callable[..., ProgressColumn]:
     return Words
 
 
-def _batches(task: Task) -> str:
+def _format_batches(task: Task) -> str:
     return f"{int(task.completed)}/{'--' if task.total is None else int(task.total)}"
 
 
-def _time(task: Task) -> str:
+def _format_time(task: Task) -> str:
     spent = task.finished_time if task.finished else task.elapsed
-    both = (spent, task.time_remaining)
-    return " • ".join("-:--:--" if seconds is None else str(timedelta(seconds=int(seconds))) for seconds in both)
+    durations = (spent, task.time_remaining)
+    return " • ".join("-:--:--" if seconds is None else str(timedelta(seconds=int(seconds))) for seconds in durations)
 
 
-def _speed(task: Task) -> str:
+def _format_speed(task: Task) -> str:
     speed = task.finished_speed or task.speed
     return "" if speed is None else f"{speed:.2f}it/s"

@@ -64,25 +64,25 @@ class TQDMProgressBar(DrawnBar):
 
     def init_train_tqdm(self) -> Any:
         """The epoch's bar; its total and its text are filled in later."""
-        return self._tqdm(self.train_description, leave=True)
+        return self._make_tqdm(self.train_description, leave=True)
 
     def init_sanity_tqdm(self) -> Any:
         """The bar of the validation before training."""
-        return self._tqdm(self.sanity_check_description, leave=False)
+        return self._make_tqdm(self.sanity_check_description, leave=False)
 
     def init_validation_tqdm(self) -> Any:
         """The bar of a validation."""
-        return self._tqdm(self.validation_description, leave=self.train_progress_bar is None)
+        return self._make_tqdm(self.validation_description, leave=self.train_progress_bar is None)
 
     def init_test_tqdm(self) -> Any:
         """The bar of a test."""
-        return self._tqdm(self.test_description, leave=True)
+        return self._make_tqdm(self.test_description, leave=True)
 
     def init_predict_tqdm(self) -> Any:
         """The bar of a prediction."""
-        return self._tqdm(self.predict_description, leave=True)
+        return self._make_tqdm(self.predict_description, leave=True)
 
-    def _tqdm(self, text: str, leave: bool) -> Any:
+    def _make_tqdm(self, text: str, leave: bool) -> Any:
         from tqdm.auto import tqdm
 
         return tqdm(

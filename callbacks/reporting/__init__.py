@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .html import LARGEST, Chart, Points, alike, duration, number_text, thinned, ticks
-    from .run_record import RunRecord, ended_by
+    from .html import LARGEST, Chart, Points, choose_ticks, format_duration, format_number, group_names, thin_points
+    from .run_record import RunRecord, describe_error
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

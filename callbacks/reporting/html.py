@@ -79,62 +79,74 @@ class Page:
         return "\n".join(
             [
                 "<!DOCTYPE html>",
-                f'<html lang="en"><head><meta charset="utf-8"><title>{_text(self.title)}</title>',
+                f'<html lang="en"><head><meta charset="utf-8"><title>{_escape(self.title)}</title>',
                 '<meta name="viewport" content="width=device-width, initial-scale=1">',
                 f"<style>{_STYLE}</style></head><body><main>",
-                *self._head(),
-                *self._failures(),
-                *self._curves(charts),
-                *self._times(),
-                *(line for name, text in self.texts.items() for line in _section(name, f"<pre>{_text(text)}</pre>")),
-                *self._tables(),
+                *self._render_head(),
+                *self._render_failures(),
+                *self._render_curves(charts),
+                *self._render_times(),
+                *(
+                    line
+                    for name, text in self.texts.items()
+                    for line in _render_section(name, f"<pre>{_escape(text)}</pre>")
+                ),
+                *self._render_tables(),
                 f'</main><script type="application/json" id="data">{data}</script>',
                 f"<script>{_SCRIPT}</script></body></html>",
             ]
         )
 
-    def _head(self) -> Iterator[str]:
+    def _render_head(self) -> Iterator[str]:
         mood = {True: "good", False: "bad", None: "open"}[self.ended_well]
-        yield f'<h1>{_text(self.title)} <span class="state {mood}">{_text(self.state)}</span></h1>'
+        yield f'<h1>{_escape(self.title)} <span class="state {mood}">{_escape(self.state)}</span></h1>'
         if self.notes:
-            yield f"<p>{'<br>'.join(map(_text, self.notes))}</p>"
-        tiles = [f"<div><b>{_text(value)}</b>{_text(name)}</div>" for name, value in self.tiles.items()]
+            yield f"<p>{'<br>'.join(map(_escape, self.notes))}</p>"
+        tiles = [f"<div><b>{_escape(value)}</b>{_escape(name)}</div>" for name, value in self.tiles.items()]
         if tiles:
             yield f'<div class="tiles">{"".join(tiles)}</div>'
 
-    def _failures(self) -> Iterator[str]:
-        for one in self.failures:
-            frames = f"<pre>{_text(one.frames)}</pre>" if one.frames else ""
-            whole = _fold("the whole traceback", f"<pre>{_text(one.trace)}</pre>")
-            yield from _section(f"What ended {one.stage}", f'<p class="error">{_text(one.message)}</p>{frames}{whole}')
+    def _render_failures(self) -> Iterator[str]:
+        for failure in self.failures:
+            frames = f"<pre>{_escape(failure.frames)}</pre>" if failure.frames else ""
+            full_trace = _render_fold("the whole traceback", f"<pre>{_escape(failure.trace)}</pre>")
+            yield from _render_section(
+                f"What ended {failure.stage}", f'<p class="error">{_escape(failure.message)}</p>{frames}{full_trace}'
+            )
 
-    def _curves(self, charts: Sequence[Chart]) -> Iterator[str]:
+    def _render_curves(self, charts: Sequence[Chart]) -> Iterator[str]:
         if charts:
             drawn = "".join(chart.draw(number) for number, chart in enumerate(charts))
-            yield from _section("Curves", f'<div class="charts">{drawn}</div>')
+            yield from _render_section("Curves", f'<div class="charts">{drawn}</div>')
 
-    def _times(self) -> Iterator[str]:
-        whole = sum(seconds for seconds, _ in self.times.values())
-        if not whole:
+    def _render_times(self) -> Iterator[str]:
+        total_seconds = sum(seconds for seconds, _ in self.times.values())
+        if not total_seconds:
             return
         bars, rows = [], []
         parts = sorted(self.times.items(), key=lambda item: -item[1][0])
         others = itertools.cycle(colour for colour in _COLOURS if colour not in _OF_STAGE.values())
         for name, (seconds, waited) in parts:
             colour = _OF_STAGE.get(_STAGE_OF.get(name, "")) or next(others)
-            bars.append(f'<i style="width:{100 * seconds / whole:.2f}%;background:{colour}"></i>')
-            cells = (f"{duration(seconds)}", f"{100 * seconds / whole:.1f} %", duration(waited) if waited else "")
+            bars.append(f'<i style="width:{100 * seconds / total_seconds:.2f}%;background:{colour}"></i>')
+            cells = (
+                f"{format_duration(seconds)}",
+                f"{100 * seconds / total_seconds:.1f} %",
+                format_duration(waited) if waited else "",
+            )
             dot = f'<span class="dot" style="background:{colour}"></span>'
-            rows.append(f"<tr><td>{dot}{_text(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+            rows.append(f"<tr><td>{dot}{_escape(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
         head = "<tr><th></th><th>time</th><th>share</th><th>of it, waiting for batches</th></tr>"
         table = f'<table class="numbers">{head}{"".join(rows)}</table>'
-        yield from _section("Where the time went", f'<div class="bar">{"".join(bars)}</div>{table}')
+        yield from _render_section("Where the time went", f'<div class="bar">{"".join(bars)}</div>{table}')
 
-    def _tables(self) -> Iterator[str]:
+    def _render_tables(self) -> Iterator[str]:
         for name, rows in self.tables.items():
             words, more = self.folded.get(name, ("", {}))
             if rows or more:
-                yield from _section(name, _table(rows) + (_fold(words, _table(more)) if more else ""))
+                yield from _render_section(
+                    name, _render_table(rows) + (_render_fold(words, _render_table(more)) if more else "")
+                )
 
 
 class Chart:
@@ -155,41 +167,41 @@ class Chart:
         drawn: list[tuple[list[str], tuple[list[int], list[float]]]] = []  # names, and the line they have in common
         self.missing = 0
         for name, (steps, values) in lines.items():
-            kept = [(step, value) for step, value in zip(steps, values, strict=True) if abs(value) <= LARGEST]
-            self.missing += len(steps) - len(kept)
-            line = thinned(kept, _WIDTH - _LEFT - _RIGHT)
+            finite_points = [(step, value) for step, value in zip(steps, values, strict=True) if abs(value) <= LARGEST]
+            self.missing += len(steps) - len(finite_points)
+            line = thin_points(finite_points, _WIDTH - _LEFT - _RIGHT)
             # Of two lines that are the same one would hide the other.
             names: list[str] = next((names for names, other in drawn if other == line and line[0]), [])
             if not names:
                 drawn.append((names, line))
             names.append(name)
-        self.lines = {_joined(names): line for names, line in drawn}
-        every = [value for _, values in self.lines.values() for value in values]
+        self.lines = {_join_names(names): line for names, line in drawn}
+        all_values = [value for _, values in self.lines.values() for value in values]
         steps = [step for steps, _ in self.lines.values() for step in steps]
-        self.logarithmic = bool(every) and min(every) > 0 and max(every) / min(every) >= 100
-        self.bottom, self.top = _room(min(every, default=0.0), max(every, default=1.0), self.logarithmic)
+        self.logarithmic = bool(all_values) and min(all_values) > 0 and max(all_values) / min(all_values) >= 100
+        self.bottom, self.top = _pad_range(min(all_values, default=0.0), max(all_values, default=1.0), self.logarithmic)
         self.first, self.last = min(steps, default=0), max(steps, default=1)
         if self.first == self.last:
             self.first, self.last = self.first - 1, self.last + 1
 
     def x(self, step: float) -> float:
         """Where a step lies."""
-        return _LEFT + self.across(step) * (_WIDTH - _LEFT - _RIGHT)
+        return _LEFT + self.scale_step(step) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
         """Where a value lies."""
-        return _HEIGHT - _BOTTOM - self.up(value) * (_HEIGHT - _TOP - _BOTTOM)
+        return _HEIGHT - _BOTTOM - self.scale_value(value) * (_HEIGHT - _TOP - _BOTTOM)
 
-    def across(self, step: float) -> float:
+    def scale_step(self, step: float) -> float:
         """How far to the right a step lies, from 0 to 1."""
         return (step - self.first) / (self.last - self.first)
 
-    def up(self, value: float) -> float:
+    def scale_value(self, value: float) -> float:
         """How far up a value lies, from 0 to 1."""
-        bottom, top = self._scaled(self.bottom), self._scaled(self.top)
-        return (self._scaled(value) - bottom) / (top - bottom)
+        bottom, top = self._scale(self.bottom), self._scale(self.top)
+        return (self._scale(value) - bottom) / (top - bottom)
 
-    def _scaled(self, value: float) -> float:
+    def _scale(self, value: float) -> float:
         return math.log10(value) if self.logarithmic else value
 
     def data(self) -> dict[str, object]:
@@ -204,29 +216,29 @@ class Chart:
             number: its place among the page's charts.
         """
         marks = []
-        for value in ticks(self.bottom, self.top, self.logarithmic):
+        for value in choose_ticks(self.bottom, self.top, self.logarithmic):
             y = self.y(value)
             marks.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            marks.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number_text(value)}</text>')
-        for step in ticks(self.first, self.last, False):
+            marks.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{format_number(value)}</text>')
+        for step in choose_ticks(self.first, self.last, False):
             if step == int(step):
                 text = f"{int(step):,}"
                 marks.append(f'<text x="{self.x(step):.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{text}</text>')
         drawn, keys = [], []
-        for (name, (steps, values)), style in zip(self.lines.items(), styles(self.lines), strict=True):
+        for (name, (steps, values)), style in zip(self.lines.items(), choose_styles(self.lines), strict=True):
             points = [f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in zip(steps, values, strict=True)]
             if len(points) == 1:
                 left, _, top = points[0].partition(",")
                 drawn.append(f'<circle cx="{left}" cy="{top}" r="3" {style}/>')
             elif points:
                 drawn.append(f'<polyline points="{" ".join(points)}" {style}/>')
-            newest = number_text(values[-1]) if values else "none"
+            newest = format_number(values[-1]) if values else "none"
             mark = f'<svg class="key" viewBox="0 0 18 4"><line x2="18" y1="2" y2="2" {style}/></svg>'
-            keys.append(f"<span>{mark}{_text(name)} <b>{newest}</b></span>")
+            keys.append(f"<span>{mark}{_escape(name)} <b>{newest}</b></span>")
         missing = f'<p class="missing">{self.missing:,} values were not finite.</p>' if self.missing else ""
-        label = f"{_text(self.title)} over the optimizer steps"
+        label = f"{_escape(self.title)} over the optimizer steps"
         return (
-            f'<figure data-chart="{number}"><figcaption>{_text(self.title)}'
+            f'<figure data-chart="{number}"><figcaption>{_escape(self.title)}'
             f"{' (logarithmic)' if self.logarithmic else ''}</figcaption>"
             f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">'
             f'<g class="axis">{"".join(marks)}</g>{"".join(drawn)}<line class="pointer"/></svg>'
@@ -234,20 +246,20 @@ class Chart:
         )
 
 
-def _joined(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return " = ".join(names) if len(names) <= 3 else f"{names[0]} = ... = {names[-1]} ({len(names)} are the same)"
 
 
-def styles(names: Collection[str]) -> list[str]:
+def choose_styles(names: Collection[str]) -> list[str]:
     """How to draw the lines of one chart, as attributes: of a stage in one colour on the whole page.
 
     Values of single steps are drawn pale where the means of their epochs are there too; further lines of one stage, as
     those of several loaders, and the seventh and later ones are dashed.
     """
-    stages = [_STAGE_OF.get(stage_of(name)[0], "") for name in names]
+    stages = [_STAGE_OF.get(split_stage(name)[0], "") for name in names]
     free = [colour for colour in _COLOURS if colour not in {_OF_STAGE[stage] for stage in stages if stage}]
     drawn: Counter[tuple[str, bool]] = Counter()
-    found = []
+    line_styles = []
     for name, stage in zip(names, stages, strict=True):
         number = drawn["", False]
         colour = _OF_STAGE[stage] if stage else free[number % len(free)]
@@ -255,23 +267,23 @@ def styles(names: Collection[str]) -> list[str]:
         turn = drawn[stage, is_pale] if stage else number // len(free)
         drawn[stage, is_pale and bool(stage)] += 1
         dash = f' stroke-dasharray="{2 + 4 * turn} 3"' if turn else ""
-        found.append(f'stroke="{colour}" fill="{colour}"{dash}' + (' opacity="0.6"' if is_pale else ""))
-    return found
+        line_styles.append(f'stroke="{colour}" fill="{colour}"{dash}' + (' opacity="0.6"' if is_pale else ""))
+    return line_styles
 
 
-def thinned(points: Sequence[tuple[int, float]], most: int) -> tuple[list[int], list[float]]:
+def thin_points(points: Sequence[tuple[int, float]], most: int) -> tuple[list[int], list[float]]:
     """At most twice ``most`` points: of each stretch the lowest and the highest, so that no peak gets lost."""
     if len(points) > 2 * most:
         width = -(-len(points) // most)
-        kept = []
+        extremes = []
         for begin in range(0, len(points), width):
             stretch = range(begin, min(begin + width, len(points)))
-            kept += sorted({min(stretch, key=lambda i: points[i][1]), max(stretch, key=lambda i: points[i][1])})
-        points = [points[i] for i in sorted({0, *kept, len(points) - 1})]
+            extremes += sorted({min(stretch, key=lambda i: points[i][1]), max(stretch, key=lambda i: points[i][1])})
+        points = [points[i] for i in sorted({0, *extremes, len(points) - 1})]
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _room(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
+def _pad_range(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
     """The axis's ends: a little beyond the lowest and highest value."""
     if logarithmic:
         return low / 1.2, high * 1.2
@@ -281,24 +293,24 @@ def _room(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
     return low - space, high + space
 
 
-def ticks(low: float, high: float, logarithmic: bool) -> list[float]:
+def choose_ticks(low: float, high: float, logarithmic: bool) -> list[float]:
     """Round numbers between the ends."""
     if logarithmic:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        every = max(1, len(powers) // 5)
-        return [10.0**power for power in powers if power % every == 0 and low <= 10.0**power <= high]
+        power_step = max(1, len(powers) // 5)
+        return [10.0**power for power in powers if power % power_step == 0 and low <= 10.0**power <= high]
     rough = (high - low) / 5
     unit = 10.0 ** math.floor(math.log10(rough))
     step = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * 0.999)
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def number_text(value: float) -> str:
+def format_number(value: float) -> str:
     """A number for people: four digits."""
     return f"{value:,.0f}" if abs(value) >= 10_000 and abs(value) < 1e15 else f"{value:.4g}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds in the unit that fits: ``"12 ms"``, ``"3.4 s"``, ``"2:05 min"``, ``"3:07:00 h"``."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
@@ -309,38 +321,38 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
 
 
-def alike(names: Iterable[str]) -> dict[str, list[str]]:
+def group_names(names: Iterable[str]) -> dict[str, list[str]]:
     """Names that say the same of another stage or interval, by what they say: ``val_loss`` and ``train_loss_step``."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(stage_of(name)[1], []).append(name)
+        groups.setdefault(split_stage(name)[1], []).append(name)
     return groups
 
 
-def stage_of(name: str) -> tuple[str, str]:
+def split_stage(name: str) -> tuple[str, str]:
     """The stage that a name begins with, "" if none, and what it says of it."""
-    said = name.split("/dataloader_idx_")[0].removesuffix("_step").removesuffix("_epoch")
+    base_name = name.split("/dataloader_idx_")[0].removesuffix("_step").removesuffix("_epoch")
     for stage in _STAGES:
-        if len(said) > len(stage) + 1 and said.startswith(stage) and said[len(stage)] in "_/-. ":
-            return stage, said[len(stage) + 1 :]
-    return "", said
+        if len(base_name) > len(stage) + 1 and base_name.startswith(stage) and base_name[len(stage)] in "_/-. ":
+            return stage, base_name[len(stage) + 1 :]
+    return "", base_name
 
 
-def _table(rows: Mapping[str, str]) -> str:
-    lines = [f"<tr><td>{_text(key)}</td><td>{_text(value)}</td></tr>" for key, value in rows.items()]
+def _render_table(rows: Mapping[str, str]) -> str:
+    lines = [f"<tr><td>{_escape(key)}</td><td>{_escape(value)}</td></tr>" for key, value in rows.items()]
     return f"<table>{''.join(lines)}</table>" if lines else ""
 
 
-def _fold(words: str, content: str) -> str:
+def _render_fold(words: str, content: str) -> str:
     """Content that is shown after a click on the words."""
-    return f"<details><summary>{_text(words)}</summary>{content}</details>"
+    return f"<details><summary>{_escape(words)}</summary>{content}</details>"
 
 
-def _section(name: str, content: str) -> Iterator[str]:
-    yield f"<section><h2>{_text(name)}</h2>{content}</section>"
+def _render_section(name: str, content: str) -> Iterator[str]:
+    yield f"<section><h2>{_escape(name)}</h2>{content}</section>"
 
 
-def _text(text: str) -> str:
+def _escape(text: str) -> str:
     return html.escape(str(text))
 
 

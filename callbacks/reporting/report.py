@@ -67,19 +67,19 @@ class RunReport(BestEffortCallback):
         """From here on there is something to show."""
         self._begun = True
         self._hyperparameters = {
-            "Hyperparameters": _hyperparameters(pl_module),
-            "Data module's hyperparameters": _hyperparameters(trainer.datamodule),
+            "Hyperparameters": _collect_hyperparameters(pl_module),
+            "Data module's hyperparameters": _collect_hyperparameters(trainer.datamodule),
         }
         self._samples = trainer.progress.samples  # with those of the checkpoint that fit goes on from
         self._written = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Write, if that is long ago."""
-        self._now_and_then(trainer)
+        self._write_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Write, if that is long ago."""
-        self._now_and_then(trainer)
+        self._write_if_due(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
         """Keep the error."""
@@ -90,16 +90,16 @@ class RunReport(BestEffortCallback):
 
             message = "".join(traceback.format_exception_only(exception)).strip()
             trace = "".join(traceback.format_exception(exception))
-            self._failures.append(Failure(str(trainer.stage), message, user_frames(exception), trace))
+            self._failures.append(Failure(str(trainer.stage), message, format_user_frames(exception), trace))
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Write how it ended."""
         if self._begun and trainer.is_global_zero:
-            self._endings.setdefault(stage, (ending_of(trainer, stage), True))
+            self._endings.setdefault(stage, (describe_ending(trainer, stage), True))
             state, well = zip(*self._endings.values(), strict=True)
             self._safely(self._write, trainer, ", ".join(state), all(well))
 
-    def _now_and_then(self, trainer: Trainer) -> None:
+    def _write_if_due(self, trainer: Trainer) -> None:
         if self._begun and trainer.is_global_zero and time.monotonic() - self._written >= self.every_seconds:
             self._safely(self._write, trainer, "under way", None)
 
@@ -132,7 +132,7 @@ class RunReport(BestEffortCallback):
 
         history, task = trainer.history, trainer.task
         history.tick()
-        settings = _flat(trainer.settings)
+        settings = _flatten_settings(trainer.settings)
         defaults = {name: text for name, text in settings.items() if name not in trainer.settings_given}
         texts = {}
         if ended_well is not None and isinstance(trainer.profiler, SimpleProfiler):
@@ -142,11 +142,11 @@ class RunReport(BestEffortCallback):
             state=state,
             ended_well=ended_well,
             notes=[f"written {time.strftime('%Y-%m-%d %H:%M:%S')}", *trainer.decided.splitlines()],
-            tiles=_tiles(trainer, self._samples, self._seconds),
-            charts=charts_of(trainer),
+            tiles=_make_tiles(trainer, self._samples, self._seconds),
+            charts=build_charts(trainer),
             times={part: (seconds, history.waits[part]) for part, seconds in history.spent.items()},
             tables={
-                "Checkpoints": _checkpoints(trainer),
+                "Checkpoints": _list_checkpoints(trainer),
                 **self._hyperparameters,
                 "Settings": {name: text for name, text in settings.items() if name in trainer.settings_given},
                 "Environment": environment(),
@@ -157,50 +157,53 @@ class RunReport(BestEffortCallback):
         )
 
 
-def ending_of(trainer: Trainer, stage: str) -> str:
+def describe_ending(trainer: Trainer, stage: str) -> str:
     """How a stage ended, without an error."""
     if stage != "fit":
         return f"{stage} done"
-    early = (one for one in trainer.early_stopping_callbacks if one.stopping_reason_message)
-    return "finished" if (one := next(early, None)) is None else f"stopped early by {type(one).__name__}"
+    early = (callback for callback in trainer.early_stopping_callbacks if callback.stopping_reason_message)
+    return "finished" if (callback := next(early, None)) is None else f"stopped early by {type(callback).__name__}"
 
 
-def _tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str]:
+def _make_tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str]:
     """A few numbers. Times are those of this process, so the rate is of what came after so many samples and seconds."""
-    from .html import duration, number_text
+    from .html import format_duration, format_number
 
     progress, history = trainer.progress, trainer.history
     tiles = {
         "optimizer steps": f"{progress.step:,}",
         "epochs": f"{progress.epoch:,}",
         "samples": f"{progress.samples:,}",
-        "since it was resumed" if samples and not seconds else "in all": duration(sum(history.spent.values())),
+        "since it was resumed" if samples and not seconds else "in all": format_duration(sum(history.spent.values())),
     }
     if progress.samples > samples and (spent := history.spent.get("training", 0.0) - seconds) > 0:
-        tiles["samples per second of training"] = number_text((progress.samples - samples) / spent)
+        tiles["samples per second of training"] = format_number((progress.samples - samples) / spent)
     if progress.skipped:
         tiles["steps left out as not finite"] = f"{progress.skipped:,}"
-    if (best := best_of(trainer)) is not None:
-        tiles[f"best {best['metric']}"] = number_text(best["value"])
+    if (best := find_best(trainer)) is not None:
+        tiles[f"best {best['metric']}"] = format_number(best["value"])
     return tiles
 
 
-def charts_of(trainer: Trainer) -> dict[str, dict[str, Any]]:
+def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """What was logged, then the learning rates and the throughput."""
-    from .html import alike
+    from .html import group_names
 
     history = trainer.history
     logged = [name for name in history if name not in history.rates]  # a monitor may log those too
-    charts = {title: {name: history[name].points() for name in names} for title, names in alike(logged).items()}
-    own = {"learning rate": history.rates, "samples per second": {"training, all processes": history.throughput}}
-    for title, curves in own.items():
+    charts = {title: {name: history[name].points() for name in names} for title, names in group_names(logged).items()}
+    extra_charts = {
+        "learning rate": history.rates,
+        "samples per second": {"training, all processes": history.throughput},
+    }
+    for title, curves in extra_charts.items():
         points = {name: curve.points() for name, curve in curves.items() if len(curve)}
         if points:
             charts[title] = {**charts.get(title, {}), **points}
     return charts
 
 
-def best_of(trainer: Trainer) -> dict[str, Any] | None:
+def find_best(trainer: Trainer) -> dict[str, Any] | None:
     """The best value that a callback watches for, a `ModelCheckpoint` before an `EarlyStopping`; None without one."""
     for saved in trainer.checkpoint_callbacks:
         if saved.monitor and saved.best_model_score is not None:
@@ -212,23 +215,23 @@ def best_of(trainer: Trainer) -> dict[str, Any] | None:
     return None
 
 
-def user_frames(error: BaseException) -> str:
+def format_user_frames(error: BaseException) -> str:
     """Where an error happened in code that is neither ours nor torch's, as in a traceback; "" where that is nowhere."""
-    known = error
-    while known.__cause__ is not None:  # the first cause tells more than what was raised from it
-        known = known.__cause__
+    root_cause = error
+    while root_cause.__cause__ is not None:  # the first cause tells more than what was raised from it
+        root_cause = root_cause.__cause__
     package = __name__.partition(".")[0]
     frames = [
         summary
         for (frame, _), summary in zip(
-            traceback.walk_tb(known.__traceback__), traceback.extract_tb(known.__traceback__), strict=True
+            traceback.walk_tb(root_cause.__traceback__), traceback.extract_tb(root_cause.__traceback__), strict=True
         )
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in (package, "torch")
     ]
     return "".join(traceback.format_list(frames)).rstrip()
 
 
-def _checkpoints(trainer: Trainer) -> dict[str, str]:
+def _list_checkpoints(trainer: Trainer) -> dict[str, str]:
     """Where they are."""
     rows = {} if trainer.ckpt_path is None else {"went on from": str(trainer.ckpt_path)}
     for saved in trainer.checkpoint_callbacks:
@@ -239,20 +242,20 @@ def _checkpoints(trainer: Trainer) -> dict[str, str]:
     return rows
 
 
-def _hyperparameters(owner: Any) -> dict[str, str]:
+def _collect_hyperparameters(owner: Any) -> dict[str, str]:
     """Those that loggers may have: ``save_hyperparameters(logger=False)`` keeps them from files for people."""
     if owner is None or not owner.log_hyperparameters:
         return {}
     left_out = {name: f"not stored: {words}" for name, words in owner.stored_hparams().left_out.items()}
-    return {**_flat(owner.plain_hparams()), **left_out}
+    return {**_flatten_settings(owner.plain_hparams()), **left_out}
 
 
-def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
+def _flatten_settings(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
     """Nested settings, one line each; what is long is cut."""
     lines: dict[str, str] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
-            lines |= _flat(value, f"{before}{name}.")
+            lines |= _flatten_settings(value, f"{before}{name}.")
         else:
             text = value if isinstance(value, str) else repr(value)
             lines[f"{before}{name}"] = text if len(text) <= 1000 else f"{text[:1000]}... ({len(text):,} characters)"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..best_effort import BestEffortCallback
 from .html import Points
-from .report import best_of, charts_of, ending_of
+from .report import build_charts, describe_ending, find_best
 
 if TYPE_CHECKING:
     from ...trainer import TaskModule, Trainer
@@ -80,14 +80,14 @@ class RunRecord(BestEffortCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
         """Tell of the error at once, from every process: rank zero's may only follow from another's."""
-        self._end = ended_by(exception)
+        self._end = describe_error(exception)
         self._safely(self._write, self._end, None)
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Tell how it ended."""
         self._broken = False  # how it ended is worth another try
         if trainer.is_global_zero:
-            end = self._end or {"state": "finished", "note": ending_of(trainer, stage)}
+            end = self._end or {"state": "finished", "note": describe_ending(trainer, stage)}
             self._safely(self._tell, trainer, {**end, "ended": time.time()})
             self._due = math.inf
 
@@ -96,18 +96,18 @@ class RunRecord(BestEffortCallback):
         facts["metrics"] = dict(trainer.logbook.callback_values)
         charts = None
         if trainer.stage == "fit":  # another stage may run in a process of its own, which knows nothing of these
-            charts = charts_of(trainer)
+            charts = build_charts(trainer)
             facts |= {"steps": progress.step, "epochs": progress.epoch, "samples": progress.samples}
-            facts["best"] = best_of(trainer)
+            facts["best"] = find_best(trainer)
         self._write(facts, charts)
-        now = time.monotonic()
-        self._due = now + max(self.every_seconds, 100 * (now - began))
+        end_time = time.monotonic()
+        self._due = end_time + max(self.every_seconds, 100 * (end_time - began))
 
     def _switch_off(self) -> None:
         self._due = math.inf
 
 
-def ended_by(error: BaseException) -> dict[str, Any]:
+def describe_error(error: BaseException) -> dict[str, Any]:
     """What is to be told of a run that ``error`` ended."""
     if isinstance(error, KeyboardInterrupt):
         return {"state": "interrupted"}

@@ -8,7 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import stages
-    from .command_line import refused
+    from .command_line import report_error
     from .stages import Session
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...common.messages import nearest
 from ...trainer.runs import CONFIG
-from ..config import COMMAND_LINE, SECTIONS, Config, ConfigError, load, printable, read_text
+from ..config import COMMAND_LINE, SECTIONS, Config, ConfigError, load, make_printable, read_text
 
 GRACE = 3.0  # seconds; launchers look after their processes several times a second
 
@@ -33,7 +33,7 @@ OPTIONS = {
 }
 
 
-def usage(stage: str, program: str) -> str:
+def format_usage(stage: str, program: str) -> str:
     """The help of a command."""
     lines = [
         f"usage: {program} [--config FILE ...] [KEY=VALUE ...]",
@@ -71,70 +71,78 @@ class Options:
     help: str | None = None
 
 
-def options_of(arguments: Sequence[str]) -> Options:
+def parse_options(arguments: Sequence[str]) -> Options:
     """Read a command line. ``--key.path=value`` and ``--key.path value``, as of LightningCLI, are overrides too.
 
     Raises:
         ConfigError: an option is unknown, with the nearest name, or lacks its value.
     """
-    found, rest = Options(), list(arguments)
+    options, rest = Options(), list(arguments)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         if word in ("-h", "--help"):
-            found.help = rest.pop(0) if rest and rest[0][0:1].isalpha() and "=" not in rest[0] else ""
+            options.help = rest.pop(0) if rest and rest[0][0:1].isalpha() and "=" not in rest[0] else ""
         elif name in ("--print-config", "--print_config") and not equals:
-            found.show = True
+            options.show = True
         elif name in ("-c", "--config"):
-            found.files.append(_value(name, equals, value, rest, "a file"))
+            options.files.append(_take_value(name, equals, value, rest, "a file"))
         elif name in ("--from-run", "--from_run"):
-            found.from_run = _value(name, equals, value, rest, "a run")
+            options.from_run = _take_value(name, equals, value, rest, "a run")
         elif word.startswith("--") and name[2:].rstrip("+").partition(".")[0] in SECTIONS:
-            found.overrides.append(f"{name[2:]}={_value(name, equals, value, rest, 'a value')}")
+            options.overrides.append(f"{name[2:]}={_take_value(name, equals, value, rest, 'a value')}")
         elif word.startswith("-"):
-            known = ["--config", "--print-config", "--from-run", "--help", *(f"--{one}" for one in SECTIONS)]
-            raise ConfigError(f"{COMMAND_LINE}: there is no option {name}.{nearest(name, known)}")
+            valid_options = [
+                "--config",
+                "--print-config",
+                "--from-run",
+                "--help",
+                *(f"--{section}" for section in SECTIONS),
+            ]
+            raise ConfigError(f"{COMMAND_LINE}: there is no option {name}.{nearest(name, valid_options)}")
         elif equals or word.startswith("~"):
-            found.overrides.append(word)
+            options.overrides.append(word)
         elif word.endswith((".yaml", ".yml")):
             raise ConfigError(f"{COMMAND_LINE}: {word}: a file stands behind --config.")
         else:
             raise ConfigError(f"{COMMAND_LINE}: {word}: write it as key.path=value, or a file behind --config.")
-    if found.from_run is not None:
-        found.from_run = _located(found.from_run, found.overrides)
-    return found
+    if options.from_run is not None:
+        options.from_run = _locate_run(options.from_run, options.overrides)
+    return options
 
 
-def _located(run: str, overrides: Sequence[str]) -> str:
+def _locate_run(run: str, overrides: Sequence[str]) -> str:
     """The path of a run that is named as `treadle runs show` names them."""
     from ...trainer.runs import locate
 
-    directory = next((one.partition("=")[2] for one in reversed(overrides) if one.startswith("run.dir=")), "runs")
+    directory = next(
+        (override.partition("=")[2] for override in reversed(overrides) if override.startswith("run.dir=")), "runs"
+    )
     try:
         return str(locate(run, Path(directory)))
     except ValueError as error:
         raise ConfigError(f"--from-run {run}: {error}") from error
 
 
-def _value(name: str, equals: str, value: str, rest: list[str], what: str) -> str:
+def _take_value(name: str, equals: str, value: str, rest: list[str], value_kind: str) -> str:
     if equals:
         return value
     if not rest:
-        raise ConfigError(f"{COMMAND_LINE}: {name} needs {what} behind it.")
+        raise ConfigError(f"{COMMAND_LINE}: {name} needs {value_kind} behind it.")
     return rest.pop(0)
 
 
-def config_of(options: Options, defaults: Mapping[str, Any] | None = None) -> Config:
+def load_config(options: Options, defaults: Mapping[str, Any] | None = None) -> Config:
     """The configuration that a command line asks for.
 
     Raises:
         ConfigError: it can't be read, merged or resolved.
     """
-    before = None if options.from_run is None else earlier(options.from_run)
-    return load(options.files, options.overrides, defaults=defaults, earlier=before)
+    earlier_config = None if options.from_run is None else read_earlier_config(options.from_run)
+    return load(options.files, options.overrides, defaults=defaults, earlier=earlier_config)
 
 
-def earlier(place: str | Path) -> tuple[str, str]:
+def read_earlier_config(place: str | Path) -> tuple[str, str]:
     """Name and text of the configuration that a run has left, in its folder or in one of its checkpoints.
 
     Raises:
@@ -142,15 +150,15 @@ def earlier(place: str | Path) -> tuple[str, str]:
     """
     folder = Path(place)
     if (folder / "manifest.json").is_file():
-        return str(folder), _of_checkpoint(folder)
+        return str(folder), _read_checkpoint_config(folder)
     file = folder / CONFIG if folder.is_dir() else folder
     if not file.is_file():
-        what = f"has no {CONFIG} and is no checkpoint" if folder.is_dir() else "there is no such folder"
-        raise ConfigError(f"--from-run {place}: {what}.")
+        problem = f"has no {CONFIG} and is no checkpoint" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(f"--from-run {place}: {problem}.")
     return str(file), read_text(file)
 
 
-def _of_checkpoint(folder: Path) -> str:
+def _read_checkpoint_config(folder: Path) -> str:
     from ...engine.checkpoint import CONFIG, OpenCheckpoint
 
     try:
@@ -166,18 +174,18 @@ def _of_checkpoint(folder: Path) -> str:
 
 def say(text: str) -> None:
     """Print a text, of all processes of a job on rank zero alone."""
-    if not any(_not_first()):
+    if not any(_read_nonzero_ranks()):
         print(text)
 
 
-def refused(program: str, error: ConfigError) -> int:
+def report_error(program: str, error: ConfigError) -> int:
     """Say what is wrong, once for all processes of a job; returns the exit status.
 
     The others give rank zero time to say it, and the launcher to end them. Who is still there, on another machine or
     because rank zero sees nothing wrong, says it too.
     """
-    time.sleep(GRACE * sum(_not_first()))
-    problems = ["\n".join(map(printable, problem.splitlines())) for problem in error.problems]
+    time.sleep(GRACE * sum(_read_nonzero_ranks()))
+    problems = ["\n".join(map(make_printable, problem.splitlines())) for problem in error.problems]
     if len(problems) > 1:
         print("\n  ".join([f"{program}: {len(problems)} problems", *problems]), file=sys.stderr)
     else:
@@ -185,6 +193,6 @@ def refused(program: str, error: ConfigError) -> int:
     return 2
 
 
-def _not_first() -> list[bool]:
+def _read_nonzero_ranks() -> list[bool]:
     """Whether a launcher started this process as another than the first of the job, and than its machine's first."""
     return [os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK")]

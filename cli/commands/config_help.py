@@ -12,40 +12,40 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...common.messages import nearest
 from ...trainer import Trainer
 from ...trainer.core import REQUIRED, described, signature
-from ..config import SECTIONS, ConfigError, plain
-from ..config.instantiate import Opaque, catalog, default_value, words_for
-from .printed import word
+from ..config import SECTIONS, ConfigError, to_plain
+from ..config.instantiate import Opaque, catalog, describe_annotation, make_default_value
+from .printed import format_word
 
 
-def about(target: Any, title: str = "") -> str:
+def describe_target(target: Any, title: str = "") -> str:
     """What a class or function takes: each argument with its type, default and words."""
     takes, words = signature(target), described(target)
     summary = (inspect.getdoc(target) or "").split("\n\n")[0].replace("\n", " ")
     home = getattr(target, "__module__", "")
-    lines = [f"{title or target.__name__}  ({home}.{getattr(target, '__qualname__', '')})", *_wrapped(summary, "  ")]
+    lines = [f"{title or target.__name__}  ({home}.{getattr(target, '__qualname__', '')})", *_wrap_text(summary, "  ")]
     # What an optimizer and a scheduler get from the run.
-    own = {Optimizer: "params", LRScheduler: "optimizer"}
-    given = [name for kind, name in own.items() if isinstance(target, type) and issubclass(target, kind)]
-    arguments = {name: argument for name, argument in takes.arguments.items() if name not in given}
+    run_arguments = {Optimizer: "params", LRScheduler: "optimizer"}
+    supplied = [name for kind, name in run_arguments.items() if isinstance(target, type) and issubclass(target, kind)]
+    arguments = {name: argument for name, argument in takes.arguments.items() if name not in supplied}
     if arguments:
         lines.append("")
     for name, argument in arguments.items():
-        default = "required" if argument.default is REQUIRED else f"default {_default(argument.default)}"
-        kind = "a list" if argument.several else words_for(argument.type)
+        default = "required" if argument.default is REQUIRED else f"default {_format_default(argument.default)}"
+        kind = "a list" if argument.several else describe_annotation(argument.type)
         lines.append(f"  {name}: {kind}; {default}")
-        lines += _wrapped(words.get(name, "").replace("``", ""), "      ")
+        lines += _wrap_text(words.get(name, "").replace("``", ""), "      ")
     if takes.open and target is not Trainer:
         lines += ["", "  and other arguments, which it does not say."]
     return "\n".join(lines)
 
 
-def target_of(name: str, config: dict[str, Any], known: dict[str, type | None]) -> Any:
+def find_target(name: str, config: dict[str, Any], default_classes: dict[str, type | None]) -> Any:
     """What `--help NAME` is about: a section's class, a short name, or an import path.
 
     Args:
         name: see above.
         config: the configuration so far, which may name classes.
-        known: classes that need no naming, by section.
+        default_classes: classes that need no naming, by section.
 
     Raises:
         ConfigError: there is nothing of this name.
@@ -55,8 +55,8 @@ def target_of(name: str, config: dict[str, Any], known: dict[str, type | None]) 
     if name in SECTIONS:
         section = config.get(name)
         named = section.get("class") if isinstance(section, dict) else section
-        if known.get(name) is not None and named is None:
-            return known[name]
+        if default_classes.get(name) is not None and named is None:
+            return default_classes[name]
         if name not in ("model", "data", "optimizer", "lr_scheduler"):
             raise ConfigError(f"{name}: {SECTIONS[name]}.")
         if not isinstance(named, str):
@@ -65,21 +65,21 @@ def target_of(name: str, config: dict[str, Any], known: dict[str, type | None]) 
             )
         name = named
     if "." in name:
-        return catalog.imported(name)
-    for base in catalog.shelved():
-        if name in catalog.short_names(base):
+        return catalog.import_target(name)
+    for base in catalog.list_shelved():
+        if name in catalog.list_short_names(base):
             return catalog.find(name, base)
-    every = [one for base in catalog.shelved() for one in catalog.short_names(base)]
-    hint = nearest(name, [*SECTIONS, *every])
+    all_names = [short_name for base in catalog.list_shelved() for short_name in catalog.list_short_names(base)]
+    hint = nearest(name, [*SECTIONS, *all_names])
     raise ConfigError(f"there is no section and no class {name!r}.{hint} A class of yours needs its import path.")
 
 
-def _default(default: Any) -> str:
-    value = default_value(default)
+def _format_default(default: Any) -> str:
+    value = make_default_value(default)
     if isinstance(value.data, Opaque):
         return value.data.words
-    return repr(plain(value)) if isinstance(value.data, dict | list) else word(value.data)
+    return repr(to_plain(value)) if isinstance(value.data, dict | list) else format_word(value.data)
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
+def _wrap_text(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, 110, initial_indent=indent, subsequent_indent=indent)

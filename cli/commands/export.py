@@ -30,28 +30,28 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def parser(program: str = "treadle export") -> argparse.ArgumentParser:
+def build_parser(program: str = "treadle export") -> argparse.ArgumentParser:
     """The options of the command."""
-    made = _Parser(
+    parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    made.add_argument("checkpoint", help="the checkpoint's folder")
-    made.add_argument("output", help="a file whose name ends in .safetensors, or a folder")
-    made.add_argument("--dtype", help="convert floating-point weights: float32, bfloat16, float16, float64")
-    made.add_argument("--max-shard-size", default="5GB", help="the most bytes of a file in a folder (default: 5GB)")
-    made.add_argument("--model", type=int, default=0, help="which model, where the run prepared several (default: 0)")
-    return made
+    parser.add_argument("checkpoint", help="the checkpoint's folder")
+    parser.add_argument("output", help="a file whose name ends in .safetensors, or a folder")
+    parser.add_argument("--dtype", help="convert floating-point weights: float32, bfloat16, float16, float64")
+    parser.add_argument("--max-shard-size", default="5GB", help="the most bytes of a file in a folder (default: 5GB)")
+    parser.add_argument("--model", type=int, default=0, help="which model, where the run prepared several (default: 0)")
+    return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
     try:
-        given = parser().parse_args(arguments)
-        said = export(given.checkpoint, given.output, given.dtype, given.max_shard_size, given.model)
+        options = build_parser().parse_args(arguments)
+        summary = export(options.checkpoint, options.output, options.dtype, options.max_shard_size, options.model)
     except (ValueError, OSError) as error:
         print(f"treadle export: {error}", file=sys.stderr)
         return 2
-    print(said)
+    print(summary)
     return 0
 
 
@@ -102,18 +102,18 @@ def export(
     saved = OpenCheckpoint(path)
     saved.verify()
     stored = saved.open_part(model_part(model))
-    chosen = _dtype(dtype)
+    chosen = _parse_dtype(dtype)
     first: dict[int, str] = {}
-    aliases = {name: first[id(one)] for name, one in stored.items() if first.setdefault(id(one), name) != name}
-    tensors = {n: _Converted(one, chosen) for n, one in stored.items() if n not in aliases}
-    left = saved.open_part(extra_part(model)) if saved.has(extra_part(model)) else ()
+    aliases = {name: first[id(tensor)] for name, tensor in stored.items() if first.setdefault(id(tensor), name) != name}
+    tensors = {name: _Converted(tensor, chosen) for name, tensor in stored.items() if name not in aliases}
+    left_out = saved.open_part(extra_part(model)) if saved.has(extra_part(model)) else ()
     if to_folder:
         write_weights(tensors, aliases, target, parse_byte_size(max_shard_size))
     else:
         filesystem.make_directory(target.absolute().parent)
         write_atomically(target, lambda beside: write_file(Path(beside), tensors, aliases))
     size = sum(nbytes(tensor) for tensor in tensors.values())
-    without = f", without what is no tensor: {', '.join(left)}" if left else ""
+    without = f", without what is no tensor: {', '.join(left_out)}" if left_out else ""
     return f"{target}: {len(stored)} tensors, {size:,} bytes{without}"
 
 
@@ -130,16 +130,16 @@ def _is_folder(output: str | Path) -> bool:
     return target.suffix != ".safetensors"
 
 
-def _dtype(given: str | torch.dtype | None) -> torch.dtype | None:
+def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     import torch
 
     from ...common.validation import choose
 
-    if given is None or isinstance(given, torch.dtype):
-        return given
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
     names |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-    return names[choose("dtype", given, names)]
+    return names[choose("dtype", dtype, names)]
 
 
 class _Converted:

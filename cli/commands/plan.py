@@ -35,45 +35,53 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def parser(program: str = "treadle plan") -> argparse.ArgumentParser:
+def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
     """The options of the command."""
-    made = _Parser(
+    parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    add = made.add_argument
+    add = parser.add_argument
     add("--config", action="append", metavar="FILE", help="a run's configuration; a later one wins over those before")
     add("--model", metavar="NAME", help="instead: gpt-162m, llama-1b, 7b, 8b, 70b, 405b, trained with AdamW")
-    add("--world-size", type=_whole, metavar="N", help="processes. Default: what the configuration says, or 1")
+    add("--world-size", type=_parse_count, metavar="N", help="processes. Default: what the configuration says, or 1")
     add("--gpu", metavar="NAME", help="what each has: h100, h200, b200, a100, ... Default: the one here, or h100")
-    add("--per-machine", type=_whole, metavar="N", help="GPUs of a machine. Default: the configuration's, or 8")
+    add("--per-machine", type=_parse_count, metavar="N", help="GPUs of a machine. Default: the configuration's, or 8")
     add("--strategy", metavar="NAME", help="auto, single, ddp, fsdp. Default: the configuration's, or fsdp for --model")
-    add("--replicate", type=_whole, metavar="N", help="shards in N replicas: hybrid sharding")
+    add("--replicate", type=_parse_count, metavar="N", help="shards in N replicas: hybrid sharding")
     add("--checkpoint-activations", action="store_true", help="compute the activations of every block again")
-    add("--micro-batch", type=_whole, metavar="N", help="samples of one forward. Default: the configuration's, or 1")
     add(
-        "--accumulate", type=_whole, metavar="N", help="forwards per optimizer step. Default: the configuration's, or 1"
+        "--micro-batch",
+        type=_parse_count,
+        metavar="N",
+        help="samples of one forward. Default: the configuration's, or 1",
+    )
+    add(
+        "--accumulate",
+        type=_parse_count,
+        metavar="N",
+        help="forwards per optimizer step. Default: the configuration's, or 1",
     )
     add("--precision", metavar="NAME", help="as Trainer(precision=...). Default: the configuration's, or bf16-mixed")
     add("--compile", action="store_true", help="the model is compiled: pointwise operations are fused")
-    add("--clip", type=_positive, metavar="NORM", help="gradients are clipped to this norm")
-    add("--length", type=_whole, metavar="N", help="tokens of a sample, for --model")
-    add("--samples", type=_whole, metavar="N", help="samples of an epoch")
-    add("--max-epochs", type=_whole, metavar="N", help="epochs")
-    add("--max-steps", type=_whole, metavar="N", help="optimizer steps")
-    add("--lr", type=_positive, metavar="X", help="for --model: learning rate, a warm-up and then half a cosine")
-    add("--warmup-steps", type=_whole, metavar="N", help="for --lr: steps of the warm-up. Default: none")
+    add("--clip", type=_parse_positive, metavar="NORM", help="gradients are clipped to this norm")
+    add("--length", type=_parse_count, metavar="N", help="tokens of a sample, for --model")
+    add("--samples", type=_parse_count, metavar="N", help="samples of an epoch")
+    add("--max-epochs", type=_parse_count, metavar="N", help="epochs")
+    add("--max-steps", type=_parse_count, metavar="N", help="optimizer steps")
+    add("--lr", type=_parse_positive, metavar="X", help="for --model: learning rate, a warm-up and then half a cosine")
+    add("--warmup-steps", type=_parse_count, metavar="N", help="for --lr: steps of the warm-up. Default: none")
     add("--no-advice", action="store_true", help="plan what is asked for, and nothing beside it")
     add("overrides", nargs="*", metavar="key=value", help="for --config: values in the place of the files'")
-    return made
+    return parser
 
 
-def _whole(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.replace(",", "").isdecimal() or int(text.replace(",", "")) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
     return int(text.replace(",", ""))
 
 
-def _positive(text: str) -> float:
+def _parse_positive(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -93,18 +101,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 1 where the run would not fit, 2 where it can not be planned.
     """
     try:
-        options = _parsed(sys.argv[1:] if arguments is None else arguments)
+        options = _parse_options(sys.argv[1:] if arguments is None else arguments)
         text, fits = run(options)
     except Exception as error:
-        if not _ours(error):
+        if not _is_treadle_error(error):
             traceback.print_exc()
-        print(f"treadle plan: {error if _ours(error) else 'the run to be planned fails, see above'}", file=sys.stderr)
+        print(
+            f"treadle plan: {error if _is_treadle_error(error) else 'the run to be planned fails, see above'}",
+            file=sys.stderr,
+        )
         return 2
     print(text)
     return 0 if fits else 1
 
 
-def _ours(error: Exception) -> bool:
+def _is_treadle_error(error: Exception) -> bool:
     """Whether Treadle says what is wrong, rather than the code of a task, its data or torch."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
@@ -113,21 +124,21 @@ def _ours(error: Exception) -> bool:
     return last is not None and last.tb_frame.f_globals.get("__name__", "").partition(".")[0] == package
 
 
-def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    options, left = (made := parser()).parse_known_intermixed_args(arguments)
-    for unknown in left:
+def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    options, unknown_words = (parser := build_parser()).parse_known_intermixed_args(arguments)
+    for unknown in unknown_words:
         name = unknown.partition("=")[0]
-        raise ValueError(f"there is no option {name}.{nearest(name, made._option_string_actions)}")
-    _check(options)
+        raise ValueError(f"there is no option {name}.{nearest(name, parser._option_string_actions)}")
+    _check_options(options)
     return options
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     if (options.model is None) == (not options.config):
         raise ValueError("say what to plan, either --config run.yaml or --model 7b; `treadle plan --help` tells more.")
     if options.config:
-        given = {"--length": options.length, "--lr": options.lr, "--warmup-steps": options.warmup_steps}
-        for name in (name for name, value in given.items() if value is not None):
+        model_options = {"--length": options.length, "--lr": options.lr, "--warmup-steps": options.warmup_steps}
+        for name in (name for name, value in model_options.items() if value is not None):
             raise ValueError(f"{name} is for --model; a configuration says it itself.")
     elif options.overrides:
         raise ValueError(f"{options.overrides[0]!r}: overrides are for --config.")
@@ -142,54 +153,54 @@ def run(options: argparse.Namespace) -> tuple[str, bool]:
     from ...engine.planning import Plan, advise, screen, simulate
     from ...strategies import simulation
 
-    subject = _subject(options)
-    settings = _settings(options, subject)
-    gpu, source = _gpu(options, settings.pop("per_machine", None))
+    subject = _build_subject(options)
+    settings = _merge_settings(options, subject)
+    gpu, source = _choose_gpu(options, settings.pop("per_machine", None))
 
-    def again(**changes: Any) -> Plan:
+    def replan(**changes: Any) -> Plan:
         conditions = {**settings, "gpu": gpu}
-        own = ("micro_batch", "accumulate", "precision")
-        conditions.update({name: changes.pop(name) for name in own if name in changes})
+        condition_names = ("micro_batch", "accumulate", "precision")
+        conditions.update({name: changes.pop(name) for name in condition_names if name in changes})
         strategy = simulation.varied(subject.strategy(settings["world_size"]), **changes)
         parts = (subject.build_model, subject.make_batch, subject.loss, subject.optimizer)
         return simulate(*parts, strategy=strategy, step=subject.step, **conditions)
 
-    plan = again()
-    hints = [] if options.no_advice else advise(plan, again)
-    return screen(plan, subject.name, subject.schedule(plan), hints, gpu_from=source, width=_width()), plan.fits
+    plan = replan()
+    hints = [] if options.no_advice else advise(plan, replan)
+    return screen(plan, subject.name, subject.schedule(plan), hints, gpu_from=source, width=_choose_width()), plan.fits
 
 
-def _width() -> int:
+def _choose_width() -> int:
     return min(100, max(60, shutil.get_terminal_size().columns)) if sys.stdout.isatty() else 100
 
 
-def _gpu(options: argparse.Namespace, per_machine: int | None) -> tuple[GPU, str]:
+def _choose_gpu(options: argparse.Namespace, per_machine: int | None) -> tuple[GPU, str]:
     """What each process has, and how that is known where it was not asked for."""
     from ...engine.planning import detect_gpu, find_gpu
 
-    here = detect_gpu() if options.gpu is None else None
-    found = here or find_gpu("h100" if options.gpu is None else options.gpu)
+    local_gpu = detect_gpu() if options.gpu is None else None
+    gpu = local_gpu or find_gpu("h100" if options.gpu is None else options.gpu)
     per_machine = options.per_machine or per_machine
     if per_machine is not None:
-        found = replace(found, per_machine=per_machine)
+        gpu = replace(gpu, per_machine=per_machine)
     if options.gpu is not None:
-        return found, ""
-    return found, "the one here" if here else "assumed, as none is known here: --gpu names another"
+        return gpu, ""
+    return gpu, "the one here" if local_gpu else "assumed, as none is known here: --gpu names another"
 
 
-def _subject(options: argparse.Namespace) -> Subject:
+def _build_subject(options: argparse.Namespace) -> Subject:
     if options.model:
-        from .plan_subject import of_model
+        from .plan_subject import build_model_subject
 
-        return of_model(options)
-    from .plan_config import of_config
+        return build_model_subject(options)
+    from .plan_config import build_config_subject
 
-    return of_config(options)
+    return build_config_subject(options)
 
 
-def _settings(options: argparse.Namespace, subject: Subject) -> dict[str, Any]:
+def _merge_settings(options: argparse.Namespace, subject: Subject) -> dict[str, Any]:
     """What `simulate` is given beside the subject; options win over what the subject says."""
-    asked = {
+    requested = {
         "world_size": options.world_size,
         "micro_batch": options.micro_batch,
         "accumulate": options.accumulate,
@@ -198,5 +209,5 @@ def _settings(options: argparse.Namespace, subject: Subject) -> dict[str, Any]:
         "compiled": options.compile or None,
     }
     settings = dict(subject.settings)
-    settings.update((name, value) for name, value in asked.items() if value is not None)
+    settings.update((name, value) for name, value in requested.items() if value is not None)
     return settings

@@ -47,7 +47,7 @@ class Subject:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def of_model(options: argparse.Namespace) -> Subject:
+def build_model_subject(options: argparse.Namespace) -> Subject:
     """A transformer of the usual kind, trained with AdamW.
 
     Raises:
@@ -62,43 +62,43 @@ def of_model(options: argparse.Namespace) -> Subject:
         make_batch=partial(tokens, sizes),
         loss=next_token_loss,
         optimizer=partial(torch.optim.AdamW, fused=True),
-        strategy=partial(varied_by, options, options.strategy or "fsdp"),
-        schedule=partial(_schedule, options),
+        strategy=partial(vary_strategy, options, options.strategy or "fsdp"),
+        schedule=partial(_build_schedule, options),
         settings={"world_size": 1, "precision": "bf16-mixed"},
     )
 
 
-def _schedule(options: argparse.Namespace, plan: Plan) -> Schedule:
+def _build_schedule(options: argparse.Namespace, plan: Plan) -> Schedule:
     per_epoch = None if options.samples is None else -(-options.samples // plan.samples)
-    whole = None if per_epoch is None or options.max_epochs is None else per_epoch * options.max_epochs
-    known = [steps for steps in (whole, options.max_steps) if steps is not None]
-    steps = min(known) if known else None
-    rates = [] if steps is None or options.lr is None else warmed_up(options.lr, options.warmup_steps or 0, steps)
+    epoch_limit = None if per_epoch is None or options.max_epochs is None else per_epoch * options.max_epochs
+    step_limits = [steps for steps in (epoch_limit, options.max_steps) if steps is not None]
+    steps = min(step_limits) if step_limits else None
+    rates = [] if steps is None or options.lr is None else compute_rates(options.lr, options.warmup_steps or 0, steps)
     return Schedule(steps=steps, samples=options.samples, per_epoch=per_epoch, rates=rates)
 
 
-def warmed_up(peak: float, warmup: int, steps: int, points: int = 80) -> list[float]:
+def compute_rates(peak: float, warmup: int, steps: int, points: int = 80) -> list[float]:
     """Learning rates of a linear warm-up, then half a cosine down to a tenth, evenly over a run."""
 
-    def rate(step: float) -> float:
+    def compute_rate(step: float) -> float:
         if step < warmup:
             return peak * (step + 1) / warmup
         done = (step - warmup) / max(1, steps - warmup)
         return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
 
-    return [rate(at * steps / (points - 1)) for at in range(points)]
+    return [compute_rate(index * steps / (points - 1)) for index in range(points)]
 
 
-def varied_by(options: argparse.Namespace, name: str | Strategy, world_size: int) -> Strategy:
+def vary_strategy(options: argparse.Namespace, name: str | Strategy, world_size: int) -> Strategy:
     """The strategy that was asked for, with what the options change of it.
 
     Raises:
         ValueError: for an unknown name, or options that the strategy has no use for.
     """
-    made = name if isinstance(name, Strategy) else simulation.strategy_named(name, world_size)
+    strategy = name if isinstance(name, Strategy) else simulation.strategy_named(name, world_size)
     changes: dict[str, Any] = {}
     if options.replicate is not None:
         changes["replicate"] = options.replicate
     if options.checkpoint_activations:
         changes["recompute"] = True
-    return simulation.varied(made, **changes)
+    return simulation.varied(strategy, **changes)

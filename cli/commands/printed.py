@@ -8,18 +8,18 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..config import Value, apart, scalar
+from ..config import Value, parse_scalar, split_at_secrets
 from ..config.instantiate import Opaque
 
 _BARE = re.compile(r"[A-Za-z_./~][\w./+*()@ -]*")
-_OTHERS_READ = ("yes", "no", "on", "off", "y", "n")  # as true and false, by YAML 1.1
+_YAML_1_1_BOOLS = ("yes", "no", "on", "off", "y", "n")  # as true and false, by YAML 1.1
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")  # which JSON may hold and YAML may not
-_MEANT_AS_TEXT = re.compile(r"(\\*)\$\{")  # OmegaConf halves the backslashes before it
+_REFERENCE_START = re.compile(r"(\\*)\$\{")  # OmegaConf halves the backslashes before it
 _WIDEST = 56  # of what comments are lined up behind
 Line = tuple[str, str]
 
 
-def as_yaml(root: Value, secrets: Mapping[str, str] | None = None, head: str = "") -> str:
+def dump_yaml(root: Value, secrets: Mapping[str, str] | None = None, head: str = "") -> str:
     """YAML that reads back as ``root``, with the source of each value behind it.
 
     Args:
@@ -27,23 +27,23 @@ def as_yaml(root: Value, secrets: Mapping[str, str] | None = None, head: str = "
         secrets: text that is not to be written, and what stands for it.
         head: lines to begin with, as remarks.
     """
-    lines = list(_mapping(root, "", secrets or {}))
+    lines = list(_format_mapping(root, "", secrets or {}))
     width = min(_WIDEST, max((len(text) for text, source in lines if source), default=0))
     # Of a value that an earlier run has handed on, only where that had it from.
     shown = [f"{text:<{width}}  # {source.partition(', ')[0]}" if source else text for text, source in lines]
     return "\n".join([*(f"# {line}" for line in head.splitlines()), *shown]) + "\n"
 
 
-def _mapping(value: Value, indent: str, secrets: Mapping[str, str]) -> Iterator[Line]:
+def _format_mapping(value: Value, indent: str, secrets: Mapping[str, str]) -> Iterator[Line]:
     for key, item in value.data.items():
-        name = _text(key) if isinstance(key, str) else str(key)
+        name = _quote(key) if isinstance(key, str) else str(key)
         if isinstance(item.data, Opaque):
             yield f"{indent}# {name}: {item.data.words}", item.source
         else:
-            yield from _entry(f"{indent}{name}:", item, indent + "  ", secrets)
+            yield from _format_entry(f"{indent}{name}:", item, indent + "  ", secrets)
 
 
-def _entry(begin: str, value: Value, indent: str, secrets: Mapping[str, str]) -> Iterator[Line]:
+def _format_entry(begin: str, value: Value, indent: str, secrets: Mapping[str, str]) -> Iterator[Line]:
     """A value behind ``key:`` or ``-``, on the same line where it is short."""
     data = value.data
     if isinstance(data, dict):
@@ -51,23 +51,23 @@ def _entry(begin: str, value: Value, indent: str, secrets: Mapping[str, str]) ->
             yield f"{begin} {{}}", value.source
         else:
             yield begin, ""
-        yield from _mapping(value, indent, secrets)
+        yield from _format_mapping(value, indent, secrets)
     elif isinstance(data, list) and any(isinstance(item.data, dict | list) for item in data):
         yield begin, ""
         for item in data:
-            yield from _item(item, indent, secrets)
+            yield from _format_item(item, indent, secrets)
     elif isinstance(data, list):
-        yield f"{begin} [{', '.join(_written(item, secrets, within=True) for item in data)}]", value.source
+        yield f"{begin} [{', '.join(_format_value(item, secrets, within=True) for item in data)}]", value.source
     else:
-        yield f"{begin} {_written(value, secrets)}", value.source
+        yield f"{begin} {_format_value(value, secrets)}", value.source
 
 
-def _item(value: Value, indent: str, secrets: Mapping[str, str]) -> Iterator[Line]:
+def _format_item(value: Value, indent: str, secrets: Mapping[str, str]) -> Iterator[Line]:
     """An item of a list: the first line of a mapping stands behind the dash."""
     if not isinstance(value.data, dict) or not value.data:
-        yield from _entry(f"{indent}-", value, indent + "  ", secrets)
+        yield from _format_entry(f"{indent}-", value, indent + "  ", secrets)
         return
-    lines = list(_mapping(value, indent + "  ", secrets))
+    lines = list(_format_mapping(value, indent + "  ", secrets))
     first = next((n for n, (text, _) in enumerate(lines) if not text.lstrip().startswith("#")), None)
     if first is None:
         yield f"{indent}- {{}}", value.source
@@ -78,13 +78,13 @@ def _item(value: Value, indent: str, secrets: Mapping[str, str]) -> Iterator[Lin
     yield from lines
 
 
-def _written(value: Value, secrets: Mapping[str, str], within: bool = False) -> str:
+def _format_value(value: Value, secrets: Mapping[str, str], within: bool = False) -> str:
     if not isinstance(value.data, str) and value.text is not None and value.text in secrets:  # a number, by now
         return json.dumps(secrets[value.text])
-    return word(value.data, secrets, within)
+    return format_word(value.data, secrets, within)
 
 
-def word(data: Any, secrets: Mapping[str, str] | None = None, within: bool = False) -> str:
+def format_word(data: Any, secrets: Mapping[str, str] | None = None, within: bool = False) -> str:
     """A single value as YAML.
 
     Args:
@@ -100,17 +100,17 @@ def word(data: Any, secrets: Mapping[str, str] | None = None, within: bool = Fal
         return ".nan" if math.isnan(data) else ".inf" if data > 0 else "-.inf"
     if not isinstance(data, str):
         return repr(data)
-    return _text("".join(_escaped(*part) + part[1] for part in apart(data, secrets or {})), within)
+    return _quote("".join(_escape(*part) + part[1] for part in split_at_secrets(data, secrets or {})), within)
 
 
-def _escaped(text: str, reference: str) -> str:
+def _escape(text: str, reference: str) -> str:
     """A text that is to be read as it is, before a reference, if one follows."""
-    text = _MEANT_AS_TEXT.sub(r"\1\1\\${", text)
+    text = _REFERENCE_START.sub(r"\1\1\\${", text)
     return text + text[len(text.rstrip("\\")) :] if reference else text
 
 
-def _text(text: str, within: bool = False) -> str:
-    bare = _BARE.fullmatch(text) and not within and text == text.strip() and isinstance(scalar(text), str)
-    if bare and text.lower() not in _OTHERS_READ:
+def _quote(text: str, within: bool = False) -> str:
+    bare = _BARE.fullmatch(text) and not within and text == text.strip() and isinstance(parse_scalar(text), str)
+    if bare and text.lower() not in _YAML_1_1_BOOLS:
         return text
-    return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
+    return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(text, ensure_ascii=False))

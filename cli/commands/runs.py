@@ -13,10 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...callbacks.reporting import duration, number_text
+from ...callbacks.reporting import format_duration, format_number
 from ...common.messages import nearest
 from ...trainer.runs import Run, index
-from ..config import DEFAULT, printable
+from ..config import DEFAULT, make_printable
 from .terminal_plot import plot
 
 DESCRIPTION = """\
@@ -41,36 +41,38 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def parser(program: str = "treadle runs") -> argparse.ArgumentParser:
+def build_parser(program: str = "treadle runs") -> argparse.ArgumentParser:
     """The options of the list."""
-    made = _new_parser(program, DESCRIPTION)
-    made.add_argument("dir", nargs="?", default="runs", metavar="DIR", help="where the runs are (default: runs)")
-    made.add_argument("--name", help="only those of this name")
-    made.add_argument("--state", help=f"only those in this state: {', '.join(STATES)}")
-    made.add_argument("--json", action="store_true", help="print them as JSON, a list of objects")
-    return made
+    parser = _make_parser(program, DESCRIPTION)
+    parser.add_argument("dir", nargs="?", default="runs", metavar="DIR", help="where the runs are (default: runs)")
+    parser.add_argument("--name", help="only those of this name")
+    parser.add_argument("--state", help=f"only those in this state: {', '.join(STATES)}")
+    parser.add_argument("--json", action="store_true", help="print them as JSON, a list of objects")
+    return parser
 
 
-def show_parser(program: str = "treadle runs show") -> argparse.ArgumentParser:
+def build_show_parser(program: str = "treadle runs show") -> argparse.ArgumentParser:
     """The options of a look at one."""
-    made = _new_parser(program, "Open one run: facts, configuration, environment, last values, curves.")
-    made.add_argument(
+    parser = _make_parser(program, "Open one run: facts, configuration, environment, last values, curves.")
+    parser.add_argument(
         "run",
         nargs="?",
         metavar="N|PATH",
         help="its number, NAME/NUMBER or path (default: the newest)",
     )
-    made.add_argument("--dir", default="runs", help="where the runs are (default: runs)")
-    made.add_argument("--name", help="only those of this name")
-    made.add_argument("--metric", action="append", metavar="NAME", help="draw this curve only; may be given repeatedly")
-    made.add_argument("--defaults", action="store_true", help="show the configuration with the defaults in it")
-    made.add_argument("--width", type=int, help="letters in a row (default: as the terminal has them)")
-    made.add_argument("--ascii", action="store_true", help="draw with plain letters")
-    made.add_argument("--json", action="store_true", help="print all of it as JSON, an object")
-    return made
+    parser.add_argument("--dir", default="runs", help="where the runs are (default: runs)")
+    parser.add_argument("--name", help="only those of this name")
+    parser.add_argument(
+        "--metric", action="append", metavar="NAME", help="draw this curve only; may be given repeatedly"
+    )
+    parser.add_argument("--defaults", action="store_true", help="show the configuration with the defaults in it")
+    parser.add_argument("--width", type=int, help="letters in a row (default: as the terminal has them)")
+    parser.add_argument("--ascii", action="store_true", help="draw with plain letters")
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON, an object")
+    return parser
 
 
-def _new_parser(program: str, description: str) -> argparse.ArgumentParser:
+def _make_parser(program: str, description: str) -> argparse.ArgumentParser:
     return _Parser(
         program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -80,14 +82,14 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
     try:
         if arguments and arguments[0] == "show":
-            said = _show(show_parser().parse_args(arguments[1:]))
+            output = _show(build_show_parser().parse_args(arguments[1:]))
         else:
-            said = _list(parser().parse_args(arguments))
+            output = _list(build_parser().parse_args(arguments))
     except (ValueError, OSError) as error:
-        print(printable(f"treadle runs: {error}"), file=sys.stderr)
+        print(make_printable(f"treadle runs: {error}"), file=sys.stderr)
         return 2
     try:
-        print(said.encode(_encoding(), "replace").decode(_encoding()), flush=True)
+        print(output.encode(_get_encoding(), "replace").decode(_get_encoding()), flush=True)
     except BrokenPipeError:  # `treadle runs | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -96,17 +98,17 @@ def main(arguments: Sequence[str]) -> int:
 # -- the list ------------------------------------------------------------------------------------------------------
 
 
-def _list(given: argparse.Namespace) -> str:
-    runs = _named(index.find(Path(given.dir)), given.name)
-    if given.state is not None:
-        _check("--state", given.state, STATES)
-        runs = [run for run in runs if run.state.partition(":")[0] == given.state]
-    if given.json:
+def _list(options: argparse.Namespace) -> str:
+    runs = _filter_by_name(index.find(Path(options.dir)), options.name)
+    if options.state is not None:
+        _check("--state", options.state, STATES)
+        runs = [run for run in runs if run.state.partition(":")[0] == options.state]
+    if options.json:
         return json.dumps([run.summary() for run in runs], indent=2)
     if not runs:
-        return f"no such runs in {given.dir}" if given.name or given.state else f"no runs in {given.dir}"
-    rows = [("run", "state", "began", "took", "steps", "epochs", "best"), *map(_row, runs)]
-    rows = [tuple(map(printable, row)) for row in rows]
+        return f"no such runs in {options.dir}" if options.name or options.state else f"no runs in {options.dir}"
+    rows = [("run", "state", "began", "took", "steps", "epochs", "best"), *map(_format_row, runs)]
+    rows = [tuple(map(make_printable, row)) for row in rows]
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     right = {3, 4, 5}
     return "\n".join(
@@ -118,20 +120,20 @@ def _list(given: argparse.Namespace) -> str:
     )
 
 
-def _row(run: Run) -> tuple[str, ...]:
+def _format_row(run: Run) -> tuple[str, ...]:
     best, took = run.best, run.seconds
     return (
         run.label,
         run.state,
-        _ago(run.began),
-        "" if took is None else duration(took),
-        _count(run.facts.get("steps")),
-        _count(run.facts.get("epochs")),
-        "" if best is None else f"{best['metric']} {_value(best['value'])}",
+        _format_age(run.began),
+        "" if took is None else format_duration(took),
+        _format_count(run.facts.get("steps")),
+        _format_count(run.facts.get("epochs")),
+        "" if best is None else f"{best['metric']} {_format_value(best['value'])}",
     )
 
 
-def _named(runs: list[Run], name: str | None) -> list[Run]:
+def _filter_by_name(runs: list[Run], name: str | None) -> list[Run]:
     if name is None or not runs:
         return runs
     _check("--name", name, dict.fromkeys(run.name for run in runs))
@@ -147,82 +149,84 @@ def _check(option: str, value: str, valid: Iterable[str]) -> None:
 # -- one of them ---------------------------------------------------------------------------------------------------
 
 
-def _show(given: argparse.Namespace) -> str:
-    if given.width is not None and not _NARROWEST <= given.width <= 1000:
-        raise ValueError(f"--width {given.width} is not between {_NARROWEST} and 1000 letters.")
-    directory = Path(given.dir)
-    if given.name is not None:
-        _named(index.find(directory), given.name)  # a name that no run has
-    run = index.read(index.holding(index.locate(given.run, directory, given.name)))
+def _show(options: argparse.Namespace) -> str:
+    if options.width is not None and not _NARROWEST <= options.width <= 1000:
+        raise ValueError(f"--width {options.width} is not between {_NARROWEST} and 1000 letters.")
+    directory = Path(options.dir)
+    if options.name is not None:
+        _filter_by_name(index.find(directory), options.name)  # a name that no run has
+    run = index.read(index.holding(index.locate(options.run, directory, options.name)))
     problems = [run.problem] if run.problem else []
     parts: dict[str, Any] = {"config": "", "environment": {}, "charts": {}}
-    for name, look in (("config", index.config), ("environment", index.environment), ("charts", _curves)):
+    for name, look in (("config", index.config), ("environment", index.environment), ("charts", _read_curves)):
         try:
             parts[name] = look(run)
         except ValueError as error:
             problems.append(str(error))
-    charts = _selected(parts["charts"], given.metric)
-    if given.json:
+    charts = _select_charts(parts["charts"], options.metric)
+    if options.json:
         return json.dumps({**run.summary(), **parts, "charts": charts, "problems": problems}, indent=2)
-    width = min(shutil.get_terminal_size().columns, _WIDEST) if given.width is None else given.width
-    lines = [*_head(run), *(f"can't be shown: {problem}" for problem in problems)]
+    width = min(shutil.get_terminal_size().columns, _WIDEST) if options.width is None else options.width
+    lines = [*_format_head(run), *(f"can't be shown: {problem}" for problem in problems)]
     title, config = "Configuration", parts["config"].rstrip().splitlines()
-    if not given.defaults:
-        title, config = "Configuration, without defaults", list(_without_defaults(config))
-    lines += _section(title, [f"  {line}" for line in config])
-    lines += _section("Environment", _table(parts["environment"]))
-    lines += _section("Last values", _table({name: _value(value) for name, value in sorted(run.metrics.items())}))
-    text = "\n".join(map(_cut, map(printable, lines)))
-    ascii = given.ascii or not _can_print("⣿└─│┤")
+    if not options.defaults:
+        title, config = "Configuration, without defaults", list(_drop_defaults(config))
+    lines += _format_section(title, [f"  {line}" for line in config])
+    lines += _format_section("Environment", _format_table(parts["environment"]))
+    lines += _format_section(
+        "Last values", _format_table({name: _format_value(value) for name, value in sorted(run.metrics.items())})
+    )
+    text = "\n".join(map(_cut, map(make_printable, lines)))
+    ascii = options.ascii or not _can_print("⣿└─│┤")
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     for title, curves in charts.items():
-        clean = {printable(name): (curve["steps"], curve["values"]) for name, curve in curves.items()}
+        clean = {make_printable(name): (curve["steps"], curve["values"]) for name, curve in curves.items()}
         missing = sum(curve["missing"] for curve in curves.values())
-        drawn = plot(printable(title), clean, max(_NARROWEST, width), ascii=ascii, colour=colour)
+        drawn = plot(make_printable(title), clean, max(_NARROWEST, width), ascii=ascii, colour=colour)
         text += "\n\n" + drawn + (f"\nnot drawn, as not finite: {missing:,}" if missing else "")
     return text
 
 
-def _without_defaults(lines: Sequence[str]) -> Iterator[str]:
-    """What somebody has written of a configuration, as `printed.as_yaml` marks it, and what it stands in."""
+def _drop_defaults(lines: Sequence[str]) -> Iterator[str]:
+    """What somebody has written of a configuration, as `printed.dump_yaml` marks it, and what it stands in."""
     written = [line for line in lines if f"  # {DEFAULT}" not in line]
     for line, after in pairwise([*written, ""]):
-        if not line.endswith(":") or _indent(after) > _indent(line):
+        if not line.endswith(":") or _count_indent(after) > _count_indent(line):
             yield line
 
 
-def _indent(line: str) -> int:
+def _count_indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def _head(run: Run) -> Iterator[str]:
+def _format_head(run: Run) -> Iterator[str]:
     facts = run.facts
-    yield f"{run.label}  {run.state}" + (f" ({facts['note']})" if _says_more(facts.get("note")) else "")
+    yield f"{run.label}  {run.state}" + (f" ({facts['note']})" if _is_informative(facts.get("note")) else "")
     yield str(run.path)
-    began = f"began {_when(run.began)}, {_ago(run.began)}"
-    resumed = f"; resumed {_when(facts['resumed'])}" if "resumed" in facts else ""
-    took = "" if run.seconds is None else f"; took {duration(run.seconds)}"
+    began = f"began {_format_time(run.began)}, {_format_age(run.began)}"
+    resumed = f"; resumed {_format_time(facts['resumed'])}" if "resumed" in facts else ""
+    took = "" if run.seconds is None else f"; took {format_duration(run.seconds)}"
     yield began + resumed + took
-    counts = [_counted(facts[f"{name}s"], name) for name in ("step", "epoch", "sample") if f"{name}s" in facts]
+    counts = [_format_counted(facts[f"{name}s"], name) for name in ("step", "epoch", "sample") if f"{name}s" in facts]
     more = [str(facts["task"])] if "task" in facts else []
     if (processes := facts.get("processes", 1)) != 1:
-        more.append(_counted(processes, "process", "processes"))
+        more.append(_format_counted(processes, "process", "processes"))
     if facts.get("host"):
         more.append(f"on {facts['host']}")
     if counts or more:
         yield ", ".join(counts + more)
     if run.best is not None:
         saved = f", {run.best['checkpoint']}" if run.best.get("checkpoint") else ""
-        yield f"best {run.best['metric']} {_value(run.best['value'])}{saved}"
+        yield f"best {run.best['metric']} {_format_value(run.best['value'])}{saved}"
     if facts.get("error"):
         yield from facts["error"].splitlines()[:20]
 
 
-def _says_more(note: str | None) -> bool:
+def _is_informative(note: str | None) -> bool:
     return bool(note) and note != "finished"
 
 
-def _curves(run: Run) -> dict[str, dict[str, dict[str, Any]]]:
+def _read_curves(run: Run) -> dict[str, dict[str, dict[str, Any]]]:
     return {
         title: {
             name: {"steps": points[0], "values": points[1], "missing": missing}
@@ -232,21 +236,23 @@ def _curves(run: Run) -> dict[str, dict[str, dict[str, Any]]]:
     }
 
 
-def _selected(charts: dict[str, dict[str, Any]], wanted: list[str] | None) -> dict[str, dict[str, Any]]:
-    if not wanted:
+def _select_charts(charts: dict[str, dict[str, Any]], metrics: list[str] | None) -> dict[str, dict[str, Any]]:
+    if not metrics:
         return charts
-    known = [name for curves in charts.values() for name in curves]
-    for name in wanted:
-        _check("--metric", name, known)
-    chosen = {title: {name: one for name, one in curves.items() if name in wanted} for title, curves in charts.items()}
+    valid_names = [name for curves in charts.values() for name in curves]
+    for name in metrics:
+        _check("--metric", name, valid_names)
+    chosen = {
+        title: {name: curve for name, curve in curves.items() if name in metrics} for title, curves in charts.items()
+    }
     return {title: curves for title, curves in chosen.items() if curves}
 
 
-def _section(title: str, lines: list[str]) -> list[str]:
+def _format_section(title: str, lines: list[str]) -> list[str]:
     return ["", title, *lines] if lines else []
 
 
-def _table(rows: Mapping[str, str]) -> list[str]:
+def _format_table(rows: Mapping[str, str]) -> list[str]:
     width = min(max(map(len, rows), default=0), 40)
     return [f"  {name:<{width}}  {value}" for name, value in rows.items()]
 
@@ -254,26 +260,26 @@ def _table(rows: Mapping[str, str]) -> list[str]:
 # -- words ---------------------------------------------------------------------------------------------------------
 
 
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else number_text(value)
+def _format_value(value: Any) -> str:
+    return value if isinstance(value, str) else format_number(value)
 
 
-def _count(value: Any) -> str:
+def _format_count(value: Any) -> str:
     return "" if value is None else f"{int(value):,}"
 
 
-def _counted(value: Any, one: str, many: str = "") -> str:
-    return f"{_count(value)} {one if value == 1 else many or one + 's'}"
+def _format_counted(value: Any, singular: str, plural: str = "") -> str:
+    return f"{_format_count(value)} {singular if value == 1 else plural or singular + 's'}"
 
 
-def _when(moment: float) -> str:
+def _format_time(moment: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
     except (OverflowError, ValueError, OSError):  # no clock shows that
         return "?"
 
 
-def _ago(moment: float) -> str:
+def _format_age(moment: float) -> str:
     """How long ago that was, in the unit that fits."""
     seconds = max(0.0, time.time() - moment)
     for unit, length in (("day", 86400), ("h", 3600), ("min", 60)):
@@ -287,13 +293,13 @@ def _cut(line: str) -> str:
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}... ({len(line):,} letters)"
 
 
-def _encoding() -> str:
+def _get_encoding() -> str:
     return getattr(sys.stdout, "encoding", None) or "utf-8"
 
 
 def _can_print(text: str) -> bool:
     try:
-        text.encode(_encoding())
+        text.encode(_get_encoding())
     except (UnicodeError, LookupError):
         return False
     return os.environ.get("TERM") != "dumb"

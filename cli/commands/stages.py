@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...trainer.checkpointing import WORDS_FOR_CHECKPOINTS
 from ...trainer.runs import CONFIG
-from ..config import COMMAND_LINE, ConfigError, dotted, hidden, value_of, walk
-from .command_line import Options, config_of, options_of, refused, say, usage
+from ..config import COMMAND_LINE, ConfigError, format_path, hide_secrets, make_value, walk
+from .command_line import Options, format_usage, load_config, parse_options, report_error, say
 
 if TYPE_CHECKING:
     from ...callbacks import Callback
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ...trainer.core import DataModule, TaskModule
     from ...trainer.runs import RunFolder
     from ..config import Config
-    from ..config.instantiate import Checked
+    from ..config.instantiate import CheckedConfig
 
 
 @dataclass
@@ -65,105 +65,108 @@ def run(
     Raises:
         ConfigError: something is wrong with the command line or the configuration.
     """
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)  # as for python -m: modules beside the configuration can be named in it
-    options = options_of(arguments)
+    if (current_directory := os.getcwd()) not in sys.path:
+        sys.path.insert(0, current_directory)  # as for python -m: modules beside the configuration can be named in it
+    options = parse_options(arguments)
     if options.help == "":
-        say(usage(stage, program))
+        say(format_usage(stage, program))
         return None
-    config = config_of(options, defaults)
+    config = load_config(options, defaults)
     # From here on torch is needed; what is wrong with the files themselves was said without waiting for it.
     if options.help is not None:
-        from .config_help import about, target_of
+        from .config_help import describe_target, find_target
 
-        say(about(target_of(options.help, config.plain(), {"model": model, "data": data}), options.help))
+        say(describe_target(find_target(options.help, config.to_plain(), {"model": model, "data": data}), options.help))
         return None
     from ..config.instantiate import check
-    from .printed import as_yaml
+    from .printed import dump_yaml
 
     checked = check(config, model, data)
-    text = as_yaml(checked.resolved(), config.secrets, f"{program}, with everything filled in")
+    text = dump_yaml(checked.resolve_defaults(), config.secrets, f"{program}, with everything filled in")
     if options.show:
         say(text.rstrip("\n"))
         return None
     try:
         return _execute(stage, program, checked, text, options, keep)
     except ConfigError as error:
-        raise ConfigError(*(hidden(problem, config.secrets) for problem in error.problems)) from error
+        raise ConfigError(*(hide_secrets(problem, config.secrets) for problem in error.problems)) from error
 
 
-def _execute(stage: str, program: str, checked: Checked, text: str, options: Options, keep: bool) -> Session:
+def _execute(stage: str, program: str, checked: CheckedConfig, text: str, options: Options, keep: bool) -> Session:
     """The Trainer comes first: where it starts other processes, this one only waits for them."""
     from ...engine import seed_everything
     from ...trainer import Trainer
-    from ..config.instantiate import located
+    from ..config.instantiate import locate_error
 
     if checked.seed is not None:
         seed_everything(checked.seed)
-    flags = checked.settings().flags()
+    flags = checked.build_settings().flags()
     folder: RunFolder | None = None
     with ExitStack() as stack:
-        about = "run"
+        blamed_section = "run"
         try:
             if stage == "fit" and not flags["fast_dev_run"]:
-                folder = stack.enter_context(_run_folder(checked, flags, options))
+                folder = stack.enter_context(_open_run_folder(checked, flags, options))
                 flags = folder.flags(flags)
                 folder.write_config(text)
             elif stage != "fit":
-                flags["callbacks"] = _looking_in(options.from_run, flags)
+                flags["callbacks"] = _prepare_callbacks(options.from_run, flags)
                 flags["logger"] = flags["logger"] or False  # what is measured is printed
-            about = "trainer"
+            blamed_section = "trainer"
             trainer = Trainer(**flags)
         except ConfigError:
             raise
         except (ValueError, TypeError, OSError) as error:
-            raise located(checked.config, error, about) from error
+            raise locate_error(checked.config, error, blamed_section) from error
         trainer.config = text
         if folder is not None:
             trainer.resume_command = f"{program} --from-run {os.path.relpath(folder.path)} ckpt_path=auto"
-        model, data = checked.task(), checked.datamodule()
-        _refuse_kept_secrets(checked.config, {"model": model, "data": data})
-        ckpt_path = checked.ckpt_path if stage == "fit" else _weights(checked, options, trainer)
-        more: dict[str, Any] = {}
+        model, data = checked.build_task(), checked.build_datamodule()
+        _refuse_saved_secrets(checked.config, {"model": model, "data": data})
+        ckpt_path = checked.ckpt_path if stage == "fit" else _choose_weights(checked, options, trainer)
+        stage_options: dict[str, Any] = {}
         if stage == "fit":
-            more["schedule"] = checked.schedule
-        elif checked.config.where("schedule") == COMMAND_LINE:
+            stage_options["schedule"] = checked.schedule
+        elif checked.config.find_source("schedule") == COMMAND_LINE:
             raise ConfigError(f"{COMMAND_LINE}: schedule is for fit, which resumes; {stage} has none. Leave it out.")
         if stage == "predict" and not keep:
-            more["return_predictions"] = False
-            _say_where_predictions_go(trainer)
+            stage_options["return_predictions"] = False
+            _warn_of_lost_predictions(trainer)
         try:
-            result = getattr(trainer, stage)(model, datamodule=data, ckpt_path=ckpt_path, **more)
+            result = getattr(trainer, stage)(model, datamodule=data, ckpt_path=ckpt_path, **stage_options)
         except ValueError as error:
             if str(error).startswith(("ckpt_path=", "schedule=")):
-                raise located(checked.config, error) from error
+                raise locate_error(checked.config, error) from error
             raise
     return Session(trainer, model, data, result)
 
 
-def _refuse_kept_secrets(config: Config, owners: Mapping[str, TaskModule | DataModule | None]) -> None:
+def _refuse_saved_secrets(config: Config, owners: Mapping[str, TaskModule | DataModule | None]) -> None:
     """Raise a ConfigError if hyperparameters, which are saved and logged, hold what is to be written nowhere."""
     for section, owner in owners.items():
-        kept = value_of(owner.plain_hparams() if owner is not None else {}, "")
-        for path, value in walk(kept, (section,)):
-            if isinstance(value.data, int | float | str) and hidden(str(value.data), config.secrets) != str(value.data):
+        hyperparameters = make_value(owner.plain_hparams() if owner is not None else {}, "")
+        for path, value in walk(hyperparameters, (section,)):
+            if isinstance(value.data, int | float | str) and hide_secrets(str(value.data), config.secrets) != str(
+                value.data
+            ):
                 raise ConfigError(
-                    f"{config.where(dotted(path))}: {dotted(path)} holds a secret, and save_hyperparameters() would "
-                    f"put it into checkpoints and logs: leave it out there, with ignore={[path[1]]!r}."
+                    f"{config.find_source(format_path(path))}: {format_path(path)} holds a secret, and "
+                    f"save_hyperparameters() would put it into checkpoints and logs: leave it out "
+                    f"there, with ignore={[path[1]]!r}."
                 )
 
 
-def _say_where_predictions_go(trainer: Trainer) -> None:
+def _warn_of_lost_predictions(trainer: Trainer) -> None:
     from ...common.messages import warn
 
-    if not any(map(_takes_predictions, trainer.callbacks)):
+    if not any(map(_can_take_predictions, trainer.callbacks)):
         warn(
             "no callback takes the predictions: unless predict_step writes them itself they are lost. Add an extension "
             "of BasePredictionWriter to trainer.callbacks."
         )
 
 
-def _takes_predictions(callback: Callback) -> bool:
+def _can_take_predictions(callback: Callback) -> bool:
     """Whether it may: of ours the writers do, and LambdaCallback; bars and monitors only count."""
     from ...callbacks import BasePredictionWriter, Callback
 
@@ -176,23 +179,23 @@ def _takes_predictions(callback: Callback) -> bool:
     return any(getattr(type(callback), hook) is not getattr(Callback, hook) for hook in hooks)
 
 
-def _weights(checked: Checked, options: Options, trainer: Trainer) -> str | None:
+def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) -> str | None:
     """The checkpoint to evaluate: that of the earlier run, unless another is named."""
     from ...common.messages import warn
     from ...engine.checkpoint import MANIFEST
 
-    if checked.ckpt_path is not None or checked.config.where("ckpt_path") == COMMAND_LINE:
+    if checked.ckpt_path is not None or checked.config.find_source("ckpt_path") == COMMAND_LINE:
         return checked.ckpt_path
     earlier = options.from_run
     if earlier is not None and (Path(earlier) / MANIFEST).is_file():
         return earlier
     if earlier is not None and (Path(earlier) / CONFIG).is_file():
-        return "best" if any(one.monitor is not None for one in trainer.checkpoint_callbacks) else "last"
+        return "best" if any(callback.monitor is not None for callback in trainer.checkpoint_callbacks) else "last"
     warn("no ckpt_path: the weights are those that the task is built with.")
     return None
 
 
-def _looking_in(earlier: str | None, flags: Mapping[str, Any]) -> list[Callback]:
+def _prepare_callbacks(earlier: str | None, flags: Mapping[str, Any]) -> list[Callback]:
     """The callbacks, for which ``last`` and ``best`` are checkpoints of the earlier run."""
     from ...callbacks import ModelCheckpoint
     from ...trainer import as_callbacks
@@ -200,23 +203,23 @@ def _looking_in(earlier: str | None, flags: Mapping[str, Any]) -> list[Callback]
 
     callbacks = as_callbacks("callbacks", flags["callbacks"])
     if earlier is not None and (Path(earlier) / CHECKPOINTS).is_dir() and not flags["barebones"]:
-        saves = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
-        for one in saves:
-            one.dirpath = one.dirpath or str(Path(earlier) / CHECKPOINTS)
+        saves = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+        for callback in saves:
+            callback.dirpath = callback.dirpath or str(Path(earlier) / CHECKPOINTS)
         if not saves and flags["enable_checkpointing"] is not False:
             callbacks.append(ModelCheckpoint(Path(earlier) / CHECKPOINTS))
     return callbacks
 
 
-def _run_folder(
-    checked: Checked, flags: Mapping[str, Any], options: Options
+def _open_run_folder(
+    checked: CheckedConfig, flags: Mapping[str, Any], options: Options
 ) -> AbstractContextManager[RunFolder, bool | None]:
     """The folder of the run: a new one, or the earlier run's own where that is gone on with."""
     from ...trainer.runs import RunFolder
 
     earlier, word = options.from_run, checked.ckpt_path
     if earlier is None or word not in WORDS_FOR_CHECKPOINTS:
-        return _new_folder(checked, flags)
+        return _create_run_folder(checked, flags)
     file = Path(earlier) / CONFIG
     if not file.is_file():
         raise ConfigError(
@@ -224,7 +227,7 @@ def _run_folder(
             "on in it; or give ckpt_path=CHECKPOINT, to begin a new run."
         )
     for key in ("run.name", "run.dir"):
-        source = checked.config.where(key)
+        source = checked.config.find_source(key)
         if source != "defaults" and f"{file}:" not in source:
             raise ConfigError(
                 f"{source}: {key} is for a new run, but with ckpt_path={word} the one in {earlier} goes on where it "
@@ -234,7 +237,7 @@ def _run_folder(
 
 
 @contextmanager
-def _new_folder(checked: Checked, flags: Mapping[str, Any]) -> Iterator[RunFolder]:
+def _create_run_folder(checked: CheckedConfig, flags: Mapping[str, Any]) -> Iterator[RunFolder]:
     """A new run's folder, which goes again where the run is refused before it begins."""
     from ...trainer.runs import RunFolder
 
@@ -246,11 +249,11 @@ def _new_folder(checked: Checked, flags: Mapping[str, Any]) -> Iterator[RunFolde
             raise
 
 
-def _main(stage: str, arguments: Sequence[str]) -> int:
+def _run_main(stage: str, arguments: Sequence[str]) -> int:
     try:
         run(stage, arguments, f"treadle {stage}", keep=False)
     except ConfigError as error:
-        return refused(f"treadle {stage}", error)
+        return report_error(f"treadle {stage}", error)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
@@ -258,19 +261,19 @@ def _main(stage: str, arguments: Sequence[str]) -> int:
 
 def fit(arguments: Sequence[str]) -> int:
     """`treadle fit`; returns the exit status."""
-    return _main("fit", arguments)
+    return _run_main("fit", arguments)
 
 
 def validate(arguments: Sequence[str]) -> int:
     """`treadle validate`; returns the exit status."""
-    return _main("validate", arguments)
+    return _run_main("validate", arguments)
 
 
 def test(arguments: Sequence[str]) -> int:
     """`treadle test`; returns the exit status."""
-    return _main("test", arguments)
+    return _run_main("test", arguments)
 
 
 def predict(arguments: Sequence[str]) -> int:
     """`treadle predict`; returns the exit status."""
-    return _main("predict", arguments)
+    return _run_main("predict", arguments)

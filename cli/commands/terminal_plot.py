@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...callbacks.reporting import Chart, Points, number_text, ticks
+from ...callbacks.reporting import Chart, Points, choose_ticks, format_number
 
 _MARKS = "*+ox#%@&"  # of one line each, where there is only ASCII
 _COLOURS = (34, 33, 32, 31, 35, 36)  # ANSI's: blue, yellow, green, red, magenta, cyan
@@ -38,28 +38,30 @@ def plot(
     heading = f"{title} (logarithmic)" if chart.logarithmic else title
     if not drawn:
         return f"{heading}: no finite value among {chart.missing:,}" if chart.missing else f"{heading}: nothing"
-    labels = _labels(chart, height)
-    left = max(map(len, labels.values())) + 2
-    several = len(drawn) > 1
-    canvas = Canvas(max(8, width - left - (1 + min(len(drawn), 4) if several else 0)), height, ascii)
+    labels = _place_labels(chart, height)
+    margin = max(map(len, labels.values())) + 2
+    has_many_lines = len(drawn) > 1
+    canvas = Canvas(max(8, width - margin - (1 + min(len(drawn), 4) if has_many_lines else 0)), height, ascii)
     ends: dict[int, str] = {}
     for place, points in enumerate(drawn.values()):
         row = _draw(canvas, chart, points, place)
-        ends[row] = ends.get(row, "") + _letter(place)
+        ends[row] = ends.get(row, "") + _choose_letter(place)
     rows = [heading]
     corner, side, tick = ("+", "|", "+") if ascii else ("└", "│", "┤")
-    for row, text in enumerate(canvas.rows(colour)):
+    for row, text in enumerate(canvas.render_rows(colour)):
         label = labels.get(row, "")
-        end = f" {ends[row][:4]}" if several and row in ends else ""
-        rows.append(f"{label:>{left - 1}}{tick if label else side}{text}{end}".rstrip())
-    rows.append(" " * (left - 1) + corner + ("-" if ascii else "─") * canvas.columns)
-    rows.append(" " * left + _steps(chart, canvas.columns))
+        end = f" {ends[row][:4]}" if has_many_lines and row in ends else ""
+        rows.append(f"{label:>{margin - 1}}{tick if label else side}{text}{end}".rstrip())
+    rows.append(" " * (margin - 1) + corner + ("-" if ascii else "─") * canvas.columns)
+    rows.append(" " * margin + _format_steps(chart, canvas.columns))
     for place, (name, (_, values)) in enumerate(drawn.items()):
-        mark = f"{_letter(place)} " + (f"{_MARKS[place % len(_MARKS)]} " if ascii else "") if several else ""
-        line = f"{mark}{name}  {number_text(values[-1])}"
-        rows.append(" " * left + (_coloured(line, place) if colour and several else line))
+        mark = (
+            f"{_choose_letter(place)} " + (f"{_MARKS[place % len(_MARKS)]} " if ascii else "") if has_many_lines else ""
+        )
+        line = f"{mark}{name}  {format_number(values[-1])}"
+        rows.append(" " * margin + (_colour_text(line, place) if colour and has_many_lines else line))
     if chart.missing:
-        rows.append(" " * left + f"not drawn, as not finite: {chart.missing:,}")
+        rows.append(" " * margin + f"not drawn, as not finite: {chart.missing:,}")
     return "\n".join(rows)
 
 
@@ -77,25 +79,26 @@ class Canvas:
         self.wide, self.high = (1, 1) if ascii else (2, 4)
         self._cells: dict[tuple[int, int], tuple[int, int]] = {}  # of a letter: its bits, and the line drawn last
 
-    def dot(self, x: int, y: int, line: int) -> None:
+    def set_dot(self, x: int, y: int, line: int) -> None:
         """Set one; ``y`` counts from above."""
         cell = (y // self.high, x // self.wide)
         bits = 0 if self.ascii else self._cells.get(cell, (0, 0))[0] | _BRAILLE[y % 4][x % 2]
         self._cells[cell] = (bits, line)
 
-    def rows(self, colour: bool) -> list[str]:
+    def render_rows(self, colour: bool) -> list[str]:
         """The letters."""
         return [
-            "".join(self._letter(row, column, colour) for column in range(self.columns)) for row in range(self.height)
+            "".join(self._render_letter(row, column, colour) for column in range(self.columns))
+            for row in range(self.height)
         ]
 
-    def _letter(self, row: int, column: int, colour: bool) -> str:
-        found = self._cells.get((row, column))
-        if found is None:
+    def _render_letter(self, row: int, column: int, colour: bool) -> str:
+        cell = self._cells.get((row, column))
+        if cell is None:
             return " "
-        bits, line = found
+        bits, line = cell
         letter = _MARKS[line % len(_MARKS)] if self.ascii else chr(0x2800 + bits)
-        return _coloured(letter, line) if colour else letter
+        return _colour_text(letter, line) if colour else letter
 
 
 def _draw(canvas: Canvas, chart: Chart, points: tuple[Sequence[float], Sequence[float]], line: int) -> int:
@@ -104,29 +107,29 @@ def _draw(canvas: Canvas, chart: Chart, points: tuple[Sequence[float], Sequence[
     x = y = 0
     before: tuple[int, int] | None = None
     for step, value in zip(*points, strict=True):
-        x = min(right, max(0, round(chart.across(step) * right)))
-        y = min(bottom, max(0, round((1 - chart.up(value)) * bottom)))
+        x = min(right, max(0, round(chart.scale_step(step) * right)))
+        y = min(bottom, max(0, round((1 - chart.scale_value(value)) * bottom)))
         x0, y0 = before or (x, y)
         most = max(abs(x - x0), abs(y - y0), 1)
         for part in range(most + 1):
-            canvas.dot(x0 + round((x - x0) * part / most), y0 + round((y - y0) * part / most), line)
+            canvas.set_dot(x0 + round((x - x0) * part / most), y0 + round((y - y0) * part / most), line)
         before = (x, y)
     return y // canvas.high
 
 
-def _labels(chart: Chart, height: int) -> dict[int, str]:
+def _place_labels(chart: Chart, height: int) -> dict[int, str]:
     """Round values by the row they lie in."""
-    found: dict[int, str] = {}
-    for value in ticks(chart.bottom, chart.top, chart.logarithmic):
-        row = round((1 - chart.up(value)) * (height - 1))
+    labels: dict[int, str] = {}
+    for value in choose_ticks(chart.bottom, chart.top, chart.logarithmic):
+        row = round((1 - chart.scale_value(value)) * (height - 1))
         if 0 <= row < height:
-            found.setdefault(row, number_text(value))
-    if not found:
-        found = {0: number_text(chart.top), height - 1: number_text(chart.bottom)}
-    return found
+            labels.setdefault(row, format_number(value))
+    if not labels:
+        labels = {0: format_number(chart.top), height - 1: format_number(chart.bottom)}
+    return labels
 
 
-def _steps(chart: Chart, columns: int) -> str:
+def _format_steps(chart: Chart, columns: int) -> str:
     """The first and the last step below the ends of the axis; a single one in its middle."""
     steps = [step for steps, _ in chart.lines.values() for step in steps]
     first, last = f"{min(steps):,}", f"{max(steps):,} steps"
@@ -135,9 +138,9 @@ def _steps(chart: Chart, columns: int) -> str:
     return f"{first}{last:>{max(len(last) + 1, columns - len(first))}}"
 
 
-def _letter(place: int) -> str:
+def _choose_letter(place: int) -> str:
     return "abcdefghijklmnopqrstuvwxyz"[place % 26]
 
 
-def _coloured(text: str, place: int) -> str:
+def _colour_text(text: str, place: int) -> str:
     return f"\x1b[{_COLOURS[place % len(_COLOURS)]}m{text}\x1b[0m"

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
         DEFAULT,
         ConfigError,
         Value,
-        apart,
-        dotted,
-        flattened,
-        hidden,
-        plain,
-        printable,
-        value_of,
+        format_path,
+        hide_secrets,
+        make_printable,
+        make_value,
+        normalize,
+        split_at_secrets,
+        to_plain,
         walk,
     )
-    from .yaml_loader import read, read_text, scalar
+    from .yaml_loader import parse_scalar, read, read_text
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

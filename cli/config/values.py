@@ -42,102 +42,102 @@ class Value:
     text: str | None = None
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """A text for the terminal. What stands in a file may hold a terminal's commands; they are shown, not obeyed."""
     return "".join(letter if letter.isprintable() else "?" for letter in text.replace("\t", "    "))
 
 
-def apart(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def split_at_secrets(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """The parts of a text between the secrets in it, each with the reference for the one behind it; "" at the end."""
     longest_first = sorted(secrets, key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if secrets else [text]
     return zip(parts[::2], [*(secrets[part] for part in parts[1::2]), ""], strict=True)
 
 
-def hidden(text: str, secrets: Mapping[str, str]) -> str:
+def hide_secrets(text: str, secrets: Mapping[str, str]) -> str:
     """A message with each secret in it, as it is or as Python writes it, as the reference that stands for it."""
     forms = {form: name for secret, name in secrets.items() for form in (secret, repr(secret)[1:-1])}
-    return "".join(before + reference for before, reference in apart(text, forms))
+    return "".join(before + reference for before, reference in split_at_secrets(text, forms))
 
 
-def value_of(data: Any, source: str) -> Value:
+def make_value(data: Any, source: str) -> Value:
     """Values of plain data, all from one source."""
     if isinstance(data, dict):
-        return Value({key: value_of(item, source) for key, item in data.items()}, source)
+        return Value({key: make_value(item, source) for key, item in data.items()}, source)
     if isinstance(data, list | tuple):
-        return Value([value_of(item, source) for item in data], source)
+        return Value([make_value(item, source) for item in data], source)
     return Value(data, source)
 
 
-def plain(value: Value) -> Any:
+def to_plain(value: Value) -> Any:
     """The data alone."""
     if isinstance(value.data, dict):
-        return {key: plain(item) for key, item in value.data.items()}
+        return {key: to_plain(item) for key, item in value.data.items()}
     if isinstance(value.data, list):
-        return [plain(item) for item in value.data]
+        return [to_plain(item) for item in value.data]
     return value.data
 
 
 def walk(value: Value, path: Path = ()) -> Iterator[tuple[Path, Value]]:
     """Each value below ``value``, and itself, with the way there."""
     yield path, value
-    inside: Iterable[tuple[Key, Value]] = ()
+    entries: Iterable[tuple[Key, Value]] = ()
     if isinstance(value.data, dict):
-        inside = value.data.items()
+        entries = value.data.items()
     elif isinstance(value.data, list):
-        inside = enumerate(value.data)
-    for key, item in inside:
+        entries = enumerate(value.data)
+    for key, item in entries:
         yield from walk(item, (*path, key))
 
 
-def dotted(path: Path) -> str:
+def format_path(path: Path) -> str:
     """A path as it is written on the command line."""
     return ".".join(map(str, path))
 
 
-def flattened(value: Value) -> Value:
+def normalize(value: Value) -> Value:
     """The same in one form: ``class_path`` and ``init_args``, as LightningCLI has them, become ``class`` and arguments.
 
     Raises:
         ConfigError: both forms at once.
     """
     if isinstance(value.data, list):
-        return replace(value, data=[flattened(item) for item in value.data])
+        return replace(value, data=[normalize(item) for item in value.data])
     if not isinstance(value.data, dict):
         return value
-    inside = {key: flattened(item) for key, item in value.data.items()}
-    if "class_path" in inside:
-        if "class" in inside:
-            raise ConfigError(f"{inside['class_path'].source}: 'class' and 'class_path' both name a class; keep one.")
-        inside = {("class" if key == "class_path" else key): item for key, item in inside.items()}
-    arguments = inside.get("init_args")
+    entries = {key: normalize(item) for key, item in value.data.items()}
+    if "class_path" in entries:
+        if "class" in entries:
+            raise ConfigError(f"{entries['class_path'].source}: 'class' and 'class_path' both name a class; keep one.")
+        entries = {("class" if key == "class_path" else key): item for key, item in entries.items()}
+    arguments = entries.get("init_args")
     if arguments is not None and isinstance(arguments.data, dict | None):
-        del inside["init_args"]
+        del entries["init_args"]
         for key, item in (arguments.data or {}).items():
-            if key in inside:
+            if key in entries:
                 raise ConfigError(f"{item.source}: {key!r} stands in 'init_args' and beside it; keep one.")
-            inside[key] = item
-    return replace(value, data=inside)
+            entries[key] = item
+    return replace(value, data=entries)
 
 
-def merged(before: Value, later: Value) -> Value:
+def merge(before: Value, later: Value) -> Value:
     """What both say, the later where they differ: mappings are merged, everything else is replaced.
 
     A mapping that names another class takes the place of the whole, as the arguments were another's.
     """
-    before = as_object(before) if isinstance(later.data, dict) else before
+    before = expand_class_name(before) if isinstance(later.data, dict) else before
     if not (isinstance(before.data, dict) and isinstance(later.data, dict)):
         return later
-    named, now = before.data.get("class"), later.data.get("class")
-    if now is not None and (named is None or named.data != now.data):
+    old_class, new_class = before.data.get("class"), later.data.get("class")
+    if new_class is not None and (old_class is None or old_class.data != new_class.data):
         return later
-    inside = dict(before.data)
+    entries = dict(before.data)
     for key, item in later.data.items():
-        inside[key] = merged(inside[key], item) if key in inside else item
-    return replace(later, data=inside)
+        entries[key] = merge(entries[key], item) if key in entries else item
+    return replace(later, data=entries)
 
 
-def as_object(value: Value) -> Value:
+def expand_class_name(value: Value) -> Value:
     """The mapping that a class's bare name stands for; anything else as it is."""
     parts = value.data.split(".") if isinstance(value.data, str) else [""]
     if all(part.isidentifier() for part in parts) and parts[-1][0].isupper():
@@ -145,7 +145,7 @@ def as_object(value: Value) -> Value:
     return value
 
 
-def placed(root: Value, path: Path, new: Value | None, add: bool = False) -> Value:
+def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -> Value:
     """The values with another one at ``path``; without what is there, for None.
 
     Args:
@@ -160,52 +160,59 @@ def placed(root: Value, path: Path, new: Value | None, add: bool = False) -> Val
 
     def put(value: Value | None, done: int) -> Value | None:
         if done == len(path):
-            return _appended(value, path, new) if add and new is not None else new
-        key, here = path[done], dotted(path[:done])
+            return _append_value(value, path, new) if add and new is not None else new
+        key, parent = path[done], format_path(path[:done])
         if value is None or value.data is None:
             if new is None:
-                raise ConfigError(f"there is no {dotted(path)!r} to take out: {here!r} is empty.")
+                raise ConfigError(f"there is no {format_path(path)!r} to take out: {parent!r} is empty.")
             value = Value({}, new.source)
-        value = as_object(value)
+        value = expand_class_name(value)
         if isinstance(value.data, list):
-            number = _number(value, key, here)
+            number = _parse_index(value, key, parent)
             item = put(value.data[number], done + 1)
             return replace(
                 value, data=[*value.data[:number], *([] if item is None else [item]), *value.data[number + 1 :]]
             )
         if not isinstance(value.data, dict):
             raise ConfigError(
-                f"{dotted(path)!r} goes into {here!r}, which is {value.data!r} ({value.source}) and holds no keys."
+                f"{format_path(path)!r} goes into {parent!r}, which is {value.data!r} ({value.source}) and holds "
+                "no keys."
             )
         # A number may be a key too, as of {0: 8, 4: 4}.
         key = int(key) if key not in value.data and str(key).isdecimal() and int(key) in value.data else key
         if new is None and key not in value.data:
-            known = [str(one) for one in value.data]
-            raise ConfigError(f"there is no {dotted(path[: done + 1])!r} to take out.{nearest(str(key), known)}")
-        inside = dict(value.data)
-        item = put(inside.get(key), done + 1)
+            valid_keys = [str(valid_key) for valid_key in value.data]
+            raise ConfigError(
+                f"there is no {format_path(path[: done + 1])!r} to take out.{nearest(str(key), valid_keys)}"
+            )
+        entries = dict(value.data)
+        item = put(entries.get(key), done + 1)
         if item is None:
-            del inside[key]
+            del entries[key]
         else:
-            inside[key] = item
-        return replace(value, data=inside)
+            entries[key] = item
+        return replace(value, data=entries)
 
     return put(root, 0) or Value({}, root.source)
 
 
-def _appended(value: Value | None, path: Path, new: Value) -> Value:
+def _append_value(value: Value | None, path: Path, new: Value) -> Value:
     if value is None or value.data is None:
         return Value([new], new.source)
     if not isinstance(value.data, list):
-        raise ConfigError(f"'{dotted(path)}+=' adds to a list, but {dotted(path)!r} is none ({value.source}).")
+        raise ConfigError(
+            f"'{format_path(path)}+=' adds to a list, but {format_path(path)!r} is none ({value.source})."
+        )
     return replace(value, data=[*value.data, new])
 
 
-def _number(value: Value, key: Key, here: str) -> int:
+def _parse_index(value: Value, key: Key, parent: str) -> int:
     size = len(value.data)
     if not str(key).isdecimal():
-        raise ConfigError(f"{here!r} is a list ({value.source}): {key!r} must be a number from 0 on, as in {here}.0.")
+        raise ConfigError(
+            f"{parent!r} is a list ({value.source}): {key!r} must be a number from 0 on, as in {parent}.0."
+        )
     if int(key) >= size:
-        held = f"holds {size}, numbered from 0" if size else "is empty"
-        raise ConfigError(f"{here}.{key}: the list ({value.source}) {held}; '{here}+=...' adds one.")
+        contents = f"holds {size}, numbered from 0" if size else "is empty"
+        raise ConfigError(f"{parent}.{key}: the list ({value.source}) {contents}; '{parent}+=...' adds one.")
     return int(key)

@@ -27,7 +27,7 @@ _KINDS: dict[str, Any] = {"null": type(None), "bool": bool, "int": int, "float":
 
 
 class _Loader(yaml.SafeLoader):
-    """Leaves plain words as they are; what they stand for is decided by `scalar`."""
+    """Leaves plain words as they are; what they stand for is decided by `parse_scalar`."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
         if kind is yaml.ScalarNode and implicit[0]:
@@ -35,7 +35,7 @@ class _Loader(yaml.SafeLoader):
         return str(super().resolve(kind, value, implicit))
 
 
-def scalar(text: str) -> Any:
+def parse_scalar(text: str) -> Any:
     """What a plain word stands for, as of YAML 1.2: ``3e-4`` is a number; ``no``, ``12:30`` and a date are text."""
     if _NULL.fullmatch(text):
         return None
@@ -54,10 +54,10 @@ def read(file: str | Path) -> Value:
     Raises:
         ConfigError: it is no such file, or is damaged or harmful; with the line.
     """
-    found = parse(read_text(file), str(file))
-    if found is None or found.data is None:
+    value = parse(read_text(file), str(file))
+    if value is None or value.data is None:
         raise ConfigError(f"{file}: the file is empty; it needs sections, as `trainer:`.")
-    return found
+    return value
 
 
 def read_text(file: str | Path) -> str:
@@ -69,7 +69,7 @@ def read_text(file: str | Path) -> str:
     path = Path(file)
     try:
         if not path.is_file():
-            raise ConfigError(f"{file or repr(file)}: there is no such file.{_neighbours(path)}")
+            raise ConfigError(f"{file or repr(file)}: there is no such file.{_suggest_file(path)}")
         with path.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
@@ -94,10 +94,10 @@ def parse(text: str, name: str, lines: bool = True) -> Value | None:
     """
     try:
         node = yaml.compose(text, _Loader)  # the tree of what is written: no tag is followed
-        found = None if node is None else _Reading(name, lines).value(node)
+        value = None if node is None else _NodeReader(name, lines).read_value(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise ConfigError(f"{_place(name, mark, lines)}: {_words(error, text)}") from error
+        raise ConfigError(f"{_format_place(name, mark, lines)}: {_explain_error(error, text)}") from error
     except yaml.reader.ReaderError as error:
         place = f"{name}:{text.count(chr(10), 0, error.position) + 1}" if lines else name
         raise ConfigError(f"{place}: the character #x{error.character:04x} may not stand in YAML.") from error
@@ -105,73 +105,73 @@ def parse(text: str, name: str, lines: bool = True) -> Value | None:
         raise ConfigError(f"{name}: {' '.join(str(error).split())}.") from error
     except RecursionError as error:
         raise ConfigError(f"{name}: nested too deeply, or an alias stands within its own anchor.") from error
-    if lines and found is not None and not isinstance(found.data, dict | None):
-        kind = "list" if isinstance(found.data, list) else "single value"
+    if lines and value is not None and not isinstance(value.data, dict | None):
+        kind = "list" if isinstance(value.data, list) else "single value"
         raise ConfigError(f"{name}:1: holds a {kind}, but needs sections with keys, as `trainer:`.")
-    return found
+    return value
 
 
-class _Reading:
+class _NodeReader:
     """Reads the nodes of one text."""
 
     def __init__(self, name: str, lines: bool) -> None:
         self.name, self.lines, self.count = name, lines, 0
 
-    def value(self, node: yaml.Node, line: yaml.Mark | None = None) -> Value:
-        source = _place(self.name, line or node.start_mark, self.lines)
+    def read_value(self, node: yaml.Node, line: yaml.Mark | None = None) -> Value:
+        source = _format_place(self.name, line or node.start_mark, self.lines)
         self.count += 1
         if self.count > MOST_VALUES:
             raise ConfigError(f"{source}: more than {MOST_VALUES:,} values once its aliases are written out.")
         if isinstance(node, yaml.MappingNode):
             self._check_tag(node, ("map",), source)
-            return Value(self._pairs(node), source)
+            return Value(self._read_pairs(node), source)
         if isinstance(node, yaml.SequenceNode):
             self._check_tag(node, ("seq",), source)
-            return Value([self.value(item) for item in node.value], source)
-        return self._scalar(node, source)
+            return Value([self.read_value(item) for item in node.value], source)
+        return self._read_scalar(node, source)
 
-    def _pairs(self, node: yaml.MappingNode) -> dict[Any, Value]:
-        own: dict[Any, Value] = {}
-        merged: dict[Any, Value] = {}
+    def _read_pairs(self, node: yaml.MappingNode) -> dict[Any, Value]:
+        pairs: dict[Any, Value] = {}
+        merged_pairs: dict[Any, Value] = {}
         for key_node, item in node.value:
-            place = _place(self.name, key_node.start_mark, self.lines)
+            place = _format_place(self.name, key_node.start_mark, self.lines)
             if key_node.tag == _MERGE:
-                merged = self._merged(item, place) | merged
+                merged_pairs = self._read_merged(item, place) | merged_pairs
                 continue
-            key = self.value(key_node).data
+            key = self.read_value(key_node).data
             if isinstance(key, bool) or not isinstance(key, str | int):
                 shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
                 raise ConfigError(f"{place}: a key must be a word or a whole number, not {shown}.")
             absent = isinstance(item, yaml.ScalarNode) and item.tag == _PLAIN and not item.value
             if node.flow_style and absent and ":" in str(key):
                 raise ConfigError(f"{place}: {key!r} is a key without a value: put a space behind its ':'.")
-            if key in own:
-                raise ConfigError(f"{place}: the key {key!r} is there twice, first in {own[key].source}; keep one.")
-            own[key] = self.value(item, key_node.start_mark)
-        return merged | own
+            if key in pairs:
+                raise ConfigError(f"{place}: the key {key!r} is there twice, first in {pairs[key].source}; keep one.")
+            pairs[key] = self.read_value(item, key_node.start_mark)
+        return merged_pairs | pairs
 
-    def _merged(self, node: yaml.Node, place: str) -> dict[Any, Value]:
-        several = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        found: dict[Any, Value] = {}
-        for one in several:
-            if not isinstance(one, yaml.MappingNode):
+    def _read_merged(self, node: yaml.Node, place: str) -> dict[Any, Value]:
+        mapping_nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        pairs: dict[Any, Value] = {}
+        for mapping_node in mapping_nodes:
+            if not isinstance(mapping_node, yaml.MappingNode):
                 raise ConfigError(f"{place}: '<<' takes an alias of a mapping, or a list of them.")
-            found = self._pairs(one) | found
-        return found
+            pairs = self._read_pairs(mapping_node) | pairs
+        return pairs
 
-    def _scalar(self, node: yaml.ScalarNode, source: str) -> Value:
+    def _read_scalar(self, node: yaml.ScalarNode, source: str) -> Value:
         text, kind = node.value, node.tag.removeprefix(_CORE)
         if kind == "str":  # in quotes, a block, or said to be
             return Value(text, source)
         try:
-            found = scalar(text)
+            data = parse_scalar(text)
         except ValueError as error:
             raise ConfigError(f"{source}: {text[:40]!r} can't be read as a number: {error}.") from error
         if kind != _PLAIN:
             self._check_tag(node, tuple(_KINDS), source)
-            if not isinstance(found, _KINDS[kind]):
+            if not isinstance(data, _KINDS[kind]):
                 raise ConfigError(f"{source}: {text[:40]!r} is not what its tag '!!{kind}' says.")
-        return Value(found, source, text if not isinstance(found, str) else None)
+        return Value(data, source, text if not isinstance(data, str) else None)
 
     def _check_tag(self, node: yaml.Node, allowed: tuple[str, ...], source: str) -> None:
         if node.tag not in [_CORE + name for name in allowed]:
@@ -179,11 +179,11 @@ class _Reading:
             raise ConfigError(f"{source}: the tag {short!r} is refused: a configuration is plain data. Take it out.")
 
 
-def _place(name: str, mark: yaml.Mark | None, lines: bool) -> str:
+def _format_place(name: str, mark: yaml.Mark | None, lines: bool) -> str:
     return name if mark is None or not lines else f"{name}:{mark.line + 1}"
 
 
-def _words(error: yaml.MarkedYAMLError, text: str) -> str:
+def _explain_error(error: yaml.MarkedYAMLError, text: str) -> str:
     problem, mark = str(error.problem), error.problem_mark
     if mark is not None and "but got '{'" in problem and text[mark.index - 1 : mark.index] == "$":
         return 'within [ ] and { } a reference must stand in quotes: "${section.key}".'
@@ -207,11 +207,11 @@ def _words(error: yaml.MarkedYAMLError, text: str) -> str:
     return f"{context}{problem}."
 
 
-def _neighbours(path: Path) -> str:
+def _suggest_file(path: Path) -> str:
     if path.is_dir():
         return " It is a folder: name the file in it."
     try:
-        names = sorted(one.name for one in path.parent.iterdir() if one.suffix in (".yaml", ".yml"))
+        names = sorted(sibling.name for sibling in path.parent.iterdir() if sibling.suffix in (".yaml", ".yml"))
     except OSError:
         return f" There is no folder {str(path.parent)!r} either."
     close = closest_name(path.name, names)

@@ -17,7 +17,7 @@ from treadle.callbacks import (
     ThroughputMonitor,
     measure_flops,
 )
-from treadle.callbacks._throughput.peak_flops import peak_flops
+from treadle.callbacks._throughput.peak_flops import look_up_peak_flops
 
 # -- Throughput ----------------------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ def test_operations_by_hand():
     ],
 )
 def test_what_a_device_could_do(name, dtype, peak):
-    assert peak_flops(name, dtype) == (peak and pytest.approx(peak))
+    assert look_up_peak_flops(name, dtype) == (peak and pytest.approx(peak))
 
 
 # -- ThroughputMonitor ---------------------------------------------------------------------------------------------

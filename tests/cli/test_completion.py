@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from treadle.cli.completion import SCRIPTS, candidates
+from treadle.cli.completion import SCRIPTS, list_candidates
 
 from treadle.__main__ import main
 
@@ -36,15 +36,17 @@ def here(tmp_path, monkeypatch):
     ],
 )
 def test_candidates(line, found):
-    assert candidates(line) == found
+    assert list_candidates(line) == found
 
 
 def test_bash_gets_what_stands_behind_the_equals_sign():
-    assert candidates("treadle fit trainer.strategy=fsdp_", in_parts=True) == ["fsdp_cpu_offload"]
+    assert list_candidates("treadle fit trainer.strategy=fsdp_", in_parts=True) == ["fsdp_cpu_offload"]
 
 
 def test_nothing_waits_for_torch():
-    source = "import sys; from treadle.cli.completion import candidates as c; c('treadle fit -c run.yaml trainer.'); "
+    source = (
+        "import sys; from treadle.cli.completion import list_candidates as c; c('treadle fit -c run.yaml trainer.'); "
+    )
     done = subprocess.run(
         [sys.executable, "-c", source + "print('torch' in sys.modules)"], capture_output=True, text=True
     )

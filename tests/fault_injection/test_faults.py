@@ -543,7 +543,7 @@ def test_everything_is_put_back(tmp_path, how, monkeypatch):
     own = dict(vars(Task))
     before = everything()
     if how == "fails to arm":
-        monkeypatch.setattr(faults.Places, "_operation", lambda self, name: 1 / 0)
+        monkeypatch.setattr(faults.Places, "_wrap_operation", lambda self, name: 1 / 0)
         with pytest.raises(TypeError), FaultPlan(ALL):
             pass
         monkeypatch.undo()

@@ -208,10 +208,10 @@ class History(Mapping[str, Curve]):
             import matplotlib.pyplot as plt
         except ImportError as error:
             raise ModuleNotFoundError("plot() needs matplotlib: pip install matplotlib") from error
-        from ...callbacks.reporting import alike
+        from ...callbacks.reporting import group_names
 
         chosen = {name: self[name] for name in names} if names else {**self.curves, **self.rates}
-        groups = alike(chosen)
+        groups = group_names(chosen)
         figure, places = plt.subplots(
             max(1, len(groups)), squeeze=False, sharex=True, figsize=(8, 1 + 2.5 * max(1, len(groups)))
         )

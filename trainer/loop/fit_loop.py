@@ -43,7 +43,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ...callbacks import AgreedInterval, learning_rates
+from ...callbacks import AgreedInterval, read_learning_rates
 from ...common.messages import warn
 from ...engine import Loader, isolated_random_state, set_random_state
 from ..core import SchedulerConfig, TaskModule
@@ -126,7 +126,7 @@ class FitLoop:
                 f"done, and max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}. Raise one to go on."
             )
         with trainer.history.spending("training"):
-            trainer.history.begin(progress, learning_rates(trainer))
+            trainer.history.begin(progress, read_learning_rates(trainer))
             while not self._finished():
                 self._epoch()
         progress.seconds = time.monotonic() - self.started
@@ -241,7 +241,7 @@ class FitLoop:
                 stop = trainer.accelerator.world.any(self._wants_to_stop())
             progress.phase = Phase.BETWEEN_STEPS
         if write:
-            trainer.history.measure(progress, learning_rates(trainer))
+            trainer.history.measure(progress, read_learning_rates(trainer))
         for hook in self.hooks.on_step_end:
             hook()
         if stop:

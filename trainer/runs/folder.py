@@ -291,7 +291,7 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Note what ended the block, if that is not known, and let go of the folder. An error goes its way."""
-        from ...callbacks.reporting import ended_by
+        from ...callbacks.reporting import describe_error
 
         if self._earlier is not None and self._watch is not None and not self._watch.began:
             self._put_back(self._earlier)
@@ -299,7 +299,7 @@ class RunFolder:
         if isinstance(error, SystemExit) and not error.code:
             error = None
         state = str(self._facts.get("state"))
-        end = {"state": "finished" if state == "running" else state} if error is None else ended_by(error)
+        end = {"state": "finished" if state == "running" else state} if error is None else describe_error(error)
         try:
             self.finish(**end)
         except OSError as refused:
@@ -379,10 +379,10 @@ def _absolute(path: str | Path) -> Path:
 
 
 def _curve(steps: Any, values: Any) -> dict[str, Any]:
-    from ...callbacks.reporting import thinned
+    from ...callbacks.reporting import thin_points
 
     kept = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
-    drawn_steps, drawn = thinned(kept, _MOST_POINTS)
+    drawn_steps, drawn = thin_points(kept, _MOST_POINTS)
     return {"steps": drawn_steps, "values": [float(f"{v:.7g}") for v in drawn], "missing": len(steps) - len(kept)}
 
 

@@ -108,8 +108,8 @@ class Fault:
             signal.raise_signal(value)
         else:
             end = time.monotonic() + value
-            while (left := end - time.monotonic()) > 0:
-                time.sleep(min(left, 3600.0))
+            while (remaining_seconds := end - time.monotonic()) > 0:
+                time.sleep(min(remaining_seconds, 3600.0))
 
 
 def _parse(action: Any) -> tuple[str, Any]:

@@ -92,7 +92,9 @@ class FaultPlan:
         if not self.faults:
             raise ValueError("a plan without faults proves nothing.")
         self.record = None if record is None else Path(os.path.abspath(record))
-        self._places = Places(self._due, self._happen, (place for fault in self.faults for place in fault.places))
+        self._places = Places(
+            self._collect_due, self._happen, (place for fault in self.faults for place in fault.places)
+        )
         self._fired: list[Firing] = []
         self._reached = [0] * len(self.faults)
         self._lock = threading.Lock()
@@ -107,11 +109,11 @@ class FaultPlan:
         if not self.record.exists():
             return []
         lines = self.record.read_text().splitlines(keepends=True)
-        found = [Firing(**json.loads(line)) for line in lines if line.endswith("\n")]
-        for firing in found:
+        firings = [Firing(**json.loads(line)) for line in lines if line.endswith("\n")]
+        for firing in firings:
             if firing.fault >= len(self.faults) or firing.point not in self.faults[firing.fault].places:
                 raise ValueError(f"{self.record} holds another plan's {firing}. Give each plan a file of its own.")
-        return found
+        return firings
 
     def check(self, world_size: int = 1) -> None:
         """Make sure that each fault happened exactly once on each process that it was meant for, in all restarts.
@@ -131,7 +133,7 @@ class FaultPlan:
             Counter((firing.fault, firing.rank) for firing in self.firings),
         )
 
-    def _check_own(self) -> None:
+    def _check_local(self) -> None:
         """What this process can know: of the faults meant for it, and of those for a process that does not exist."""
         rank, size, _ = current_place()
         expected = {
@@ -143,14 +145,14 @@ class FaultPlan:
         self._check(expected, Counter(pair for pair in fired if pair in expected))
 
     def _check(self, expected: set[tuple[int, int]], fired: Counter[tuple[int, int]]) -> None:
-        wrong = [
+        mismatches = [
             f"fault {number}, {self.faults[number]}, happened {fired[number, rank]} times on rank {rank}; this process "
             f"came by its place {self._reached[number]} times"
             for number, rank in sorted({*expected, *fired})
             if fired[number, rank] != ((number, rank) in expected)
         ]
-        if wrong:
-            raise FaultsNotFired("\n".join(wrong))
+        if mismatches:
+            raise FaultsNotFired("\n".join(mismatches))
 
     # -- what is to happen ---------------------------------------------------------------------------------------
 
@@ -162,13 +164,13 @@ class FaultPlan:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._places.__exit__(kind, error, where)
+        self._places.__exit__(kind, error, trace)
         if error is None:
-            self._check_own()
+            self._check_local()
 
-    def _due(self, point: str, *paths: str) -> list[Firing]:
+    def _collect_due(self, point: str, *paths: str) -> list[Firing]:
         """Count that this process comes by; returns what is to happen now."""
         due = []
         with self._lock:
@@ -182,8 +184,8 @@ class FaultPlan:
                 self._reached[number] += 1
                 if self._reached[number] == fault.occurrence:
                     due.append(Firing(number, point, rank, self._places.step, os.getpid(), *paths[:1]))
-        known = {(firing.fault, firing.rank) for firing in self.firings} if due else set()
-        return [firing for firing in due if (firing.fault, firing.rank) not in known]
+        recorded = {(firing.fault, firing.rank) for firing in self.firings} if due else set()
+        return [firing for firing in due if (firing.fault, firing.rank) not in recorded]
 
     def _happen(self, due: list[Firing]) -> None:
         for firing in due:
@@ -231,25 +233,25 @@ class DiskPoint(NamedTuple):
     number: int
     path: str
 
-    def fault(self, action: Action = "kill", **where: Any) -> Fault:
-        """The fault that strikes here when the same is done again; ``where`` is for `Fault`."""
-        return Fault(f"disk:*:{self.moment}", action, occurrence=self.number, **where)
+    def fault(self, action: Action = "kill", **fault_options: Any) -> Fault:
+        """The fault that strikes here when the same is done again; ``fault_options`` are for `Fault`."""
+        return Fault(f"disk:*:{self.moment}", action, occurrence=self.number, **fault_options)
 
 
 def disk_points(work: Callable[[], Any]) -> list[DiskPoint]:
     """Do ``work``, and list every moment at which one of its disk operations can fail, in order."""
-    found: list[DiskPoint] = []
+    points: list[DiskPoint] = []
     counts: Counter[str] = Counter()
 
     def note(point: str, *paths: str) -> list[Any]:
         _, operation, moment = point.split(":")
         counts[moment] += 1
-        found.append(DiskPoint(operation, moment, counts[moment], paths[0]))
+        points.append(DiskPoint(operation, moment, counts[moment], paths[0]))
         return []
 
     with Places(note, lambda due: None, (point for point in POINTS if point.startswith("disk:"))):
         work()
-    return found
+    return points
 
 
 def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[str] | None = None) -> int:

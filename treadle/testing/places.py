@@ -43,22 +43,22 @@ class Places(Generic[Due]):
     Args:
         due: ``due(point, *paths)`` returns what is to happen now: nothing, mostly.
         happen: does it.
-        wanted: the points that matter; what only others need is left as it is.
+        active_points: the points that matter; what only others need is left as it is.
 
     Attributes:
         step: the optimizer step that this process works on, from the first micro-batch to the next step's.
     """
 
     def __init__(
-        self, due: Callable[..., list[Due]], happen: Callable[[list[Due]], None], wanted: Iterable[str]
+        self, due: Callable[..., list[Due]], happen: Callable[[list[Due]], None], active_points: Iterable[str]
     ) -> None:
         self.due = due
         self.happen = happen
-        self.wanted = frozenset(wanted)
+        self.active_points = frozenset(active_points)
         self.step = 0
         self._undo: ExitStack | None = None
         self._inside: Any = None  # the outermost forward that runs
-        self._known: weakref.WeakSet[Accumulation] = weakref.WeakSet()
+        self._accumulations: weakref.WeakSet[Accumulation] = weakref.WeakSet()
         self._progress: weakref.WeakKeyDictionary[Accumulation, Any] = weakref.WeakKeyDictionary()
 
     def __enter__(self) -> Places[Due]:
@@ -70,45 +70,49 @@ class Places(Generic[Due]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         undo, self._undo = self._undo, None
         assert undo is not None
         undo.close()
 
     def _arm(self, undo: ExitStack) -> None:
-        kinds = {point.split(":")[0] for point in self.wanted}
-        _replace(undo, Accumulation, "backward", self._backward)  # these two tell the step, too
-        _replace(undo, Hooks, "__init__", self._hooks)
+        kinds = {point.split(":")[0] for point in self.active_points}
+        _replace(undo, Accumulation, "backward", self._wrap_backward)  # these two tell the step, too
+        _replace(undo, Hooks, "__init__", self._wrap_hooks)
         if "disk" in kinds:
             for name in OPERATIONS:
-                _replace(undo, filesystem, name, functools.partial(self._operation, name))
+                _replace(undo, filesystem, name, functools.partial(self._wrap_operation, name))
         if "step" in kinds:
-            undo.callback(register_optimizer_step_pre_hook(functools.partial(self._at_step, "step:before")).remove)
-            undo.callback(register_optimizer_step_post_hook(functools.partial(self._at_step, "step:after")).remove)
+            undo.callback(
+                register_optimizer_step_pre_hook(functools.partial(self._reach_at_step, "step:before")).remove
+            )
+            undo.callback(
+                register_optimizer_step_post_hook(functools.partial(self._reach_at_step, "step:after")).remove
+            )
         if "forward" in kinds:
             # A prepared model may be the user's own object: only the Accelerator that prepared it can tell.
-            self._known.update(o for o in gc.get_objects() if issubclass(type(o), Accumulation))
-            _replace(undo, Accelerator, "prepare_model", self._prepare_model)
-            _replace(undo, Accelerator, "method", self._method)
-            before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))
+            self._accumulations.update(o for o in gc.get_objects() if issubclass(type(o), Accumulation))
+            _replace(undo, Accelerator, "prepare_model", self._wrap_prepare_model)
+            _replace(undo, Accelerator, "method", self._wrap_method)
+            before, after = map(torch.compiler.disable, (self._enter_forward, self._leave_forward))
             undo.callback(register_module_forward_pre_hook(before).remove)
             undo.callback(register_module_forward_hook(after, always_call=True).remove)
 
     def _reach(self, point: str, *paths: str) -> None:
         # What was made while armed (a Trainer's hooks, a scheduler's wrapper of a step) may outlive it.
-        if self._undo is not None and point in self.wanted and (due := self.due(point, *paths)):
+        if self._undo is not None and point in self.active_points and (due := self.due(point, *paths)):
             self.happen(due)
 
     def _work(self, accumulation: Accumulation) -> None:
         """Note that this process works on the next step of an Accelerator."""
-        self._known.add(accumulation)
+        self._accumulations.add(accumulation)
         progress = self._progress.get(accumulation)
         self.step = 1 + (accumulation.steps if progress is None else progress.step)
 
     # -- what stands in the place of Treadle's functions ---------------------------------------------------------
 
-    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _wrap_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         def backward(accumulation: Accumulation, *args: Any, **kwargs: Any) -> None:
             self._work(accumulation)
             self._reach("backward:before")
@@ -117,7 +121,7 @@ class Places(Generic[Due]):
 
         return backward
 
-    def _hooks(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _wrap_hooks(self, original: Callable[..., None]) -> Callable[..., None]:
         def init(hooks: Hooks, trainer: Any, *args: Any) -> None:
             original(hooks, trainer, *args)
             assert self._undo is not None
@@ -125,8 +129,8 @@ class Places(Generic[Due]):
             self._progress[accumulation] = trainer.progress
             for name in HOOKS:
                 called = getattr(hooks, name)
-                around = [functools.partial(self._in_hook, f"callback:{name}:{m}") for m in ("before", "after")]
-                before, after = ([hook] if hook.args[0] in self.wanted else [] for hook in around)
+                around = [functools.partial(self._reach_in_hook, f"callback:{name}:{m}") for m in ("before", "after")]
+                before, after = ([hook] if hook.args[0] in self.active_points else [] for hook in around)
                 if name == "on_train_batch_start":
                     before.insert(0, functools.partial(self._begin, accumulation))
                 if before or after:
@@ -135,19 +139,19 @@ class Places(Generic[Due]):
 
         return init
 
-    def _in_hook(self, point: str, *_: Any) -> None:
+    def _reach_in_hook(self, point: str, *_: Any) -> None:
         self._reach(point)
 
     def _begin(self, accumulation: Accumulation, *_: Any) -> None:
         self._work(accumulation)
 
-    def _operation(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_operation(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         before, half, after = (f"disk:{name}:{moment}" for moment in ("before", "half", "after"))
 
         def operation(*args: Any, **kwargs: Any) -> Any:
             paths = [os.fspath(value) for value in (*args, *kwargs.values()) if isinstance(value, os.PathLike)]
             self._reach(before, *paths)
-            if half in self.wanted and (due := self.due(half, *paths)):
+            if half in self.active_points and (due := self.due(half, *paths)):
                 original(*args, **kwargs)
                 os.truncate(paths[0], os.path.getsize(paths[0]) // 2)
                 self.happen(due)
@@ -158,21 +162,21 @@ class Places(Generic[Due]):
 
         return operation
 
-    def _at_step(self, point: str, optimizer: Optimizer, *_: Any) -> None:
-        for accumulation in self._known:
+    def _reach_at_step(self, point: str, optimizer: Optimizer, *_: Any) -> None:
+        for accumulation in self._accumulations:
             if any(prepared.optimizer is optimizer for prepared in accumulation.optimizers):
                 self._work(accumulation)
                 self._reach(point)
                 return
 
-    def _prepare_model(self, original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def _wrap_prepare_model(self, original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         def prepare_model(accelerator: Accelerator, *args: Any, **kwargs: Any) -> nn.Module:
-            self._known.add(accelerator.accumulation)
+            self._accumulations.add(accelerator.accumulation)
             return original(accelerator, *args, **kwargs)
 
         return prepare_model
 
-    def _method(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_method(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def method(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Callable[..., Any]:
             call = original(accelerator, *args, **kwargs)
 
@@ -192,17 +196,17 @@ class Places(Generic[Due]):
 
         return method
 
-    def _before_forward(self, module: nn.Module, *_: Any) -> None:
+    def _enter_forward(self, module: nn.Module, *_: Any) -> None:
         if self._inside is not None or not torch.is_grad_enabled():
             return
-        for accumulation in self._known:
+        for accumulation in self._accumulations:
             if any(prepared in (module, module._modules.get("_orig_mod")) for prepared in accumulation.models):
                 self._inside = module
                 self._work(accumulation)
                 self._reach("forward:before")
                 return
 
-    def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
+    def _leave_forward(self, module: nn.Module, _: Any, output: Any) -> None:
         if self._inside is module:
             self._inside = None
             if output is not None:  # else it raised

@@ -16,7 +16,7 @@ import torch
 
 from ....common.messages import nearest
 from ....trainer.core import Argument
-from ..values import Value, hidden, plain
+from ..values import Value, hide_secrets, to_plain
 from . import catalog
 
 LISTS = {
@@ -36,17 +36,17 @@ WRITTEN = (*PATHS, torch.dtype, torch.device)
 """What is made of one word of text."""
 
 
-def unknown(name: str, key: Any, known: list[str]) -> str:
-    hint = nearest(key, known)
-    has = f" It has {', '.join(known)}." if 0 < len(known) <= 12 else "" if known else " It has none."
+def describe_unknown(name: str, key: Any, valid_names: list[str]) -> str:
+    hint = nearest(key, valid_names)
+    has = f" It has {', '.join(valid_names)}." if 0 < len(valid_names) <= 12 else "" if valid_names else " It has none."
     return f": {name} has no argument {key!r}.{hint}{has}"
 
 
-def typed(argument: Argument) -> str:
-    return "" if argument.type is Any else f" ({words_for(argument.type)})"
+def describe_type(argument: Argument) -> str:
+    return "" if argument.type is Any else f" ({describe_annotation(argument.type)})"
 
 
-def simplified(annotation: Any) -> Any:
+def simplify(annotation: Any) -> Any:
     """The annotation behind ``Annotated``, ``NewType``, ``Final`` and type variables."""
     while True:
         if typing.get_origin(annotation) is typing.Annotated:
@@ -54,8 +54,8 @@ def simplified(annotation: Any) -> Any:
         elif isinstance(annotation, typing.NewType):
             annotation = annotation.__supertype__
         elif isinstance(annotation, typing.TypeVar):
-            either = Union[annotation.__constraints__] if annotation.__constraints__ else Any  # noqa: UP007
-            annotation = annotation.__bound__ or either
+            bound = Union[annotation.__constraints__] if annotation.__constraints__ else Any  # noqa: UP007
+            annotation = annotation.__bound__ or bound
         else:
             return annotation
 
@@ -72,25 +72,31 @@ def has_shape(value: Value, member: Any) -> bool:
     return False
 
 
-def words_for(annotation: Any) -> str:
+def describe_annotation(annotation: Any) -> str:
     """An annotation in words: ``int or null``, ``list of float``, ``'min' or 'max'``."""
-    annotation = simplified(annotation)
+    annotation = simplify(annotation)
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation in (None, type(None)):
         return "null"
     if annotation in (Any, object, inspect.Parameter.empty):
         return "anything"
     if origin in (Union, types.UnionType):
-        return joined([words_for(one) for one in sorted(inner, key=lambda one: one is type(None))])
+        return join_words(
+            [describe_annotation(member) for member in sorted(inner, key=lambda member: member is type(None))]
+        )
     if origin is Literal:
-        return joined([repr(one) for one in inner])
+        return join_words([repr(member) for member in inner])
     kind = origin or annotation
     if kind in LISTS or (kind is tuple and (not inner or inner[-1] is Ellipsis)):
-        return f"a list of {words_for(inner[0])}" if inner and inner[0] is not Any else "a list"
+        return f"a list of {describe_annotation(inner[0])}" if inner and inner[0] is not Any else "a list"
     if kind is tuple:
-        return f"a list of {len(inner)}: {', '.join(words_for(one) for one in inner)}"
+        return f"a list of {len(inner)}: {', '.join(describe_annotation(member) for member in inner)}"
     if kind in DICTS:
-        return f"a mapping of {words_for(inner[0])} to {words_for(inner[1])}" if len(inner) == 2 else "a mapping"
+        return (
+            f"a mapping of {describe_annotation(inner[0])} to {describe_annotation(inner[1])}"
+            if len(inner) == 2
+            else "a mapping"
+        )
     if kind is type:
         return (
             f"the name of a class that extends {inner[0].__name__}"
@@ -102,19 +108,19 @@ def words_for(annotation: Any) -> str:
     if kind in PATHS:
         return "a path"
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return joined([repr(one.name) for one in kind])
+        return join_words([repr(member.name) for member in kind])
     if isinstance(kind, type):
         return {"str": "text", "bool": "true or false"}.get(kind.__name__, kind.__name__)
     return str(annotation).replace("typing.", "")
 
 
-def joined(words: list[str]) -> str:
+def join_words(words: list[str]) -> str:
     words = list(dict.fromkeys(words))
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-def shown_value(value: Value, secrets: Mapping[str, str]) -> str:
-    data = plain(value)
+def format_value(value: Value, secrets: Mapping[str, str]) -> str:
+    data = to_plain(value)
     if data is None or isinstance(data, bool):
         return {None: "null", True: "true", False: "false"}[data]
-    return f"{hidden(repr(data), secrets):.100}"
+    return f"{hide_secrets(repr(data), secrets):.100}"

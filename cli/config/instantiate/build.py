@@ -20,10 +20,12 @@ from ....trainer.core import DataModule, SchedulerConfig, Signature, TaskModule,
 from ..resolve import SECTIONS, Config
 from ..values import DEFAULT, ConfigError, Value
 from .annotations import Checker
-from .recipes import Object, Plain, Recipe, default_value
+from .recipes import ObjectRecipe, PlainRecipe, Recipe, make_default_value
 
 _ELSEWHERE = {"seed_everything": "seed", "optimizers": "optimizer", "scheduler": "lr_scheduler", "datamodule": "data"}
-_HOW = tuple(field.name for field in fields(SchedulerConfig) if field.name not in ("scheduler", "reduce_on_plateau"))
+_SCHEDULE_OPTIONS = tuple(
+    field.name for field in fields(SchedulerConfig) if field.name not in ("scheduler", "reduce_on_plateau")
+)
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,12 @@ class Optimizers:
     Attributes:
         optimizer: what to build for the task's trainable parameters.
         scheduler: what to build for the optimizer, if anything.
-        how: when the scheduler steps, see `SchedulerConfig`.
+        schedule_options: when the scheduler steps, see `SchedulerConfig`.
     """
 
-    optimizer: Object
-    scheduler: Object | None
-    how: Mapping[str, Any]
+    optimizer: ObjectRecipe
+    scheduler: ObjectRecipe | None
+    schedule_options: Mapping[str, Any]
 
     def __call__(self, task: TaskModule) -> Any:
         """What ``configure_optimizers`` returns."""
@@ -47,11 +49,11 @@ class Optimizers:
         if self.scheduler is None:
             return optimizer
         scheduler = self.scheduler.make({"optimizer": optimizer})
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.how}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.schedule_options}}
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedConfig:
     """A configuration whose every part is known to fit; nothing is built yet.
 
     Attributes:
@@ -68,8 +70,8 @@ class Checked:
 
     config: Config
     trainer: dict[str, Recipe]
-    model: Object
-    data: Object | None
+    model: ObjectRecipe
+    data: ObjectRecipe | None
     optimizers: Optimizers | None
     seed: int | None
     ckpt_path: str | None
@@ -77,46 +79,53 @@ class Checked:
     run_name: str
     run_dir: str
 
-    def settings(self) -> TrainerSettings:
+    def build_settings(self) -> TrainerSettings:
         """The Trainer's flags, with callbacks and loggers built."""
         return TrainerSettings(**{name: recipe.make() for name, recipe in self.trainer.items()})
 
-    def task(self) -> TaskModule:
+    def build_task(self) -> TaskModule:
         """The task, built."""
         task: TaskModule = self.model.make()
         if self.optimizers is not None:
             task.__dict__["configure_optimizers"] = partial(self.optimizers, task)
         return task
 
-    def datamodule(self) -> DataModule | None:
+    def build_datamodule(self) -> DataModule | None:
         """The data module, built; None if the task brings its own loaders."""
         return None if self.data is None else self.data.make()
 
-    def resolved(self) -> Value:
+    def resolve_defaults(self) -> Value:
         """The whole configuration with every default, each value with its source."""
         trainer = {
-            name: self.trainer[name].resolved() if name in self.trainer else default_value(argument.default)
-            for name, argument in _flags().arguments.items()
+            name: self.trainer[name].resolve_defaults()
+            if name in self.trainer
+            else make_default_value(argument.default)
+            for name, argument in _get_trainer_signature().arguments.items()
         }
-        found = {"trainer": Value(trainer, DEFAULT), "model": self.model.resolved()}
+        sections = {"trainer": Value(trainer, DEFAULT), "model": self.model.resolve_defaults()}
         if self.data is not None:
-            found["data"] = self.data.resolved()
+            sections["data"] = self.data.resolve_defaults()
         if self.optimizers is not None:
-            found["optimizer"] = self.optimizers.optimizer.resolved()
+            sections["optimizer"] = self.optimizers.optimizer.resolve_defaults()
             if (scheduler := self.optimizers.scheduler) is not None:
-                given = self.config.root.data["lr_scheduler"].data
-                how = {name: given[name] for name in self.optimizers.how}
-                found["lr_scheduler"] = replace(made := scheduler.resolved(), data={**made.data, **how})
+                section_values = self.config.root.data["lr_scheduler"].data
+                schedule_options = {name: section_values[name] for name in self.optimizers.schedule_options}
+                sections["lr_scheduler"] = replace(
+                    resolved_scheduler := scheduler.resolve_defaults(),
+                    data={**resolved_scheduler.data, **schedule_options},
+                )
         simple = {"seed": self.seed, "ckpt_path": self.ckpt_path}
         for name, value in simple.items():
-            found[name] = self.config.root.data.get(name, Value(value, DEFAULT))
+            sections[name] = self.config.root.data.get(name, Value(value, DEFAULT))
         if self.schedule is not None:
-            found["schedule"] = self.config.root.data["schedule"]
+            sections["schedule"] = self.config.root.data["schedule"]
         run = {"name": self.run_name, "dir": self.run_dir}
-        own = self.config.section("run")
-        given = {} if own is None else own.data
-        found["run"] = Value({key: given.get(key, Value(value, DEFAULT)) for key, value in run.items()}, DEFAULT)
-        return Value(found, "")
+        run_section = self.config.get_section("run")
+        section_values = {} if run_section is None else run_section.data
+        sections["run"] = Value(
+            {key: section_values.get(key, Value(value, DEFAULT)) for key, value in run.items()}, DEFAULT
+        )
+        return Value(sections, "")
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,7 @@ class Built:
         trainer_settings: the Trainer's flags.
         model: the task.
         data: the data module, or None.
-        seed, ckpt_path: as `Checked` has them.
+        seed, ckpt_path: as `CheckedConfig` has them.
     """
 
     trainer_settings: TrainerSettings
@@ -147,10 +156,12 @@ def build(config: Config, model: type[TaskModule] | None = None, data: type[Data
         ConfigError: something is wrong with it.
     """
     checked = check(config, model, data)
-    return Built(checked.settings(), checked.task(), checked.datamodule(), checked.seed, checked.ckpt_path)
+    return Built(
+        checked.build_settings(), checked.build_task(), checked.build_datamodule(), checked.seed, checked.ckpt_path
+    )
 
 
-def check(config: Config, model: type[TaskModule] | None = None, data: type[DataModule] | None = None) -> Checked:
+def check(config: Config, model: type[TaskModule] | None = None, data: type[DataModule] | None = None) -> CheckedConfig:
     """Compare all of a configuration with what its classes take. Imports their modules, builds nothing.
 
     Args:
@@ -172,9 +183,9 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
     task = _check_object(checker, config, "model", TaskModule, model)
     module = _check_object(checker, config, "data", DataModule, data)
     optimizers = _check_optimizers(checker, config)
-    seed = _simple(checker, root.data.get("seed"), "seed", int | None, 0)
-    ckpt_path = _simple(checker, config.section("ckpt_path"), "ckpt_path", str | None, None)
-    schedule = _simple(checker, config.section("schedule"), "schedule", str | None, None)
+    seed = _check_simple(checker, root.data.get("seed"), "seed", int | None, 0)
+    ckpt_path = _check_simple(checker, config.get_section("ckpt_path"), "ckpt_path", str | None, None)
+    schedule = _check_simple(checker, config.get_section("schedule"), "schedule", str | None, None)
     if isinstance(schedule, str) and schedule not in SCHEDULES:
         checker.report(root.data["schedule"], ("schedule",), f"={schedule} must be one of {', '.join(SCHEDULES)}.")
     if isinstance(seed, int) and not 0 <= seed < 2**32:
@@ -184,16 +195,16 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
         checker.problems.append("there is no model: add a section 'model: {class: my_module.MyTask}', or model=...")
     if checker.problems or task is None:
         raise ConfigError(*checker.problems)
-    return Checked(config, trainer, task, module, optimizers, seed, ckpt_path, schedule, run["name"], run["dir"])
+    return CheckedConfig(config, trainer, task, module, optimizers, seed, ckpt_path, schedule, run["name"], run["dir"])
 
 
-def _flags() -> Signature:
+def _get_trainer_signature() -> Signature:
     """The Trainer's arguments; its ``**unknown`` is there to be refused."""
     return replace(signature(Trainer), open=False)
 
 
-def _mapping(checker: Checker, config: Config, name: str) -> dict[str, Value]:
-    section = config.section(name)
+def _read_mapping(checker: Checker, config: Config, name: str) -> dict[str, Value]:
+    section = config.get_section(name)
     if section is None:
         return {}
     if not isinstance(section.data, dict):
@@ -203,35 +214,39 @@ def _mapping(checker: Checker, config: Config, name: str) -> dict[str, Value]:
 
 
 def _check_trainer(checker: Checker, config: Config) -> dict[str, Recipe]:
-    takes, known = _flags(), {}
-    for key, item in _mapping(checker, config, "trainer").items():
+    takes, flags = _get_trainer_signature(), {}
+    for key, item in _read_mapping(checker, config, "trainer").items():
         if key in takes.arguments:
-            known[key] = item
+            flags[key] = item
             continue
         try:
             arguments.refuse_unknown({key: item}, takes.arguments)
         except TypeError as error:
             checker.report(item, ("trainer", key), f": {error}")
     for flag, names in (("strategy", strategy_names()), ("accelerator", ACCELERATORS)):
-        value = known.get(flag)
+        value = flags.get(flag)
         if value is not None and isinstance(value.data, str) and value.data not in names:
             hint = nearest(value.data, names)
             checker.report(value, ("trainer", flag), f"={value.data!r} is not one of {', '.join(names)}.{hint}")
-            del known[flag]
-    section = config.section("trainer") or config.root
-    found = checker.arguments(section, known, takes, "Trainer", ("trainer",))
-    return found or {}
+            del flags[flag]
+    section = config.get_section("trainer") or config.root
+    recipes = checker.check_arguments(section, flags, takes, "Trainer", ("trainer",))
+    return recipes or {}
 
 
-def _check_object(checker: Checker, config: Config, name: str, base: type, known: type | None) -> Object | None:
-    section = config.section(name)
-    if section is None and known is not None:
+def _check_object(
+    checker: Checker, config: Config, name: str, base: type, default_class: type | None
+) -> ObjectRecipe | None:
+    section = config.get_section(name)
+    if section is None and default_class is not None:
         section = Value({}, config.root.source)
-    return None if section is None else checker.object(section, known or base, (name,), target=known)
+    return (
+        None if section is None else checker.check_object(section, default_class or base, (name,), target=default_class)
+    )
 
 
 def _check_optimizers(checker: Checker, config: Config) -> Optimizers | None:
-    section, after = config.section("optimizer"), config.section("lr_scheduler")
+    section, after = config.get_section("optimizer"), config.get_section("lr_scheduler")
     if section is None:
         if after is not None:
             words = (
@@ -239,55 +254,57 @@ def _check_optimizers(checker: Checker, config: Config) -> Optimizers | None:
             )
             checker.report(after, ("lr_scheduler",), words)
         return None
-    optimizer = checker.object(section, Optimizer, ("optimizer",), ("params",))
-    scheduler: Object | None = None
-    how: dict[str, Any] = {}
+    optimizer = checker.check_object(section, Optimizer, ("optimizer",), ("params",))
+    scheduler: ObjectRecipe | None = None
+    schedule_options: dict[str, Any] = {}
     if after is not None:
-        scheduler, how = _check_scheduler(checker, after)
+        scheduler, schedule_options = _check_scheduler(checker, after)
     if optimizer is None:
         return None
-    return Optimizers(optimizer, scheduler, how)
+    return Optimizers(optimizer, scheduler, schedule_options)
 
 
-def _check_scheduler(checker: Checker, section: Value) -> tuple[Object | None, dict[str, Any]]:
+def _check_scheduler(checker: Checker, section: Value) -> tuple[ObjectRecipe | None, dict[str, Any]]:
     path = ("lr_scheduler",)
-    how: dict[str, Any] = {}
+    schedule_options: dict[str, Any] = {}
     if isinstance(section.data, dict):
         annotations = signature(SchedulerConfig).arguments
         rest = dict(section.data)
-        for name in [name for name in _HOW if name in rest]:
+        for name in [name for name in _SCHEDULE_OPTIONS if name in rest]:
             recipe = checker.check(rest[name], annotations[name].type, (*path, name))
-            how[name] = None if recipe is None else recipe.make()
+            schedule_options[name] = None if recipe is None else recipe.make()
             del rest[name]
-        if how.get("interval", "step") not in ("step", "epoch"):
-            where = section.data["interval"]
-            checker.report(where, (*path, "interval"), f"={how['interval']!r} must be 'epoch' or 'step'.")
+        if schedule_options.get("interval", "step") not in ("step", "epoch"):
+            interval = section.data["interval"]
+            checker.report(
+                interval, (*path, "interval"), f"={schedule_options['interval']!r} must be 'epoch' or 'step'."
+            )
         section = replace(section, data=rest)
-    scheduler = checker.object(section, LRScheduler, path, ("optimizer",))
-    if scheduler is not None and scheduler.target is ReduceLROnPlateau and how.get("monitor") is None:
+    scheduler = checker.check_object(section, LRScheduler, path, ("optimizer",))
+    if scheduler is not None and scheduler.target is ReduceLROnPlateau and schedule_options.get("monitor") is None:
         checker.report(section, path, ": ReduceLROnPlateau needs to know what to watch: add 'monitor: val_loss', say.")
-    return scheduler, how
+    return scheduler, schedule_options
 
 
 def _check_run(checker: Checker, config: Config) -> dict[str, str]:
-    found = {"name": "default", "dir": "runs"}
-    for key, item in _mapping(checker, config, "run").items():
-        if key not in found:
-            hint = nearest(str(key), found)
+    run = {"name": "default", "dir": "runs"}
+    for key, item in _read_mapping(checker, config, "run").items():
+        if key not in run:
+            hint = nearest(str(key), run)
             checker.report(item, ("run", key), f": a run has no {key!r}.{hint} It has name, dir.")
-        elif isinstance(made := checker.check(item, str, ("run", key)), Plain):
-            found[key] = made.made
-    return found
+        elif isinstance(recipe := checker.check(item, str, ("run", key)), PlainRecipe):
+            run[key] = recipe.built_value
+    return run
 
 
-def _simple(checker: Checker, value: Value | None, name: str, annotation: Any, default: Any) -> Any:
+def _check_simple(checker: Checker, value: Value | None, name: str, annotation: Any, default: Any) -> Any:
     if value is None:
         return default
     recipe = checker.check(value, annotation, (name,))
     return None if recipe is None else recipe.make()
 
 
-def located(config: Config, error: Exception, section: str = "trainer") -> ConfigError:
+def locate_error(config: Config, error: Exception, section: str = "trainer") -> ConfigError:
     """What the Trainer said of its flags, or the run's folder of itself, with the place in the configuration.
 
     Args:
@@ -297,5 +314,5 @@ def located(config: Config, error: Exception, section: str = "trainer") -> Confi
     """
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     name = (re.match(r"\w*", text) or [""])[0]
-    key = f"trainer.{name}" if name in _flags().arguments else name if name in SECTIONS else section
-    return ConfigError(f"{config.where(key)}: {key}: {text}")
+    key = f"trainer.{name}" if name in _get_trainer_signature().arguments else name if name in SECTIONS else section
+    return ConfigError(f"{config.find_source(key)}: {key}: {text}")

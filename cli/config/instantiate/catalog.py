@@ -31,7 +31,7 @@ _SHELVES: tuple[tuple[type, str], ...] = (
 _ROOMS = [home for _, home in _SHELVES]
 
 
-def shelved() -> list[type]:
+def list_shelved() -> list[type]:
     """The classes whose extensions have short names."""
     return [kind for kind, _ in _SHELVES]
 
@@ -41,11 +41,11 @@ def is_shelved(base: Any) -> bool:
     return base in (TaskModule, DataModule, *(kind for kind, _ in _SHELVES)) or inspect.isabstract(base)
 
 
-def short_names(base: Any) -> dict[str, str]:
+def list_short_names(base: Any) -> dict[str, str]:
     """What can be named without a path where a ``base`` is expected: bare names and where they are."""
     if base is object:
-        return {name: home for kind in shelved() for name, home in short_names(kind).items()}
-    found: dict[str, str] = {}
+        return {name: home for kind in list_shelved() for name, home in list_short_names(kind).items()}
+    homes: dict[str, str] = {}
     for kind, home in _SHELVES:
         if not (isinstance(base, type) and issubclass(base, kind)):
             continue
@@ -53,11 +53,11 @@ def short_names(base: Any) -> dict[str, str]:
         for name in getattr(module, "__all__", None) or dir(module):
             # What is imported when it is first used need not be for its name.
             lazy = kind is base and name not in vars(module) and name[:1].isupper()
-            if name != kind.__name__ and (lazy or _extends(getattr(module, name, None), base)):
-                found[name] = home
-    for cls in _loaded(base):
-        found.setdefault(cls.__qualname__, cls.__module__)
-    return found
+            if name != kind.__name__ and (lazy or _is_subclass(getattr(module, name, None), base)):
+                homes[name] = home
+    for cls in _iterate_loaded_classes(base):
+        homes.setdefault(cls.__qualname__, cls.__module__)
+    return homes
 
 
 def find(name: str, base: Any) -> Any:
@@ -66,28 +66,33 @@ def find(name: str, base: Any) -> Any:
     Raises:
         ConfigError: there is nothing of this name, with the nearest that is.
     """
-    known = short_names(base)
-    if name in known:
-        kinds = [] if known[name] in _ROOMS else shelved() if base is object else [base]
-        paths = {f"{cls.__module__}.{name}" for kind in kinds for cls in _loaded(kind) if cls.__qualname__ == name}
+    homes = list_short_names(base)
+    if name in homes:
+        kinds = [] if homes[name] in _ROOMS else list_shelved() if base is object else [base]
+        paths = {
+            f"{cls.__module__}.{name}"
+            for kind in kinds
+            for cls in _iterate_loaded_classes(kind)
+            if cls.__qualname__ == name
+        }
         if len(paths) > 1:
             raise ConfigError(f"{name!r} may be {' or '.join(sorted(paths))}: write the path.")
-        return _attribute(importlib.import_module(known[name]), name)
+        return _get_attribute(importlib.import_module(homes[name]), name)
     if "." not in name:
         main = getattr(sys.modules.get("__main__"), name, None)
         if main is not None:
             return main
-        hint = nearest(name, known)
+        hint = nearest(name, homes)
         raise ConfigError(
-            f"there is no {_noun(base)}{name!r}.{hint} Name one of {_some(known)}, or an import path as "
+            f"there is no {_format_noun(base)}{name!r}.{hint} Name one of {_format_some(homes)}, or an import path as "
             "'my_package.module.Name'."
-            if known
+            if homes
             else f"{name!r} needs an import path, as 'my_package.module.{name}'."
         )
-    return imported(name)
+    return import_target(name)
 
 
-def imported(name: str) -> Any:
+def import_target(name: str) -> Any:
     """What an import path leads to.
 
     Raises:
@@ -111,61 +116,66 @@ def imported(name: str) -> Any:
                     f"{path!r} can't be imported: {asking} imports {error.name!r}, which is not there."
                 ) from error
             if module is None:
-                hint = nearest(parts[0], _importable_here())
-                hint = own(parts[-1]) or hint
+                hint = nearest(parts[0], _list_importable_modules())
+                hint = suggest_short_name(parts[-1]) or hint
                 raise ConfigError(f"there is no module {parts[0]!r} in {Path.cwd()} or installed.{hint}") from None
             break
         except Exception as error:
             error.add_note(f"while {path!r} was imported, for {name!r} in the configuration")
             raise
-        found = getattr(module, parts[end], None)
-        if found is not None and not inspect.ismodule(found):
+        target = getattr(module, parts[end], None)
+        if target is not None and not inspect.ismodule(target):
             break
-    found = module
+    target = module
     for done, part in enumerate(parts[len(module.__name__.split(".")) :], len(module.__name__.split("."))):
-        found = _attribute(found, part, ".".join(parts[:done]))
-    return found
+        target = _get_attribute(target, part, ".".join(parts[:done]))
+    return target
 
 
-def own(name: str, base: type = object) -> str:
+def suggest_short_name(name: str, base: type = object) -> str:
     """A sentence for those who bring the path of another program's class where there is one of that name here."""
-    return f" {name!r} alone, without a path, is known here." if name in short_names(base) else ""
+    return f" {name!r} alone, without a path, is known here." if name in list_short_names(base) else ""
 
 
-def _attribute(holder: Any, name: str, path: str = "") -> Any:
+def _get_attribute(holder: Any, name: str, path: str = "") -> Any:
     for part in name.split("."):
         try:
             holder = getattr(holder, part)
         except AttributeError:
-            known = [one for one in dir(holder) if not one.startswith("_")]
-            hint = nearest(part, known)
+            public_names = [member for member in dir(holder) if not member.startswith("_")]
+            hint = nearest(part, public_names)
             raise ConfigError(f"{path or holder!r} has no {part!r}.{hint}") from None
     return holder
 
 
-def _extends(one: Any, base: type) -> bool:
-    return isinstance(one, type) and issubclass(one, base)
+def _is_subclass(candidate: Any, base: type) -> bool:
+    return isinstance(candidate, type) and issubclass(candidate, base)
 
 
-def _loaded(base: Any) -> Iterator[type]:
+def _iterate_loaded_classes(base: Any) -> Iterator[type]:
     """The classes of users and their libraries that extend ``base``, as far as they are imported."""
     cls: type
     for cls in type.__subclasses__(base) if isinstance(base, type) else ():
         if not cls.__module__.startswith(("torch.", "treadle.")) and "<" not in cls.__qualname__:
             yield cls
-        yield from _loaded(cls)
+        yield from _iterate_loaded_classes(cls)
 
 
-def _importable_here() -> list[str]:
-    here = Path.cwd()
-    files = [one.stem for one in here.glob("*.py")]
-    return [*files, *(one.parent.name for one in here.glob("*/__init__.py")), "torch", "treadle"]
+def _list_importable_modules() -> list[str]:
+    current_directory = Path.cwd()
+    files = [file.stem for file in current_directory.glob("*.py")]
+    return [
+        *files,
+        *(init_file.parent.name for init_file in current_directory.glob("*/__init__.py")),
+        "torch",
+        "treadle",
+    ]
 
 
-def _noun(base: Any) -> str:
+def _format_noun(base: Any) -> str:
     return f"{base.__name__} named " if isinstance(base, type) and base is not object else ""
 
 
-def _some(known: Any) -> str:
-    names = sorted(known)
+def _format_some(choices: Any) -> str:
+    names = sorted(choices)
     return ", ".join(names) if len(names) <= 40 else ", ".join(names[:12]) + ", ..."

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ....trainer.core import REQUIRED, Signature
-from ..values import DEFAULT, ConfigError, Path, Value, dotted, value_of
+from ..values import DEFAULT, ConfigError, Path, Value, format_path, make_value
 
 NOTHING: Mapping[str, Any] = {}
 
@@ -32,27 +32,27 @@ class Recipe:
         """
         raise NotImplementedError
 
-    def resolved(self) -> Value:
+    def resolve_defaults(self) -> Value:
         """The value with all defaults written out."""
         return self.value
 
 
 @dataclass(frozen=True)
-class Plain(Recipe):
+class PlainRecipe(Recipe):
     """A value that is there already.
 
     Attributes:
-        made: what it becomes.
+        built_value: what it becomes.
     """
 
-    made: Any
+    built_value: Any
 
     def make(self, supplied: Mapping[str, Any] = NOTHING) -> Any:
-        return self.made
+        return self.built_value
 
 
 @dataclass(frozen=True)
-class Several(Recipe):
+class CollectionRecipe(Recipe):
     """A list, tuple or set.
 
     Attributes:
@@ -66,12 +66,12 @@ class Several(Recipe):
     def make(self, supplied: Mapping[str, Any] = NOTHING) -> Any:
         return self.kind([item.make(supplied) for item in self.items])
 
-    def resolved(self) -> Value:
-        return Value([item.resolved() for item in self.items], self.value.source)
+    def resolve_defaults(self) -> Value:
+        return Value([item.resolve_defaults() for item in self.items], self.value.source)
 
 
 @dataclass(frozen=True)
-class Named(Recipe):
+class MappingRecipe(Recipe):
     """A dict.
 
     Attributes:
@@ -83,13 +83,13 @@ class Named(Recipe):
     def make(self, supplied: Mapping[str, Any] = NOTHING) -> Any:
         return {key: item.make(supplied) for key, item in self.items.items()}
 
-    def resolved(self) -> Value:
+    def resolve_defaults(self) -> Value:
         items = zip(self.value.data, self.items.values(), strict=True)  # keys as written: made ones may be paths
-        return Value({key: item.resolved() for key, item in items}, self.value.source)
+        return Value({key: item.resolve_defaults() for key, item in items}, self.value.source)
 
 
 @dataclass(frozen=True)
-class Object(Recipe):
+class ObjectRecipe(Recipe):
     """An object of a class, or what a function returns.
 
     Attributes:
@@ -111,56 +111,58 @@ class Object(Recipe):
     later: bool = False
 
     def make(self, supplied: Mapping[str, Any] = NOTHING) -> Any:
-        given = {name: recipe.make(supplied) for name, recipe in self.arguments.items()}
+        arguments = {name: recipe.make(supplied) for name, recipe in self.arguments.items()}
         for name, value in supplied.items():
             if name in self.signature.arguments:
-                given.setdefault(name, value)
-        by_place = self._by_place(given)
+                arguments.setdefault(name, value)
+        positional = self._take_positional(arguments)
         if self.later:
-            return partial(self.target, *by_place, **given)
+            return partial(self.target, *positional, **arguments)
         try:
-            made = self.target(*by_place, **given)
+            built_object = self.target(*positional, **arguments)
         except Exception as error:
-            raise self._explained(error) from error
-        if isinstance(self.base, type) and not isinstance(made, self.base):
+            raise self._explain_error(error) from error
+        if isinstance(self.base, type) and not isinstance(built_object, self.base):
             raise ConfigError(
-                f"{self.value.source}: {dotted(self.path)}: {self.name} returned a {type(made).__name__}, which is no "
-                f"{self.base.__name__}."
+                f"{self.value.source}: {format_path(self.path)}: {self.name} returned a {type(built_object).__name__}, "
+                f"which is no {self.base.__name__}."
             )
-        return made
+        return built_object
 
-    def _by_place(self, given: dict[str, Any]) -> list[Any]:
-        """What has to be passed by position, taken out of ``given``: also what stands before ``*args``, if given."""
-        several = next((one.name for one in self.signature.arguments.values() if one.several), None)
+    def _take_positional(self, arguments: dict[str, Any]) -> list[Any]:
+        """What has to be passed by position, taken out of ``arguments``: also what stands before ``*args``, if given."""
+        variadic_name = next(
+            (argument.name for argument in self.signature.arguments.values() if argument.several), None
+        )
         takes = self.signature
-        found: list[Any] = []
-        for name in takes.positional if several in given else takes.positional[: takes.by_place_only]:
-            if name not in given and takes.arguments[name].default is REQUIRED:
+        positional: list[Any] = []
+        for name in takes.positional if variadic_name in arguments else takes.positional[: takes.by_place_only]:
+            if name not in arguments and takes.arguments[name].default is REQUIRED:
                 break
-            found.append(given.pop(name, takes.arguments[name].default))
-        return found + (given.pop(several) if several in given else [])
+            positional.append(arguments.pop(name, takes.arguments[name].default))
+        return positional + (arguments.pop(variadic_name) if variadic_name in arguments else [])
 
-    def _explained(self, error: Exception) -> Exception:
+    def _explain_error(self, error: Exception) -> Exception:
         """What went wrong, with the place: an error of ours as one of the configuration, any other as it is."""
         name = self.name or getattr(self.target, "__name__", str(self.target))
         home = getattr(self.target, "__module__", "") or ""
         if isinstance(error, ConfigError):
             return error
         if home.startswith(("treadle.", "torch.")) and isinstance(error, ValueError | TypeError):
-            return ConfigError(f"{self.value.source}: {dotted(self.path)}: {name}: {error}")
-        error.add_note(f"while {dotted(self.path)} was built: {name}, {self.value.source}")
+            return ConfigError(f"{self.value.source}: {format_path(self.path)}: {name}: {error}")
+        error.add_note(f"while {format_path(self.path)} was built: {name}, {self.value.source}")
         return error
 
-    def resolved(self) -> Value:
+    def resolve_defaults(self) -> Value:
         """Arguments of the class with its defaults; those that are no plain data are left to it."""
-        inside = {"class": Value(self.name, _source_of_class(self.value))} if self.name else {}
+        entries = {"class": Value(self.name, _find_class_source(self.value))} if self.name else {}
         for name, argument in self.signature.arguments.items():
             if name in self.arguments:
-                inside[name] = self.arguments[name].resolved()
+                entries[name] = self.arguments[name].resolve_defaults()
             elif argument.default is not REQUIRED and not argument.several:
-                inside[name] = default_value(argument.default)
-        inside |= {name: recipe.resolved() for name, recipe in self.arguments.items() if name not in inside}
-        return Value(inside, self.value.source)
+                entries[name] = make_default_value(argument.default)
+        entries |= {name: recipe.resolve_defaults() for name, recipe in self.arguments.items() if name not in entries}
+        return Value(entries, self.value.source)
 
 
 @dataclass(frozen=True)
@@ -174,15 +176,15 @@ class Opaque:
     words: str
 
 
-def default_value(default: Any) -> Value:
+def make_default_value(default: Any) -> Value:
     """A default as a value; `Opaque` where it is no plain data."""
     try:
-        return value_of(_as_data(default), DEFAULT)
+        return make_value(_convert_to_data(default), DEFAULT)
     except TypeError:
-        return Value(Opaque(_named(default)), DEFAULT)
+        return Value(Opaque(_describe_default(default)), DEFAULT)
 
 
-def _named(default: Any) -> str:
+def _describe_default(default: Any) -> str:
     """A default in words, as it is written in Python."""
     name = getattr(default, "__qualname__", None)
     if name is not None:
@@ -191,17 +193,17 @@ def _named(default: Any) -> str:
     return " ".join((default.name if isinstance(default, enum.Enum) else repr(default)).split())[:80]
 
 
-def _as_data(default: Any) -> Any:
+def _convert_to_data(default: Any) -> Any:
     if default is None or type(default) in (bool, int, float, str):
         return default
     if type(default) in (list, tuple):
-        return [_as_data(item) for item in default]
+        return [_convert_to_data(item) for item in default]
     if type(default) is dict and all(type(key) in (str, int) for key in default):
-        return {key: _as_data(item) for key, item in default.items()}
+        return {key: _convert_to_data(item) for key, item in default.items()}
     raise TypeError(type(default))
 
 
-def _source_of_class(value: Value) -> str:
+def _find_class_source(value: Value) -> str:
     if isinstance(value.data, dict) and "class" in value.data:
         return str(value.data["class"].source)
     return value.source

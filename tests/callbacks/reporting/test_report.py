@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
-from treadle.callbacks.reporting.html import Chart, Page, styles
-from treadle.callbacks.reporting.report import user_frames
+from treadle.callbacks.reporting.html import Chart, Page, choose_styles
+from treadle.callbacks.reporting.report import format_user_frames
 from treadle.loggers import CSVLogger
 
 import treadle
@@ -96,7 +96,7 @@ def test_the_users_frames_of_an_error_without_a_cause():
     try:
         Task().training_step([torch.ones(1, 3)], 0)
     except RuntimeError as error:
-        lines = user_frames(error).splitlines()
+        lines = format_user_frames(error).splitlines()
     assert [line.rpartition(" ")[2] for line in lines if line.startswith("  File")][-2:] == ["training_step", "loss"]
 
 
@@ -146,18 +146,18 @@ def test_curves_that_are_the_same_are_one_with_all_names():
 
 def test_a_stage_has_one_colour_on_the_whole_page():
     def colours(*names):
-        return [re.search(r'stroke="(.*?)"', style)[1] for style in styles(names)]
+        return [re.search(r'stroke="(.*?)"', style)[1] for style in choose_styles(names)]
 
     train, val = colours("train_loss", "val_loss")
     assert colours("val_acc", "train_acc") == [val, train]
     assert colours("val/f1") == [val]
     assert colours("loss", "val_loss") == [train, val]  # what names no stage is of training
-    pale, _, full = styles(["train_loss_step", "val_loss", "train_loss_epoch"])
+    pale, _, full = choose_styles(["train_loss_step", "val_loss", "train_loss_epoch"])
     assert "opacity" in pale
     assert pale.startswith(full)
-    first, second = styles(["val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"])
+    first, second = choose_styles(["val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"])
     assert second == f'{first} stroke-dasharray="6 3"'
-    assert len(set(styles([f"x{n}" for n in range(18)]))) == 18
+    assert len(set(choose_styles([f"x{n}" for n in range(18)]))) == 18
     page = Page("t", "s", times={"setup": (9.0, 0.0), "training": (3.0, 0.0), "validation": (2.0, 0.0)}).render()
     drawn = dict(re.findall(r'background:(#\w+)"></span>(\w+)', page))
     assert (drawn[train], drawn[val]) == ("training", "validation")

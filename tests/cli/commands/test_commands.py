@@ -53,7 +53,7 @@ def test_fit_and_its_folder(here):
     assert main(["fit", "--config", "run.yaml", "model.lr=0.05", "run.name=lines"]) == 0
     folder = here / "runs" / "lines" / "1"
     config = load([folder / "config.yaml"])
-    assert config.plain()["model"] == {"class": "cli_samples.Line", "lr": 0.05, "backbone": None}
+    assert config.to_plain()["model"] == {"class": "cli_samples.Line", "lr": 0.05, "backbone": None}
     assert re.search(r"lr: 0.05 +# command line", (folder / "config.yaml").read_text())
     (saved,) = (folder / "checkpoints").glob("*.ckpt")
     assert store.read_part(saved, "config") == {"yaml": (folder / "config.yaml").read_text()}
@@ -456,7 +456,7 @@ def test_processes_that_it_starts(here):
     assert done.stderr.count("optimizer steps") == 1
     torch.testing.assert_close(weights("runs/default/1"), by_hand())
     config = load(["runs/default/1/config.yaml"])
-    assert config.plain()["trainer"]["devices"] == 2
+    assert config.to_plain()["trainer"]["devices"] == 2
 
 
 @pytest.mark.slow

@@ -176,10 +176,10 @@ def test_a_run_that_fails_is_no_run_that_does_not_fit(here, capsys):
 
 
 def subject_of(*arguments):
-    from treadle.cli.commands.plan import parser
-    from treadle.cli.commands.plan_config import of_config
+    from treadle.cli.commands.plan import build_parser
+    from treadle.cli.commands.plan_config import build_config_subject
 
-    return of_config(parser().parse_args(["--config", "run.yaml", *arguments]))
+    return build_config_subject(build_parser().parse_args(["--config", "run.yaml", *arguments]))
 
 
 def planned(*arguments):

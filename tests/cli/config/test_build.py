@@ -14,11 +14,11 @@ import cli_samples
 import pytest
 import torch
 from torch import nn
-from treadle.cli.commands.printed import as_yaml
+from treadle.cli.commands.printed import dump_yaml
 from treadle.cli.config.instantiate import build
 from treadle.cli.config.instantiate.recipes import Opaque
 from treadle.cli.config.resolve import load
-from treadle.cli.config.values import ConfigError, value_of
+from treadle.cli.config.values import ConfigError, make_value
 from treadle.trainer import settings
 from treadle.trainer.core.signatures import described, signature
 
@@ -61,14 +61,14 @@ MANY = "model: {class: cli_samples.Many, hidden: 3}\n"
     ],
 )
 def test_values_become_arguments(override, name, value):
-    given = checked(MANY, f"model.{override}").task().given[name]
+    given = checked(MANY, f"model.{override}").build_task().given[name]
     assert type(given) is type(value)
     assert given == value
 
 
 def test_float_arguments_get_floats():
-    assert checked("model: {class: cli_samples.Line, lr: 1}").task().lr == 1.0
-    assert type(checked("model: {class: cli_samples.Line, lr: 1}").task().lr) is float
+    assert checked("model: {class: cli_samples.Line, lr: 1}").build_task().lr == 1.0
+    assert type(checked("model: {class: cli_samples.Line, lr: 1}").build_task().lr) is float
 
 
 def test_nested_objects():
@@ -82,32 +82,32 @@ model:
     - {class: ReLU}
     - {class: torch.nn.Linear, in_features: 8, out_features: 2, bias: false}
 """
-    net = checked(text).task().net
+    net = checked(text).build_task().net
     assert [type(part) for part in net] == [nn.Linear, nn.ReLU, nn.Linear]
     assert net[2].bias is None
 
 
 def test_arguments_that_bases_take():
-    task = checked("model: {class: cli_samples.Many, hidden: 3, lr: 0.5}").task()
+    task = checked("model: {class: cli_samples.Many, hidden: 3, lr: 0.5}").build_task()
     assert task.lr == 0.5
     assert set(signature(cli_samples.Many).arguments) >= {"hidden", "lr", "backbone"}
     assert not signature(cli_samples.Many).open
 
 
 def test_what_takes_anything_is_given_anything():
-    task = checked("model: {class: cli_samples.Open, what: [1], ever: {class: torch.nn.ReLU}}").task()
+    task = checked("model: {class: cli_samples.Open, what: [1], ever: {class: torch.nn.ReLU}}").build_task()
     assert task.given["what"] == [1]
     assert isinstance(task.given["ever"], nn.ReLU)
 
 
 def test_functions_that_make_a_task():
-    assert checked("model: {class: cli_samples.make_line, lr: 2}").task().lr == 2.0
+    assert checked("model: {class: cli_samples.make_line, lr: 2}").build_task().lr == 2.0
     with pytest.raises(ConfigError, match=r"run.yaml:1: model: cli_samples.make_nothing returned a NoneType"):
-        checked("model: cli_samples.make_nothing").task()
+        checked("model: cli_samples.make_nothing").build_task()
 
 
 def test_a_callable_that_makes_an_optimizer():
-    task = checked(MANY, "model.optimizer={class: AdamW, lr: 0.5}").task()
+    task = checked(MANY, "model.optimizer={class: AdamW, lr: 0.5}").build_task()
     made = task.given["optimizer"]
     assert isinstance(made, functools.partial)
     assert made([nn.Parameter(torch.zeros(1))]).defaults["lr"] == 0.5
@@ -115,11 +115,11 @@ def test_a_callable_that_makes_an_optimizer():
 
 def test_known_classes_need_no_name():
     found = checked("model: {lr: 0.5}\ndata: {batch_size: 2}", model=cli_samples.Line, data=cli_samples.Points)
-    assert type(found.task()) is cli_samples.Line
-    assert found.datamodule().batch_size == 2
+    assert type(found.build_task()) is cli_samples.Line
+    assert found.build_datamodule().batch_size == 2
     other = checked("model: {class: Bare}", model=cli_samples.Line)
-    assert type(other.task()) is cli_samples.Bare
-    assert type(checked("seed: 1", model=cli_samples.Line).task()) is cli_samples.Line
+    assert type(other.build_task()) is cli_samples.Bare
+    assert type(checked("seed: 1", model=cli_samples.Line).build_task()) is cli_samples.Line
     with pytest.raises(ConfigError, match="must be a Line, which Blank does not extend"):
         checked("model: {class: cli_samples.Blank}", model=cli_samples.Line)
 
@@ -133,7 +133,7 @@ trainer:
   callbacks: [{class: EarlyStopping, monitor: a}, Timer, {class: GradientAccumulationScheduler, scheduling: {0: 2}}]
 model: cli_samples.Line
 """
-    flags = checked(text).settings()
+    flags = checked(text).build_settings()
     assert isinstance(flags, treadle.TrainerSettings)
     assert isinstance(flags.logger, treadle.loggers.CSVLogger)
     assert isinstance(flags.strategy, treadle.strategies.DDP)
@@ -142,8 +142,8 @@ model: cli_samples.Line
         "Timer",
         "GradientAccumulationScheduler",
     ]
-    assert checked("model: cli_samples.Line", "trainer.strategy=fsdp").settings().strategy == "fsdp"
-    one = checked("model: cli_samples.Line", "trainer.callbacks=Timer").settings().callbacks
+    assert checked("model: cli_samples.Line", "trainer.strategy=fsdp").build_settings().strategy == "fsdp"
+    one = checked("model: cli_samples.Line", "trainer.callbacks=Timer").build_settings().callbacks
     assert isinstance(one, treadle.callbacks.Timer)
 
 
@@ -158,7 +158,7 @@ lr_scheduler:
   interval: step
   frequency: 2
 """
-    task = checked(text).task()
+    task = checked(text).build_task()
     made = task.configure_optimizers()
     assert type(made["optimizer"]) is torch.optim.SGD
     assert [len(group["params"]) for group in made["optimizer"].param_groups] == [2]
@@ -168,16 +168,16 @@ lr_scheduler:
 
 
 def test_frozen_parameters_are_not_trained():
-    task = checked("model: cli_samples.Line\noptimizer: AdamW").task()
+    task = checked("model: cli_samples.Line\noptimizer: AdamW").build_task()
     task.net.bias.requires_grad = False
     assert len(task.configure_optimizers().param_groups[0]["params"]) == 1
 
 
 def test_errors_while_building_name_the_place():
     with pytest.raises(ConfigError, match=r"run.yaml:1: optimizer: AdamW: Invalid learning rate: -1"):
-        checked("optimizer: {class: AdamW, lr: -1}\nmodel: cli_samples.Line").task().configure_optimizers()
+        checked("optimizer: {class: AdamW, lr: -1}\nmodel: cli_samples.Line").build_task().configure_optimizers()
     with pytest.raises(RuntimeError, match="no such rate") as raised:  # the user's own error, with its traceback
-        checked("\nmodel: {class: cli_samples.Picky, lr: -1}").task()
+        checked("\nmodel: {class: cli_samples.Picky, lr: -1}").build_task()
     assert raised.value.__notes__ == ["while model was built: cli_samples.Picky, run.yaml:2"]
 
 
@@ -207,7 +207,7 @@ def test_nothing_is_built_to_check(monkeypatch):
 )
 def test_what_is_printed_reads_back(text):
     first = checked(text)
-    printed = as_yaml(first.resolved(), first.config.secrets)
+    printed = dump_yaml(first.resolve_defaults(), first.config.secrets)
     again = checked(printed)
 
     def data(value):
@@ -215,17 +215,17 @@ def test_what_is_printed_reads_back(text):
             return {key: data(item) for key, item in value.data.items() if not isinstance(item.data, Opaque)}
         return [data(item) for item in value.data] if isinstance(value.data, list) else value.data
 
-    assert data(again.resolved()) == data(first.resolved())
+    assert data(again.resolve_defaults()) == data(first.resolve_defaults())
 
 
 def test_secrets_are_printed_as_references(monkeypatch):
     monkeypatch.setenv("TREADLE_TOKEN", "hush-hush")
     text = "vars: {t: '${oc.env:TREADLE_TOKEN}'}\nmodel: {class: cli_samples.Many, hidden: 1, name: 'x-${vars.t}'}\n"
     found = checked(text)
-    assert found.task().given["name"] == "x-hush-hush"
-    printed = as_yaml(found.resolved(), found.config.secrets)
+    assert found.build_task().given["name"] == "x-hush-hush"
+    printed = dump_yaml(found.resolve_defaults(), found.config.secrets)
     assert "hush" not in printed
-    assert checked(printed).task().given["name"] == "x-hush-hush"
+    assert checked(printed).build_task().given["name"] == "x-hush-hush"
 
 
 def test_secret_numbers_are_printed_as_references(monkeypatch):
@@ -233,10 +233,10 @@ def test_secret_numbers_are_printed_as_references(monkeypatch):
     found = checked(
         MANY + "vars: {k: '${oc.env:TREADLE_PIN_KEY}'}\n", "model.hidden=${vars.k}", "model.widths=['${vars.k}']"
     )
-    assert (found.task().given["hidden"], found.task().given["widths"]) == (987654, [987654])
-    printed = as_yaml(found.resolved(), found.config.secrets)
+    assert (found.build_task().given["hidden"], found.build_task().given["widths"]) == (987654, [987654])
+    printed = dump_yaml(found.resolve_defaults(), found.config.secrets)
     assert "987654" not in printed
-    assert checked(printed).task().given["widths"] == [987654]
+    assert checked(printed).build_task().given["widths"] == [987654]
 
 
 def test_any_text_reads_back(monkeypatch):
@@ -250,13 +250,17 @@ def test_any_text_reads_back(monkeypatch):
     for _ in range(500):
         key, text = ("".join(random.choices(parts, k=random.randrange(6))) for _ in range(2))
         data = {"vars": {key: text, "list": [text, {"x": text}]}}
-        printed = as_yaml(value_of(data, "here"), hidden)
-        assert load([], earlier=("f", printed)).plain() == data, printed
+        printed = dump_yaml(make_value(data, "here"), hidden)
+        assert load([], earlier=("f", printed)).to_plain() == data, printed
 
 
 def test_rarer_kinds_of_arguments():
     def given(override):
-        return checked("model: {class: cli_samples.Odd}", f"model.{override}").task().given[override.partition("=")[0]]
+        return (
+            checked("model: {class: cli_samples.Odd}", f"model.{override}")
+            .build_task()
+            .given[override.partition("=")[0]]
+        )
 
     assert given("word={text: a}") == {"text": "a"}
     assert vars(given("wide={factor: 3, bias: false}")) == {"width": 9, "bias": False}
@@ -265,13 +269,13 @@ def test_rarer_kinds_of_arguments():
     assert given("by_color={RED: 1}") == {cli_samples.Color.RED: 1}
     assert given("by_path={a/b: 1}") == {Path("a/b"): 1}
     found = checked("model: {class: cli_samples.Odd, by_color: {RED: 1}, wide: {bias: false}}")
-    again = checked(as_yaml(found.resolved()))  # without the width, which would be given twice
-    assert vars(again.task().given["wide"]) == {"width": 6, "bias": False}
-    assert again.task().given["by_color"] == {cli_samples.Color.RED: 1}
+    again = checked(dump_yaml(found.resolve_defaults()))  # without the width, which would be given twice
+    assert vars(again.build_task().given["wide"]) == {"width": 6, "bias": False}
+    assert again.build_task().given["by_color"] == {cli_samples.Color.RED: 1}
 
 
 def test_each_line_says_where_it_is_from():
-    text = as_yaml(checked(MANY, "model.mode=max").resolved())
+    text = dump_yaml(checked(MANY, "model.mode=max").resolve_defaults())
     lines = {
         line.partition(":")[0].strip(): line.partition("  #")[2].strip() for line in text.splitlines() if ":" in line
     }

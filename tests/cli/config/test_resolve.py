@@ -8,8 +8,8 @@ import time
 import hostile_files
 import pytest
 from treadle.cli.config.resolve import load
-from treadle.cli.config.values import ConfigError, plain
-from treadle.cli.config.yaml_loader import parse, scalar
+from treadle.cli.config.values import ConfigError, to_plain
+from treadle.cli.config.yaml_loader import parse, parse_scalar
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def wrote(folder, **files):
 
 
 def made(text, *overrides):
-    return load([], overrides, earlier=("run.yaml", text)).plain()
+    return load([], overrides, earlier=("run.yaml", text)).to_plain()
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def made(text, *overrides):
     ],
 )
 def test_words(text, value):
-    assert type(scalar(text)) is type(value)
-    assert scalar(text) == value
-    assert plain(parse(f"a: {text}", "f"))["a"] == value
+    assert type(parse_scalar(text)) is type(value)
+    assert parse_scalar(text) == value
+    assert to_plain(parse(f"a: {text}", "f"))["a"] == value
 
 
 def test_later_files_win(here):
@@ -69,12 +69,12 @@ def test_later_files_win(here):
         a="trainer: {max_epochs: 1, devices: 2}\nmodel: {class: A, lr: 1.0, sizes: [1, 2, 3]}\n",
         b="trainer: {max_epochs: 5}\nmodel: {sizes: [4]}\nseed: 3\n",
     )
-    assert load(files).plain() == {
+    assert load(files).to_plain() == {
         "trainer": {"max_epochs": 5, "devices": 2},
         "model": {"class": "A", "lr": 1.0, "sizes": [4]},
         "seed": 3,
     }
-    assert load(files[::-1]).plain()["trainer"]["max_epochs"] == 1
+    assert load(files[::-1]).to_plain()["trainer"]["max_epochs"] == 1
 
 
 def test_each_value_knows_where_it_was_written(here):
@@ -90,18 +90,18 @@ def test_each_value_knows_where_it_was_written(here):
         "trainer.callbacks.0": "command line",
         "run.name": "script",
     }
-    assert {key: config.where(key) for key in places} == places
+    assert {key: config.find_source(key) for key in places} == places
 
 
 def test_another_class_takes_the_place_of_the_whole(here):
     files = wrote(here, a="optimizer: {class: SGD, momentum: 0.9}\n", b="optimizer: {class: AdamW, lr: 1}\n")
-    assert load(files).plain()["optimizer"] == {"class": "AdamW", "lr": 1}
+    assert load(files).to_plain()["optimizer"] == {"class": "AdamW", "lr": 1}
     (here / "b.yaml").write_text("optimizer: {class: SGD, lr: 1}\n")
-    assert load(files).plain()["optimizer"] == {"class": "SGD", "momentum": 0.9, "lr": 1}
+    assert load(files).to_plain()["optimizer"] == {"class": "SGD", "momentum": 0.9, "lr": 1}
     (here / "b.yaml").write_text("optimizer: {lr: 1}\n")
-    assert load(files).plain()["optimizer"] == {"class": "SGD", "momentum": 0.9, "lr": 1}
+    assert load(files).to_plain()["optimizer"] == {"class": "SGD", "momentum": 0.9, "lr": 1}
     (here / "b.yaml").write_text("optimizer: null\n")
-    assert load(files).plain()["optimizer"] is None
+    assert load(files).to_plain()["optimizer"] is None
 
 
 def test_a_bare_class_takes_arguments_later():
@@ -239,7 +239,7 @@ def test_a_reference_may_be_given_on_the_line():
 def test_secrets_are_noted(monkeypatch):
     monkeypatch.setenv("TREADLE_API_KEY", "hush-hush")
     config = load([], ["data.key=${oc.env:TREADLE_API_KEY}"])
-    assert config.plain()["data"]["key"] == "hush-hush"
+    assert config.to_plain()["data"]["key"] == "hush-hush"
     assert config.secrets == {"hush-hush": "${oc.env:TREADLE_API_KEY}"}
     assert load([], ["data.key=${ oc.env : TREADLE_API_KEY , x}"]).secrets == config.secrets
     monkeypatch.setenv("TREADLE_MAX_TOKENS", "100")
@@ -273,7 +273,8 @@ def test_hostile_files_do_no_harm(here):
 
 def test_reading_waits_for_no_torch():
     source = (
-        "import sys, treadle.cli.commands.command_line as c; print(c.usage('fit', 'x')[:5], 'torch' in sys.modules)"
+        "import sys, treadle.cli.commands.command_line as c; "
+        "print(c.format_usage('fit', 'x')[:5], 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == "False"

@@ -8,7 +8,7 @@ import sys
 import types
 
 import pytest
-from treadle.cli.commands.command_line import Options, config_of, options_of
+from treadle.cli.commands.command_line import Options, load_config, parse_options
 from treadle.cli.config.instantiate.build import check
 from treadle.cli.config.resolve import load
 from treadle.cli.config.values import ConfigError
@@ -366,7 +366,7 @@ def test_files_that_are_none(name, make, words, tmp_path, monkeypatch):
 )
 def test_command_lines_that_are_none(arguments, words):
     with pytest.raises(ConfigError) as raised:
-        options_of(arguments)
+        parse_options(arguments)
     assert [word for word in words if word not in str(raised.value)] == [], str(raised.value)
 
 
@@ -385,7 +385,7 @@ def test_runs_that_are_none(make, words, tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     make(tmp_path / "run")
     with pytest.raises(ConfigError) as raised:
-        config_of(Options(from_run="run"))
+        load_config(Options(from_run="run"))
     assert [word for word in words if word not in str(raised.value)] == [], str(raised.value)
 
 

@@ -10,7 +10,7 @@ from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, LearningRateMonitor, RunReport
-from treadle.callbacks.reporting.html import Chart, Page, alike, duration
+from treadle.callbacks.reporting.html import Chart, Page, format_duration, group_names
 from treadle.loggers import CSVLogger
 from treadle.trainer.logging.history import MOST_POINTS, Curve
 
@@ -386,7 +386,7 @@ def test_two_processes_know_the_same_and_write_one_page(tmp_path):
 
 def test_names_that_say_the_same_are_on_one_chart():
     names = ["train_loss", "val/loss", "loss_epoch", "valid-acc", "test_acc/dataloader_idx_1", "value", "train", "val_"]
-    assert alike(names) == {
+    assert group_names(names) == {
         "loss": ["train_loss", "val/loss", "loss_epoch"],
         "acc": ["valid-acc", "test_acc/dataloader_idx_1"],
         "value": ["value"],
@@ -424,7 +424,7 @@ def test_no_peak_is_lost_in_a_long_curve():
 
 
 def test_durations():
-    assert [duration(s) for s in (0.0123, 3.44, 59.9, 125, 11_220)] == [
+    assert [format_duration(s) for s in (0.0123, 3.44, 59.9, 125, 11_220)] == [
         "12 ms",
         "3.4 s",
         "59.9 s",
