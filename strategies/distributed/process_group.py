@@ -77,11 +77,14 @@ def connect(
 
 def _check_versions(store: dist.Store, rank: int) -> None:
     """See that every process runs rank zero's torch and Treadle; others may exchange something else, or nothing."""
-    own = f"torch {torch.__version__}, treadle {__version__}"
+    local_versions = f"torch {torch.__version__}, treadle {__version__}"
     if rank == 0:
-        store.set("versions", own)
-    elif (first := store.get("versions").decode()) != own:
-        raise ValueError(f"rank {rank} runs {own} (on {socket.gethostname()}), but rank 0 {first}: install the same.")
+        store.set("versions", local_versions)
+    elif (rank_zero_versions := store.get("versions").decode()) != local_versions:
+        raise ValueError(
+            f"rank {rank} runs {local_versions} (on {socket.gethostname()}), "
+            f"but rank 0 {rank_zero_versions}: install the same."
+        )
 
 
 def set_timeout(timeout: timedelta) -> None:

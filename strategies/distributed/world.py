@@ -100,12 +100,12 @@ class World:
         if math.prod(dimensions.values()) != self.size:
             grid = " x ".join(f"{name}={size}" for name, size in dimensions.items())
             raise ValueError(f"a mesh of {grid} needs {math.prod(dimensions.values())} processes, not {self.size}.")
-        known = tuple(dimensions.items())
-        if known not in self._meshes:
+        key = tuple(dimensions.items())
+        if key not in self._meshes:
             process_group.connect(self.device, self.rank, self.size, self.timeout)  # also a world of one
             shape, names = tuple(dimensions.values()), tuple(dimensions)
-            self._meshes[known] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        return self._meshes[known]
+            self._meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        return self._meshes[key]
 
     def part(self, mesh: DeviceMesh) -> World:
         """The processes along ``mesh``, a grid of one dimension in which this process is, as a world of their own."""
@@ -206,9 +206,9 @@ class World:
         """
         if self.size == 1:
             return tensor[0]
-        own = torch.empty_like(tensor[0], memory_format=torch.contiguous_format)
-        dist.reduce_scatter_tensor(own.reshape(-1), tensor.contiguous().reshape(-1), group=self.group)
-        return own
+        summed = torch.empty_like(tensor[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter_tensor(summed.reshape(-1), tensor.contiguous().reshape(-1), group=self.group)
+        return summed
 
     def of_group(self, group: dist.ProcessGroup) -> World:
         """Return the processes of a process group of the user's, in which this process is, as a world of their own.

@@ -161,9 +161,9 @@ class Agent(LocalElasticAgent):
         """
         if self.several:
             mine = json.dumps([status, text])
-            said = self._ask("compare_set", _END, "", mine)
-            if said.decode() != mine:
-                raise self._over(*json.loads(said))
+            stored = self._ask("compare_set", _END, "", mine)
+            if stored.decode() != mine:
+                raise self._over(*json.loads(stored))
 
     def await_leave(self, seconds: float) -> None:
         """Lets the others read what was told, before the store goes with the machine that holds it."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ...common.validation import check_int, choose
-from ..distributed import LaunchEnvironment, World, die_with_parent, formatted, hide_frames, process_group
+from ..distributed import LaunchEnvironment, World, die_with_parent, format_error, hide_frames, process_group
 from .supervisor import FAILURE_GRACE
 
 _ANY_PORT = "29500"  # Accelerate's default, which two notebooks would share
@@ -187,10 +187,14 @@ class _Launch:
                 )
         if torch.cuda.is_initialized():
             session = {**vars(sys.modules["__main__"]), **reach}
-            held = [name for name, value in session.items() if _on_gpu(value)]
-            where = f"{', '.join(map(repr, held))} lies on it" if held else "some call such as `.cuda()` came before"
+            gpu_names = [name for name, value in session.items() if _on_gpu(value)]
+            cause = (
+                f"{', '.join(map(repr, gpu_names))} lies on it"
+                if gpu_names
+                else "some call such as `.cuda()` came before"
+            )
             raise ValueError(
-                f"this session has used a GPU ({where}), and what used one can't fork. Restart the session and use "
+                f"this session has used a GPU ({cause}), and what used one can't fork. Restart the session and use "
                 "GPUs only inside the function."
             )
 
@@ -278,8 +282,8 @@ class _Launch:
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
                 return
-            own = error.__traceback__ and error.__traceback__.tb_next  # from the function on
-            words = formatted(error, own)
+            function_trace = error.__traceback__ and error.__traceback__.tb_next  # from the function on
+            words = format_error(error, function_trace)
             pipe.send((time.time(), words[-20_000:]))  # no more than a pipe holds: nobody reads it yet
             sys.stdout.flush()
             sys.stderr.flush()

@@ -77,11 +77,13 @@ class Nodes:
             return Place(self.endpoint, self.local_addr, owner=False, interface=None)
         host, port = _split(self.endpoint, _PORTS[self.backend])
         target = _resolve(host, port, f"the machines should meet at {host}:{port}")
-        given = _resolve(self.local_addr, 0, f"--local-addr {self.local_addr}") if self.local_addr else None
-        if given is not None and not _is_own(given):
+        requested_address = _resolve(self.local_addr, 0, f"--local-addr {self.local_addr}") if self.local_addr else None
+        if requested_address is not None and not _is_local_address(requested_address):
             raise ValueError(f"--local-addr {self.local_addr} is no address of this machine. `ip addr` shows them.")
-        local = given or _source(target, port)
-        return Place(f"{_bracketed(target)}:{port}", local, owner=_is_own(target), interface=_interface_for(local))
+        local = requested_address or _source(target, port)
+        return Place(
+            f"{_bracketed(target)}:{port}", local, owner=_is_local_address(target), interface=_interface_for(local)
+        )
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def _split(endpoint: str, default_port: int) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def _resolve(host: str, port: int, what: str) -> str:
+def _resolve(host: str, port: int, purpose: str) -> str:
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -155,7 +157,7 @@ def _resolve(host: str, port: int, what: str) -> str:
         except OSError as error:
             lasting = not isinstance(error, socket.gaierror) or error.errno == socket.EAI_FAMILY
             if lasting or time.monotonic() > deadline:
-                raise ValueError(f"{what}, but this machine knows no host {host!r} ({error}).") from None
+                raise ValueError(f"{purpose}, but this machine knows no host {host!r} ({error}).") from None
             time.sleep(1)
 
 
@@ -167,7 +169,7 @@ def _datagrams(address: str) -> socket.socket:
     return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
 
 
-def _is_own(address: str) -> bool:
+def _is_local_address(address: str) -> bool:
     with _datagrams(address) as probe:
         try:
             probe.bind((address, 0))
@@ -197,8 +199,8 @@ def _interface_for(address: str) -> str | None:
     """
     if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ:
         return None
-    if (found := interface_of(address)) is not None:
-        return found
+    if (interface := interface_of(address)) is not None:
+        return interface
     with contextlib.suppress(OSError):
         if ipaddress.ip_address(socket.gethostbyname(socket.gethostname())).is_loopback:
             raise ValueError(
@@ -221,7 +223,7 @@ def interface_of(address: str) -> str | None:
     with _datagrams(address) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # down, or without an address
-                found = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == address:
+                response = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(response[20:24]) == address:
                     return name
     return None
