@@ -224,8 +224,8 @@ class Arrivals:
         )
         return (
             f"{call} needs all processes, but {_name_ranks(arrived_ranks)} called it and {reasons}. Call it on "
-            "every rank, not under `if trainer.is_global_zero:` or `if accelerator.is_main_process:`; each file is written "
-            "once all the same."
+            "every rank, not under `if trainer.is_global_zero:` or `if accelerator.is_main_process:`; each file is "
+            "written once all the same."
         )
 
 
