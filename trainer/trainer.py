@@ -169,7 +169,7 @@ class Trainer(LightningAliases):
         **unknown: Any,
     ) -> None:
         report_uncaught()  # also what is wrong with the flags
-        self.flags_given = arguments.given(locals(), Trainer.__init__.__kwdefaults__)
+        self.flags_given = arguments.select_changed_flags(locals(), Trainer.__init__.__kwdefaults__)
         fast = arguments.check_batches("fast_dev_run", fast_dev_run)
         self.barebones = arguments.check_bool("barebones", barebones)
         if barebones:
@@ -238,7 +238,7 @@ class Trainer(LightningAliases):
             mixed_precision=precision,
             gradient_accumulation_steps=arguments.check_int("accumulate_grad_batches", accumulate_grad_batches, 1),
             spread=True,
-            dynamo_plugin=arguments.compilation(compile),
+            dynamo_plugin=arguments.parse_compilation(compile),
         )
         arguments.set_sync_batchnorm(self.accelerator.strategy, sync_batchnorm)
         self.profiler = choose_profiler(profiler)
@@ -250,7 +250,7 @@ class Trainer(LightningAliases):
             progress_bar=enable_progress_bar,
             model_summary=enable_model_summary,
             report=enable_report,
-            in_folder=any(one.save_dir for one in self.loggers),
+            in_folder=any(configured_logger.save_dir for configured_logger in self.loggers),
             keep_nothing=bool(fast),
         )
         self.history = History(self.accelerator.cursor)
@@ -310,8 +310,8 @@ class Trainer(LightningAliases):
         arguments.refuse_code(weights_only)
         if check_schedule(schedule) is not None and ckpt_path is None:
             raise ValueError(f"schedule={schedule!r} is for a resume: give ckpt_path too, or leave it out.")
-        given = {"train": train_dataloaders, "val": val_dataloaders}
-        run_stage(self, "fit", model, given, datamodule, ckpt_path, partial(run_fit, self, schedule))
+        loaders_by_kind = {"train": train_dataloaders, "val": val_dataloaders}
+        run_stage(self, "fit", model, loaders_by_kind, datamodule, ckpt_path, partial(run_fit, self, schedule))
         run_summary.announce_end(self)
 
     def validate(
@@ -371,19 +371,19 @@ class Trainer(LightningAliases):
         arguments.refuse_code(weights_only)
         keep = return_predictions is not False
         work = partial(self._evaluate, "predict", keep)
-        found = run_stage(self, "predict", model, {"predict": dataloaders}, datamodule, ckpt_path, work)
-        return predictions_in_order(found, self.accelerator.data_world) if keep else None
+        evaluation = run_stage(self, "predict", model, {"predict": dataloaders}, datamodule, ckpt_path, work)
+        return predictions_in_order(evaluation, self.accelerator.data_world) if keep else None
 
     def _measure(
         self, stage: str, model: TaskModule | None, loaders: Any, datamodule: Any, ckpt_path: Any, verbose: bool
     ) -> list[dict[str, float]]:
-        given = {KIND_OF_STAGE[stage]: loaders}
-        found = run_stage(
-            self, stage, model, given, datamodule, ckpt_path, partial(self._evaluate, stage, False)
+        loaders_by_kind = {KIND_OF_STAGE[stage]: loaders}
+        metrics = run_stage(
+            self, stage, model, loaders_by_kind, datamodule, ckpt_path, partial(self._evaluate, stage, False)
         ).metrics
         if verbose:
-            self.print(run_summary.results(stage, found))
-        return found
+            self.print(run_summary.results(stage, metrics))
+        return metrics
 
     def _evaluate(self, stage: str, keep: bool, task: TaskModule, hooks: Hooks, sources: Sources) -> Any:
         kind = KIND_OF_STAGE[stage]

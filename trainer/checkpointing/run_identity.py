@@ -56,8 +56,8 @@ def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, 
     values: dict[str, Any] = {}
     for owner, prefix in ((task, ""), (datamodule, "data.")):
         if owner is not None:
-            known = owner.__dict__.setdefault("_configuration", dict(_plain_values(owner.plain_hparams())))
-            values |= {f"{prefix}{name}": value for name, value in known.items()}
+            initial_values = owner.__dict__.setdefault("_configuration", dict(_plain_values(owner.plain_hparams())))
+            values |= {f"{prefix}{name}": value for name, value in initial_values.items()}
     return values
 
 
@@ -87,7 +87,7 @@ def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
     task = trainer.task
     assert task is not None
     saved_class = opened.manifest.info.get("task")
-    if isinstance(saved_class, str) and not _is_same_class(saved_class, type(task)):
+    if isinstance(saved_class, str) and not _matches_class(saved_class, type(task)):
         return [f"task {saved_class} there, {class_name(type(task))} here"]
     saved_values = opened.manifest.info.get("configuration")
     lines = []
@@ -103,13 +103,17 @@ def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
     return weight_differences(task, opened, complete=_is_complete(trainer, task))
 
 
-def _is_same_class(saved: str, cls: type) -> bool:
+def _matches_class(saved: str, cls: type) -> bool:
     name = class_name(cls)
     if not saved.endswith(f".{cls.__qualname__}"):
         return False
-    there, here = (text.removesuffix(f".{cls.__qualname__}") for text in (saved, name))
+    saved_module, current_module = (text.removesuffix(f".{cls.__qualname__}") for text in (saved, name))
     # A notebook has no name to compare; a file has another prefix where it is run from within its package.
-    return "__main__" in (there, here) or f".{there}".endswith(f".{here}") or f".{here}".endswith(f".{there}")
+    return (
+        "__main__" in (saved_module, current_module)
+        or f".{saved_module}".endswith(f".{current_module}")
+        or f".{current_module}".endswith(f".{saved_module}")
+    )
 
 
 def _makes_another_run(name: str, saved: Any, value: Any) -> bool:

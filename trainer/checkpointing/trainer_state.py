@@ -152,7 +152,7 @@ class TrainerCheckpointer:
     def register(self) -> None:
         """Make the Trainer's own parts a part of every checkpoint."""
         trainer, metrics, world = self._trainer, self._trainer.metrics, self._trainer.accelerator.data_world
-        own_states(trainer.callbacks)  # two of one name should be known now, not at the first save
+        collect_callback_states(trainer.callbacks)  # two of one name should be known now, not at the first save
         states = TrainerStates(
             progress=trainer.progress,
             logged=trainer.logbook,
@@ -171,13 +171,13 @@ class TrainerCheckpointer:
         trainer.accelerator.register_for_checkpointing(**states)
 
     def _callback_states(self) -> CallbackStates:
-        return CallbackStates(callbacks=own_states(self._trainer.callbacks), added=self.added_by_hooks())
+        return CallbackStates(callbacks=collect_callback_states(self._trainer.callbacks), added=self.added_by_hooks())
 
     def _callback_layouts(self) -> CallbackStates:
         """Show how the tensors of callbacks lie; no hook is called for it, as that may change something."""
         callbacks = self._trainer.callbacks
         layouts = {name: value for callback in callbacks for name, value in callback.added_layout().items()}
-        return CallbackStates(callbacks=own_states(callbacks), added=layouts)
+        return CallbackStates(callbacks=collect_callback_states(callbacks), added=layouts)
 
     def added_by_hooks(self) -> dict[str, Any]:
         """Return what the ``on_save_checkpoint`` hooks add."""
@@ -247,7 +247,7 @@ class TrainerCheckpointer:
             hook(added)
 
 
-def own_states(callbacks: list[Callback]) -> dict[str, Any]:
+def collect_callback_states(callbacks: list[Callback]) -> dict[str, Any]:
     """Return the callbacks' states by name.
 
     Raises:

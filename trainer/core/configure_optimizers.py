@@ -89,9 +89,9 @@ def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: 
     Raises:
         ValueError: if one has nothing to do with the run, so that it would do nothing without a word.
     """
-    own = {id(parameter) for parameter in module.parameters()}
+    parameter_ids = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        if not any(id(parameter) in parameter_ids for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(
                 f"configure_optimizers returned a {type(optimizer).__name__} that holds none of "
                 f"{type(module).__name__}'s parameters, so nothing would be trained. Build it from self.parameters()."

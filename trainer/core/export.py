@@ -51,7 +51,7 @@ class Exports(nn.Module):
             program = torch.onnx.export(self, args, kwargs=keywords, dynamo=True, **kwargs)
         assert program is not None
         shapes = [None if value.shape is None else list(value.shape) for value in program.model.graph.outputs]
-        _check_shapes("to_onnx", [list(t.shape) for t in _tensors(expected)], shapes)
+        _check_shapes("to_onnx", [list(t.shape) for t in _collect_tensors(expected)], shapes)
         if isinstance(file_path, str | os.PathLike):
             Path(file_path).parent.mkdir(parents=True, exist_ok=True)
             program.save(file_path)
@@ -78,8 +78,10 @@ class Exports(nn.Module):
             args, keywords = _arguments(self, "to_torch_export", input_sample)
             expected = self(*args, **keywords)
             program = torch.export.export(self, args, keywords, **kwargs)
-            found = program.module()(*args, **keywords)
-        _check_shapes("to_torch_export", *([list(t.shape) for t in _tensors(output)] for output in (expected, found)))
+            actual = program.module()(*args, **keywords)
+        _check_shapes(
+            "to_torch_export", *([list(t.shape) for t in _collect_tensors(output)] for output in (expected, actual))
+        )
         if file_path is not None:
             Path(file_path).parent.mkdir(parents=True, exist_ok=True)
             torch.export.save(program, file_path)
@@ -155,18 +157,18 @@ def _arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, ...], di
     return (tuple(sample) if isinstance(sample, tuple | list) else (sample,)), {}
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    apply_to_collection(output, Tensor, found.append)
-    return found
+def _collect_tensors(output: Any) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    apply_to_collection(output, Tensor, tensors.append)
+    return tensors
 
 
-def _check_shapes(method: str, expected: list[Any], found: list[Any]) -> None:
+def _check_shapes(method: str, expected: list[Any], actual: list[Any]) -> None:
     """Raise a ValueError unless the outputs are as many and of the same shapes; a name stands for any size."""
-    fits = len(expected) == len(found) and all(
+    fits = len(expected) == len(actual) and all(
         have is None
         or (len(want) == len(have) and all(not isinstance(n, int) or n == m for n, m in zip(have, want, strict=True)))
-        for want, have in zip(expected, found, strict=True)
+        for want, have in zip(expected, actual, strict=True)
     )
     if not fits:
-        raise ValueError(f"{method}: forward returns tensors of shapes {expected}, but what was made of it {found}.")
+        raise ValueError(f"{method}: forward returns tensors of shapes {expected}, but what was made of it {actual}.")

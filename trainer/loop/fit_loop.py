@@ -144,10 +144,10 @@ class FitLoop:
         trainer = self.trainer
         return self._may_stop(trainer.accelerator.world.any(self._wants_to_stop()))
 
-    def _may_stop(self, wanted: bool) -> bool:
+    def _may_stop(self, requested: bool) -> bool:
         """Whether to stop now: someone wants to, as every process knows, and the minimum is reached."""
         trainer, progress = self.trainer, self.progress
-        return wanted and progress.epoch >= trainer.min_epochs and progress.step >= trainer.min_steps
+        return requested and progress.epoch >= trainer.min_epochs and progress.step >= trainer.min_steps
 
     def _epoch(self) -> None:
         trainer, progress, metrics, hooks = self.trainer, self.progress, self.metrics, self.hooks

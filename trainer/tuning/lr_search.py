@@ -123,7 +123,7 @@ class _RisingRate:
         groups = optimizers[0].param_groups
         if not self._shares:
             base = [_base_rate(group) for group in groups]
-            self._shares = [each / max(base) if max(base) > 0 else 1.0 for each in base]
+            self._shares = [group_rate / max(base) if max(base) > 0 else 1.0 for group_rate in base]
         for group, share in zip(groups, self._shares, strict=True):
             rate = self._curve.rate(step) * share
             if isinstance(group["lr"], Tensor):
