@@ -265,8 +265,8 @@ def _list_fields(kind: type) -> list[str]:
         for parameter in inspect.signature(kind).parameters.values()
         if parameter.default is parameter.empty
     ]
-    if not_kept := [name for name in needed if name not in names]:
-        raise _NoData(f"{kind.__qualname__}, which is made from {not_kept[0]!r} and does not keep it")
+    if dropped := [name for name in needed if name not in names]:
+        raise _NoData(f"{kind.__qualname__}, which is made from {dropped[0]!r} and does not keep it")
     return names
 
 
