@@ -207,9 +207,9 @@ class FullyShardedDataParallelPlugin:
             sharding, self.reshard_after_forward = self.reshard_after_forward, None
         name = str(getattr(sharding, "name", sharding or "FULL_SHARD")).upper().lstrip("_")
         self._sharding = choose("sharding_strategy", name, _SHARDING)
-        self._wrap = self._policy()
+        self._wrap = self._build_wrap_policy()
 
-    def _policy(self) -> Any:
+    def _build_wrap_policy(self) -> Any:
         policy = self.auto_wrap_policy
         if policy is not None and not isinstance(policy, str):
             return policy  # torch's own are understood too

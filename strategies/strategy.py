@@ -140,7 +140,7 @@ class Strategy:
     def method(self, wrapped: nn.Module, name: str) -> Callable[..., Any]:
         """Return method ``name`` of the user's module, run the way ``forward`` of the wrapped one runs."""
         bound = getattr(self.unwrap(wrapped), name)
-        router = self._router(wrapped)
+        router = self._find_router(wrapped)
         return bound if router is None else routed(wrapped, router, bound)
 
     def local_method(self, module: nn.Module, name: str) -> Callable[..., Any]:
@@ -157,7 +157,7 @@ class Strategy:
         return inside
 
     @staticmethod
-    def _router(module: nn.Module) -> Router | None:
+    def _find_router(module: nn.Module) -> Router | None:
         return next((m for m in (module, getattr(module, "module", None)) if isinstance(m, Router)), None)
 
     def set_gradient_sync(self, module: nn.Module, on: bool) -> None:

@@ -61,8 +61,8 @@ class LaunchEnvironment:
         """
         env = os.environ if environ is None else environ
         if any(name in env for name in _TORCHRUN):
-            return _from_torchrun(env)
-        return _from_mpi(env) or _from_slurm(env)
+            return _read_torchrun(env)
+        return _read_mpi(env) or _read_slurm(env)
 
     @property
     def node_count(self) -> int:
@@ -105,7 +105,7 @@ class LaunchEnvironment:
         return index
 
 
-def _from_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
+def _read_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if name not in env:
             assignments = ", ".join(f"{n}={env[n]}" for n in _TORCHRUN if n in env)
@@ -133,7 +133,7 @@ def _from_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
     )
 
 
-def _from_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
+def _read_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
     """Open MPI's variables, or those of MPICH's and Intel's mpirun."""
     if "OMPI_COMM_WORLD_SIZE" in env:
         names = [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")]
@@ -158,7 +158,7 @@ def _from_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
     )
 
 
-def _from_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
+def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
     """The place of a task that srun started, among several; None in a batch script or a shell, and for one alone."""
     if not _is_slurm_task(env):
         return None

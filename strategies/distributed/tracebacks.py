@@ -112,7 +112,7 @@ class Uncaught:
         words = f"{kind.__qualname__}: {error}"
         earlier = self._find_earlier_report(error, words)
         if earlier is None:
-            _write(format_error(error, trace) + self._rank_line(error))
+            _write(format_error(error, trace) + self._format_rank(error))
             if self.store is not None:
                 with contextlib.suppress(RuntimeError):  # the rank that held the store is gone, so nobody waits
                     self.store.set("reported", "1")
@@ -121,7 +121,7 @@ class Uncaught:
             _write(f"rank {self.rank} of {self.size}: {words.splitlines()[0]}\n")
         self._await_reporter_exit(earlier)
 
-    def _rank_line(self, error: BaseException) -> str:
+    def _format_rank(self, error: BaseException) -> str:
         rank = f"rank {self.rank} of {self.size}"
         is_named = self.size == 1 or any(rank in note for note in getattr(error, "__notes__", ()))
         return "" if is_named else f"on {rank}\n"

@@ -240,17 +240,17 @@ class World:
             return value
         box = [value]
         self.advance()
-        dist.broadcast_object_list(box, self._global(source), self.group)
+        dist.broadcast_object_list(box, self._get_global_rank(source), self.group)
         return box[0]
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrite ``tensor`` with process ``source``'s, in place."""
         if self.size > 1:
             self.advance()
-            dist.broadcast(tensor, self._global(source), self.group)
+            dist.broadcast(tensor, self._get_global_rank(source), self.group)
         return tensor
 
-    def _global(self, rank: int) -> int:
+    def _get_global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def any(self, flag: bool) -> bool:

@@ -51,7 +51,7 @@ class _OutsideTensor:
     version: int
 
     def value(self) -> Tensor:
-        if _version(self.tensor) != self.version:
+        if _get_version(self.tensor) != self.version:
             raise ValueError(
                 f"a tensor of shape {tuple(self.tensor.shape)}, that a model built without memory took its values "
                 "from, was changed before the model was prepared. Prepare the model first, or give it a clone()."
@@ -120,7 +120,7 @@ class Tape(TorchDispatchMode):
         if input_keys and len(input_keys) < len(tensors) and func not in _COPIES:
             args, kwargs = tree_map(self._convert_to_meta, args), tree_map(self._convert_to_meta, kwargs)
             input_keys = {self._register_storage(t) for t in tree_leaves((args, kwargs)) if _is_meta(t)}
-        random = self._generator(args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
+        random = self._find_generator(args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
         # Noted before the call, which may change its arguments.
         noted = tree_map(self._note, (args, kwargs))
         try:
@@ -152,11 +152,11 @@ class Tape(TorchDispatchMode):
             self._register_storage(value)
             return _place(value)
         recorded = value.detach().clone() if value.nbytes <= _SMALL else value
-        return _OutsideTensor(recorded, _version(recorded))
+        return _OutsideTensor(recorded, _get_version(recorded))
 
     def _materialize(self, value: Any) -> Any:
         """The values of what is on the meta device, and the CPU where that device is named."""
-        return self.values(value) if _is_meta(value) else _cpu_for_meta(value)
+        return self.values(value) if _is_meta(value) else _replace_meta_device(value)
 
     def _infer_output(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator without a form for the meta device returns, without memory; a replay needs no such form."""
@@ -179,7 +179,7 @@ class Tape(TorchDispatchMode):
         return self.__torch_dispatch__(to_meta, (), (value,), {"device": torch.device("meta")})
 
     @staticmethod
-    def _generator(args: Any, kwargs: Any) -> tuple[torch.Generator, Tensor]:
+    def _find_generator(args: Any, kwargs: Any) -> tuple[torch.Generator, Tensor]:
         generators = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator))
         generator = next(generators, torch.default_generator)
         return generator, _copy_off_heap(generator.get_state())
@@ -189,7 +189,7 @@ class Tape(TorchDispatchMode):
 
         def real(value: Any) -> Any:
             if not _is_meta(value):
-                return _cpu_for_meta(value)
+                return _replace_meta_device(value)
             if not value.numel():
                 return torch.empty(value.shape, dtype=value.dtype, device="cpu")
             size = value.numel() * value.element_size()
@@ -218,7 +218,7 @@ class Tape(TorchDispatchMode):
             for hook in hooks:
                 hook.remove()
             alive = [tensor for built in self._built.values() if (tensor := built()) is not None]
-            self._versions = {id(tensor): _version(tensor) for tensor in alive}
+            self._versions = {id(tensor): _get_version(tensor) for tensor in alive}
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` was built while this recorded."""
@@ -231,7 +231,7 @@ class Tape(TorchDispatchMode):
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether nothing was written to ``tensor``, which has no memory to keep it, since recording ended."""
         built = self._built.get(id(tensor))
-        return built is None or built() is not tensor or _version(tensor) == self._versions.get(id(tensor))
+        return built is None or built() is not tensor or _get_version(tensor) == self._versions.get(id(tensor))
 
     def values(self, tensor: Tensor) -> Tensor:
         """The values that ``tensor`` would have, in memory of the CPU. The random state is left as it is."""
@@ -272,7 +272,7 @@ def _replay(call: _Call, real: dict[int, Any]) -> None:
     def value(item: Any) -> Any:
         if isinstance(item, _Place):
             return item.view(real[item.key])
-        return item.value() if isinstance(item, _OutsideTensor) else _cpu_for_meta(item)
+        return item.value() if isinstance(item, _OutsideTensor) else _replace_meta_device(item)
 
     args, kwargs = call.arguments
     torch.set_default_dtype(call.default)
@@ -324,7 +324,7 @@ def _needs_values(func: Any, args: Any, kwargs: Any) -> bool:
     return func._schema.is_mutable and isinstance(args[0], Tensor) and not _is_meta(args[0])
 
 
-def _version(tensor: Tensor) -> int:
+def _get_version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -338,7 +338,7 @@ def _place(tensor: Tensor) -> _Place:
     return _Place(storage._cdata, storage.nbytes(), tensor.dtype, tensor.size(), tensor.stride(), offset)
 
 
-def _cpu_for_meta(value: Any) -> Any:
+def _replace_meta_device(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value
 
 

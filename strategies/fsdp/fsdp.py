@@ -179,7 +179,7 @@ class FSDP(Strategy):
 
     def compiled_parts(self, module: nn.Module) -> tuple[list[nn.Module], bool]:
         """See `Strategy.compiled_parts`: what is gathered by itself, and the direct parts with nothing such inside."""
-        blocks = self._blocks(module)
+        blocks = self._choose_blocks(module)
         rest = [part for part in direct_parts(module) if not any(block in blocks for block in part.modules())]
         return [*blocks, *rest], True
 
@@ -190,12 +190,12 @@ class FSDP(Strategy):
         before = dict(module.named_parameters(remove_duplicate=False))
         unbuilt = {(part, name): tensor for part in module.modules() for name, tensor in _iterate_tensors(part)}
         unbuilt = {place: tensor for place, tensor in unbuilt.items() if tensor.is_meta}
-        blocks = self._blocks(module)
+        blocks = self._choose_blocks(module)
         check_parameters(module, blocks, self.precision.storage)
         self._start_alike(module)
         if self.layout.tensor > 1:
             self._parallelize(module)
-            blocks = self._blocks(module)  # the hook may have put other parts in
+            blocks = self._choose_blocks(module)  # the hook may have put other parts in
         self._explain(module, blocks)
         self._recompute(module, blocks)
         for block in blocks:
@@ -221,7 +221,7 @@ class FSDP(Strategy):
         if torch.is_grad_enabled():  # an evaluation gathers too, but a training step is what others may miss
             self.world.advance()
 
-    def _blocks(self, module: nn.Module) -> list[nn.Module]:
+    def _choose_blocks(self, module: nn.Module) -> list[nn.Module]:
         """What is gathered apart from the rest."""
         return self_contained(module, chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
 
@@ -279,7 +279,7 @@ class FSDP(Strategy):
                 origin = unbuilt[part, name]
                 if origin not in built:
                     built[origin] = self._compute_value(origin, placeholder, f"{name} of a {type(part).__name__}")
-                table = next(table for table in _tables(part) if name in table)
+                table = next(table for table in _get_tables(part) if name in table)
                 table[name] = built[origin]
 
     def _compute_value(self, origin: Tensor, placeholder: Tensor, words: str) -> Tensor:
@@ -431,11 +431,11 @@ class FSDP(Strategy):
         return variant
 
 
-def _tables(part: nn.Module) -> tuple[dict[str, Any], ...]:
+def _get_tables(part: nn.Module) -> tuple[dict[str, Any], ...]:
     """Where ``part`` itself keeps parameters, buffers, and what it remembers in plain attributes."""
     return part._parameters, part._buffers, part.__dict__
 
 
 def _iterate_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for table in _tables(part):
+    for table in _get_tables(part):
         yield from ((name, tensor) for name, tensor in list(table.items()) if isinstance(tensor, Tensor))

@@ -160,8 +160,8 @@ def job_of(options: argparse.Namespace) -> Job:
     Raises:
         ValueError: They contradict each other or this machine.
     """
-    nodes = _nodes(options)
-    if options.multi_gpu and (options.cpu or not _gpus()):
+    nodes = _parse_nodes(options)
+    if options.multi_gpu and (options.cpu or not _count_gpus()):
         raise ValueError("--multi_gpu, but torch sees no GPU here, or --cpu hides them.")
     if options.no_python and options.module:
         raise ValueError("--module and --no-python contradict each other.")
@@ -173,7 +173,7 @@ def job_of(options: argparse.Namespace) -> Job:
     else:
         run_id = options.rdzv_id or "none"  # torchrun's; all machines must say the same
     return Job(
-        nproc=_nproc(options, nodes),
+        nproc=_parse_nproc(options, nodes),
         command=[*python, *(["-m"] if options.module else []), options.script, *options.arguments],
         run_id=run_id,
         nodes=nodes,
@@ -185,7 +185,7 @@ def job_of(options: argparse.Namespace) -> Job:
     )
 
 
-def _nodes(options: argparse.Namespace) -> Nodes | None:
+def _parse_nodes(options: argparse.Namespace) -> Nodes | None:
     """The machines, or None for this one alone."""
     text = options.nnodes or "1"
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
@@ -220,7 +220,7 @@ def _nodes(options: argparse.Namespace) -> Nodes | None:
     )
 
 
-def _nproc(options: argparse.Namespace, nodes: Nodes | None) -> int:
+def _parse_nproc(options: argparse.Namespace, nodes: Nodes | None) -> int:
     text, total = options.nproc_per_node, options.num_processes
     if total is not None:
         if text is not None:
@@ -229,7 +229,7 @@ def _nproc(options: argparse.Namespace, nodes: Nodes | None) -> int:
         if total < machines or total % machines:
             raise ValueError(f"--num_processes {total} can't be shared out evenly among {machines} machine(s).")
         return int(total) // machines
-    gpus = 0 if options.cpu else _gpus()
+    gpus = 0 if options.cpu else _count_gpus()
     if text is None:
         return gpus or 1
     if text == "gpu" and not gpus:
@@ -241,7 +241,7 @@ def _nproc(options: argparse.Namespace, nodes: Nodes | None) -> int:
     return int(text)
 
 
-def _gpus() -> int:
+def _count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()

@@ -37,7 +37,7 @@ def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
         ValueError: There is no script to run again: a prompt, a notebook, `python -c`, a test runner. Nothing was
             started.
     """
-    if (config := _hydra_config()) is not None:
+    if (config := _get_hydra_config()) is not None:
         os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it, in each rank again
     status = supervise(nproc, grace=grace)
     for stream in (sys.stdout, sys.stderr):
@@ -115,7 +115,7 @@ def supervise_job(job: Job) -> int:
     if place is not None and place.interface is not None:
         variables["GLOO_SOCKET_IFNAME"] = place.interface
     # torch's agent starts each rank with a copy of this process's own.
-    with variables_set(variables), _signals_restored():
+    with variables_set(variables), _restore_signals():
         from . import elastic_agent  # a second of imports, which only a supervisor has to pay
 
         return elastic_agent.run(job, place)
@@ -155,7 +155,7 @@ def build_relaunch_command(nproc: int) -> list[str]:
 
 def _add_hydra_overrides(arguments: list[str]) -> list[str]:
     """The arguments of a script; under Hydra with this process's output folder, as each rank's clock names another."""
-    config = _hydra_config()
+    config = _get_hydra_config()
     if config is None:
         return arguments
     if getattr(getattr(config, "mode", None), "name", "") == "MULTIRUN":  # the ranks go through all its jobs
@@ -173,7 +173,7 @@ def _add_hydra_overrides(arguments: list[str]) -> list[str]:
     return [*arguments[:end], *(f"{name}={value}" for name, value in overrides.items()), *arguments[end:]]
 
 
-def _hydra_config() -> Any:
+def _get_hydra_config() -> Any:
     """Hydra's own configuration, None where no Hydra application runs."""
     hydra = sys.modules.get("hydra.core.hydra_config")
     return None if hydra is None or not hydra.HydraConfig.initialized() else hydra.HydraConfig.get()
@@ -228,9 +228,9 @@ def cpus() -> int:
 
 
 @contextlib.contextmanager
-def _signals_restored() -> Iterator[None]:
+def _restore_signals() -> Iterator[None]:
     """Puts back the signal handlers which torch's agent replaces and keeps."""
-    before = {number: signal.getsignal(number) for number in _signal_numbers()}
+    before = {number: signal.getsignal(number) for number in _list_signal_numbers()}
     try:
         yield
     finally:
@@ -239,5 +239,5 @@ def _signals_restored() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _signal_numbers() -> list[signal.Signals]:
+def _list_signal_numbers() -> list[signal.Signals]:
     return [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]

@@ -69,7 +69,7 @@ class LastStep:
         vars(hooks).update(
             on_step_end=(*hooks.on_step_end, self.note),
             on_train_epoch_start=(self.note, *hooks.on_train_epoch_start),
-            on_validation_start=(self._before_validation, *hooks.on_validation_start),
+            on_validation_start=(self._note_validation_start, *hooks.on_validation_start),
         )
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class LastStep:
         """A callback makes the model or the optimizer another than the last step left, until the next one is noted."""
         self._changed = True
 
-    def _before_validation(self) -> None:
+    def _note_validation_start(self) -> None:
         """The step itself is over, and its validation is still to come: a run that goes on from here does it."""
         if not self._trainer.sanity_checking:
             self.note()
@@ -92,7 +92,9 @@ class LastStep:
 
     def note(self) -> None:
         """Remember the run as it is: a step is complete."""
-        registered = self._registered()  # asked on every process: a user's object may exchange something to know it
+        registered = (
+            self._collect_registered()
+        )  # asked on every process: a user's object may exchange something to know it
         if self._alone is None:
             return
         trainer, accelerator = self._trainer, self._trainer.accelerator
@@ -120,7 +122,7 @@ class LastStep:
         }
         self._moving, self._changed, self._sums = False, False, None
 
-    def _registered(self) -> dict[str, Any]:
+    def _collect_registered(self) -> dict[str, Any]:
         trainer = self._trainer
         callback_states = copy.deepcopy(collect_callback_states(trainer.callbacks))
         states: dict[str, Any] = {"callbacks": CallbackStates(callbacks=callback_states, added={}), "metrics": {}}

@@ -56,19 +56,21 @@ def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, 
     values: dict[str, Any] = {}
     for owner, prefix in ((task, ""), (datamodule, "data.")):
         if owner is not None:
-            initial_values = owner.__dict__.setdefault("_configuration", dict(_plain_values(owner.plain_hparams())))
+            initial_values = owner.__dict__.setdefault(
+                "_configuration", dict(_iterate_plain_values(owner.plain_hparams()))
+            )
             values |= {f"{prefix}{name}": value for name, value in initial_values.items()}
     return values
 
 
-def _plain_values(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+def _iterate_plain_values(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
         value = value.name
     if isinstance(value, Mapping) and depth < 8:
         for key in list(value)[:_MOST_VALUES]:
-            yield from _plain_values(value[key], f"{name}.{key}" if name else str(key), depth + 1)
+            yield from _iterate_plain_values(value[key], f"{name}.{key}" if name else str(key), depth + 1)
     elif isinstance(value, list | tuple):
         if len(value) <= _MOST_CHARACTERS and all(isinstance(item, int | float | str | None) for item in value):
             yield name, list(value)

@@ -46,7 +46,7 @@ class Exports(nn.Module):
         if kwargs.pop("dynamo", True) is not True:
             raise ValueError("dynamo=False is the export that torch has given up; leave it out.")
         with _for_export(self, "to_onnx"):
-            args, keywords = _arguments(self, "to_onnx", input_sample)
+            args, keywords = _prepare_arguments(self, "to_onnx", input_sample)
             expected = self(*args, **keywords)
             program = torch.onnx.export(self, args, kwargs=keywords, dynamo=True, **kwargs)
         assert program is not None
@@ -75,7 +75,7 @@ class Exports(nn.Module):
         if file_path is not None and Path(file_path).suffix != ".pt2":
             raise ValueError(f"file_path={os.fspath(file_path)!r} must end in .pt2, by which torch knows such a file.")
         with _for_export(self, "to_torch_export"):
-            args, keywords = _arguments(self, "to_torch_export", input_sample)
+            args, keywords = _prepare_arguments(self, "to_torch_export", input_sample)
             expected = self(*args, **keywords)
             program = torch.export.export(self, args, keywords, **kwargs)
             actual = program.module()(*args, **keywords)
@@ -144,7 +144,7 @@ def _refuse_shards(task: nn.Module, method: str) -> None:
         )
 
 
-def _arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _prepare_arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional arguments and keywords for ``forward``, where the task is."""
     sample = task.example_input_array if sample is None else sample
     if sample is None:

@@ -110,7 +110,7 @@ def entries(config: Any) -> dict[Any, Any]:
     values = {}
     for name in written:
         try:
-            values[name] = _item(config, name)
+            values[name] = _get_item(config, name)
         except _NoData:
             values[name] = written[name]
     return values
@@ -127,7 +127,7 @@ def readable(value: Any) -> Any:
         name = value.name.partition(":")[2]
         return f"{name}.{value.content}" if value.kind == "enum" else readable(value.content)
     if type(value) is dict:
-        return {_readable_key(key): readable(item) for key, item in value.items()}
+        return {_make_readable_key(key): readable(item) for key, item in value.items()}
     if type(value) in (list, tuple, set, frozenset):
         return [readable(item) for item in value]
     if type(value) is Namespace:
@@ -135,7 +135,7 @@ def readable(value: Any) -> Any:
     return value
 
 
-def _readable_key(key: Any) -> Any:
+def _make_readable_key(key: Any) -> Any:
     name = readable(key)
     return name if isinstance(name, Hashable) else str(key)
 
@@ -162,7 +162,7 @@ class _Flattener:
                 _check({name: None})
             inside = (*place, str(key))
             try:
-                flattened[name] = self.data(_item(value, key), inside)
+                flattened[name] = self.data(_get_item(value, key), inside)
             except _NoData as error:
                 self.left_out[inside] = str(error)
         return flattened
@@ -175,12 +175,12 @@ class _Flattener:
                 raise _NoData(f"{value}, which is not one member of {type(value).__name__}")
             return Record("enum", class_name(type(value)), value.name)
         with self._inside(value, place):
-            return self._container(value, place)
+            return self._flatten_container(value, place)
 
-    def _container(self, value: Any, place: tuple[str, ...]) -> Any:
+    def _flatten_container(self, value: Any, place: tuple[str, ...]) -> Any:
         kind = type(value)
         if is_config(value):
-            return Record(kind.__name__, "", self._config(value, place))
+            return Record(kind.__name__, "", self._flatten_config(value, place))
         if _is_dataclass(value):
             names = _list_fields(kind)
             return Record("dataclass", class_name(kind), self.mapping({n: getattr(value, n) for n in names}, place))
@@ -196,7 +196,7 @@ class _Flattener:
             return _check(kind(self.data(item, place) for item in value))
         return _check(value, f"class {value.__qualname__}" if isinstance(value, type) else kind.__qualname__)
 
-    def _config(self, value: Any, place: tuple[str, ...]) -> Any:
+    def _flatten_config(self, value: Any, place: tuple[str, ...]) -> Any:
         """The content of a configuration, its references filled in; what has no value yet stays ``"???"``."""
         from omegaconf import OmegaConf
 
@@ -206,17 +206,17 @@ class _Flattener:
         if isinstance(whole, str):
             raise _NoData(f"{type(value).__name__} {whole}")
         if isinstance(whole, dict):
-            return self._plain_records(self.mapping(value, place))
-        items = [self.data(_item(value, number), (*place, str(number))) for number in range(len(whole))]
-        return self._plain_records(items)
+            return self._unwrap_records(self.mapping(value, place))
+        items = [self.data(_get_item(value, number), (*place, str(number))) for number in range(len(whole))]
+        return self._unwrap_records(items)
 
-    def _plain_records(self, content: Any) -> Any:
+    def _unwrap_records(self, content: Any) -> Any:
         """Configurations within one as plain dicts and lists, which become such again with it."""
         if isinstance(content, Record) and content.kind in ("DictConfig", "ListConfig"):
             return content.content
         if type(content) is dict:
-            return {key: self._plain_records(item) for key, item in content.items()}
-        return [self._plain_records(item) for item in content] if type(content) is list else content
+            return {key: self._unwrap_records(item) for key, item in content.items()}
+        return [self._unwrap_records(item) for item in content] if type(content) is list else content
 
     @contextmanager
     def _inside(self, value: Any, place: tuple[str, ...]) -> Iterator[None]:
@@ -240,7 +240,7 @@ def _check(value: Any, words: str = "") -> Any:
     return value
 
 
-def _item(container: Any, key: Any) -> Any:
+def _get_item(container: Any, key: Any) -> Any:
     """The item of a dict, or of a configuration, whose references may fail."""
     if not is_config(container):
         return container[key]

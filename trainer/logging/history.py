@@ -189,7 +189,7 @@ class History(Mapping[str, Curve]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         for name in ("curves", "rates"):
-            setattr(self, name, {key: _curve(state) for key, state in state_dict[name].items()})
+            setattr(self, name, {key: _load_curve(state) for key, state in state_dict[name].items()})
 
     def plot(self, *names: str, show: bool = False) -> Figure:
         """Draw curves with matplotlib; returns the figure, with one plot for names that end alike (``..._loss``).
@@ -238,7 +238,7 @@ def _add(curves: dict[str, Curve], row: Mapping[str, float], step: int) -> None:
         curve.add(step, value)
 
 
-def _curve(state: Mapping[str, Any]) -> Curve:
+def _load_curve(state: Mapping[str, Any]) -> Curve:
     curve = Curve()
     curve.load_state_dict(state)
     return curve

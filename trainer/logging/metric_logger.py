@@ -255,13 +255,13 @@ class Logbook:
 
     def folder_of_runs(self, root: str) -> str:
         """Where the folders of runs stand whose loggers have none: in ``root``, named after the experiment."""
-        return os.path.join(root, _file_name(self.loggers[0].name) or "treadle_logs")
+        return os.path.join(root, _make_file_name(self.loggers[0].name) or "treadle_logs")
 
     def known_folder(self, root: str) -> str | None:
         """The run's folder where no logger has one, as far as it is known without beginning a run. For rank zero."""
         logger = self.loggers[0]
         if self.folder is None and type(logger).version is Logger.version and isinstance(logger.version, str):
-            return os.path.join(self.folder_of_runs(root), _file_name(logger.version))
+            return os.path.join(self.folder_of_runs(root), _make_file_name(logger.version))
         return self.folder
 
     def _make_folder(self, root: str) -> str | None:
@@ -286,6 +286,6 @@ def tensors_by_name(values: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: torch.as_tensor(value, dtype=torch.get_default_dtype()) for name, value in values.items()}
 
 
-def _file_name(name: str | None) -> str:
+def _make_file_name(name: str | None) -> str:
     """A name without what would lead into another folder, as the ``/`` of Databricks' experiments would."""
     return re.sub(r"[^\w.=@+-]+", "_", name or "").strip("._")

@@ -55,7 +55,7 @@ class ClosureSteps(Steps):
         def closure() -> Tensor:
             with torch.enable_grad():
                 results[:] = self._evaluate(micro_batches, first)
-            return self._mean_loss(
+            return self._compute_mean_loss(
                 [(loss, micro) for (_, loss), (_, micro) in zip(results, micro_batches, strict=True)]
             )
 
@@ -123,7 +123,7 @@ class ClosureSteps(Steps):
                 hook()
         return output, loss
 
-    def _mean_loss(self, losses: list[tuple[Tensor, Any]]) -> Tensor:
+    def _compute_mean_loss(self, losses: list[tuple[Tensor, Any]]) -> Tensor:
         """The group's loss over all processes, each process's share of the samples weighed as in the gradient."""
         total = torch.stack([loss.detach() * micro.scale for loss, micro in losses]).sum()
         return self.accelerator.data_world.all_reduce(total, "mean")

@@ -168,10 +168,10 @@ class RunFolder:
             from ...loggers import TensorBoardLogger
 
             flags["logger"] = TensorBoardLogger(self.path, name="", version="")
-        flags["callbacks"] = [*self._callbacks(flags, plain), self._watch]
+        flags["callbacks"] = [*self._complete_callbacks(flags, plain), self._watch]
         return flags
 
-    def _callbacks(self, flags: Mapping[str, Any], plain: bool) -> list[Callback]:
+    def _complete_callbacks(self, flags: Mapping[str, Any], plain: bool) -> list[Callback]:
         from ...callbacks import ModelCheckpoint, OnExceptionCheckpoint, RunReport
         from ..default_callbacks import as_callbacks
 

@@ -153,11 +153,11 @@ class RunLock:
                     break
                 except BlockingIOError:
                     if not rest:
-                        raise self._in_use(_read_holder(self.file), certain=True) from None
+                        raise self._make_in_use_error(_read_holder(self.file), certain=True) from None
                 time.sleep(0.025)  # who only looks whether it is free holds it for a moment
             before = _read_holder(self.file)
             if before is not None and before.by == "beat" and before.is_alive(self.file):
-                raise self._in_use(before)  # from a machine that has no locks here
+                raise self._make_in_use_error(before)  # from a machine that has no locks here
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, _encode_holder(self.holder), 0)
         except OSError as error:
@@ -197,7 +197,7 @@ class RunLock:
         """Put ``part`` in the place of a lock that nobody holds. Of several jobs that try, one succeeds."""
         before = _read_holder(self.file)
         if before is not None and before.is_alive(self.file):
-            raise self._in_use(before)
+            raise self._make_in_use_error(before)
         mark = self.folder / f".{LOCK}-after-{before.token if before is not None else 'release'}"
         try:
             os.mkdir(mark)
@@ -207,7 +207,7 @@ class RunLock:
             ) from None
         try:
             if (latest := _read_holder(self.file)) != before:
-                raise self._in_use(latest)  # someone was faster
+                raise self._make_in_use_error(latest)  # someone was faster
             os.replace(part, self.file)
         finally:
             os.rmdir(mark)
@@ -217,7 +217,7 @@ class RunLock:
             with contextlib.suppress(OSError):
                 os.utime(self.file)
 
-    def _in_use(self, occupant: Holder | None, certain: bool = False) -> ValueError:
+    def _make_in_use_error(self, occupant: Holder | None, certain: bool = False) -> ValueError:
         """The error; where that process may be gone for all that is known here, with what helps."""
         occupant_text = "another job" if occupant is None else str(occupant)
         hint = ""

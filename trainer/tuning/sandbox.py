@@ -47,7 +47,7 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
     scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
     accumulate = accelerator.gradient_accumulation_steps
     with isolated_random_state(), ExitStack() as put_back, _in_host_memory(trainer.task):
-        inner = _understudy(trainer, put_back)
+        inner = _make_understudy(trainer, put_back)
         for name, value in settings.items():
             set_attribute(inner, name, value)
         try:
@@ -73,7 +73,7 @@ def _leave(put_back: ExitStack, kind: str, source: Any) -> None:
         put_back.enter_context(left_as_it_is(loader))
 
 
-def _understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
+def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
     """A Trainer that works in the place of ``trainer``, and keeps to itself."""
     inner, accelerator, sources = copy.copy(trainer), trainer.accelerator, trainer.sources
     assert trainer.task is not None
