@@ -131,7 +131,7 @@ class ParallelismConfig:
 _SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 # What the sharding does by nature, so that asking for it changes nothing.
-_ALWAYS: dict[str, tuple[Any, ...]] = {
+_ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "fsdp_version": (None, 1, 2),
     "backward_prefetch": (None, "BACKWARD_PRE", "NO_PREFETCH"),
     "limit_all_gathers": (None, True),
@@ -146,7 +146,7 @@ _ALWAYS: dict[str, tuple[Any, ...]] = {
     "optim_state_dict_config": (None,),
     "param_init_fn": (None,),
 }
-_INSTEAD = {
+_ALTERNATIVES = {
     "cpu_ram_efficient_loading": "build the model in accelerator.init_module() and load a checkpoint",
     "param_init_fn": "build the model in accelerator.init_module()",
     "state_dict_type": "save_state, save_model and get_state_dict write what any strategy can read",
@@ -197,19 +197,19 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
-        for name, accepted in _ALWAYS.items():
+        for name, accepted in _ACCEPTED_VALUES.items():
             value = getattr(self, name)
             if getattr(value, "name", value) not in accepted:
-                instead = _INSTEAD.get(name)
-                raise ValueError(f"{name}={value!r} is not honoured here: {instead or 'leave it out'}.")
+                alternative = _ALTERNATIVES.get(name)
+                raise ValueError(f"{name}={value!r} is not honoured here: {alternative or 'leave it out'}.")
         sharding = self.sharding_strategy
         if sharding is None and isinstance(self.reshard_after_forward, str | Enum):
             sharding, self.reshard_after_forward = self.reshard_after_forward, None
         name = str(getattr(sharding, "name", sharding or "FULL_SHARD")).upper().lstrip("_")
         self._sharding = choose("sharding_strategy", name, _SHARDING)
-        self._wrap = self._policy()
+        self._wrap = self._build_wrap_policy()
 
-    def _policy(self) -> Any:
+    def _build_wrap_policy(self) -> Any:
         policy = self.auto_wrap_policy
         if policy is not None and not isinstance(policy, str):
             return policy  # torch's own are understood too
@@ -240,13 +240,13 @@ class FullyShardedDataParallelPlugin:
             activation_checkpointing_policy=True if self.activation_checkpointing else None,
             reshard_after_forward=reshard,
             cpu_offload=bool(offload) if isinstance(offload, bool | None) else True,
-            mixed_precision=_policy_of(self.mixed_precision_policy),
+            mixed_precision=_convert_mixed_precision(self.mixed_precision_policy),
             data_parallel_replicate=replicas if parallelism is None else parallelism.dp_replicate_size,
             tensor_parallel_size=1 if parallelism is None else parallelism.tp_size,
         )
 
 
-def _policy_of(value: Any) -> Any:
+def _convert_mixed_precision(value: Any) -> Any:
     if value is None or (hasattr(value, "cast_forward_inputs") and hasattr(value, "output_dtype")):
         return value
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -270,7 +270,7 @@ def choose_strategy(
     """
     if parallelism is not None:
         parallelism.check(world)
-    given = [
+    strategy_arguments = [
         name
         for name, value in (
             ("strategy", None if isinstance(strategy, str) and strategy == "auto" else strategy),
@@ -280,9 +280,11 @@ def choose_strategy(
         if value
     ]
     if replicas is not None and strategy == "ddp":
-        given.remove("strategy")
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} both say how the model lies on the processes; give one of them.")
+        strategy_arguments.remove("strategy")
+    if len(strategy_arguments) > 1:
+        raise ValueError(
+            f"{' and '.join(strategy_arguments)} both say how the model lies on the processes; give one of them."
+        )
     if plugin is not None:
         return plugin.strategy(world, parallelism)
     if parallelism is not None and parallelism.shards:

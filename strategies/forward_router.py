@@ -56,7 +56,7 @@ class _Carry(torch.autograd.Function):
         return gradients[0], ctx.ballot.value.clone(), None
 
 
-def _single(tensor: Tensor) -> Tensor:
+def _cast_to_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
@@ -100,7 +100,7 @@ class Router(nn.Module):
                 output = call(*args, **kwargs)
         if self._route:
             return output if self._carrier is None else self._carry(output)
-        return apply_to_collection(output, Tensor, _single) if self._upcast else output
+        return apply_to_collection(output, Tensor, _cast_to_float32) if self._upcast else output
 
     def _carry(self, output: Any) -> Any:
         loss = output.get("loss") if isinstance(output, dict) else output

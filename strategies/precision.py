@@ -53,9 +53,9 @@ class Precision:
         """
         if isinstance(value, Precision):
             return value
-        known = value is None or isinstance(value, int | str)
-        name = _ALIASES.get(value, value) if known else value
-        if not known or name not in _PRECISIONS:
+        can_be_name = value is None or isinstance(value, int | str)
+        name = _ALIASES.get(value, value) if can_be_name else value
+        if not can_be_name or name not in _PRECISIONS:
             names = [*_PRECISIONS, *(alias for alias in _ALIASES if isinstance(alias, str))]
             raise ValueError(f"precision={value!r} is not one of {', '.join(_PRECISIONS)}.{nearest(str(value), names)}")
         return _PRECISIONS[name]

@@ -7,7 +7,7 @@ from functools import partial
 from importlib.metadata import entry_points
 
 from ..common.validation import choose
-from .ddp import DDP, unused_parameters_allowed
+from .ddp import DDP, make_ddp_factory
 from .distributed import World
 from .fsdp import FSDP
 from .strategy import SingleDevice, Strategy
@@ -16,8 +16,8 @@ _FACTORIES: dict[str, Callable[[], Strategy]] = {
     "single": SingleDevice,
     "single_device": SingleDevice,
     "ddp": DDP,
-    "ddp_find_unused_parameters_true": unused_parameters_allowed(True),
-    "ddp_find_unused_parameters_false": unused_parameters_allowed(False),
+    "ddp_find_unused_parameters_true": make_ddp_factory(True),
+    "ddp_find_unused_parameters_false": make_ddp_factory(False),
     "fsdp": FSDP,
     "fsdp_cpu_offload": partial(FSDP, cpu_offload=True),
 }

@@ -85,7 +85,7 @@ def _on(device: Any, resized: Callable[[Tensor], None]) -> Iterator[None]:
         propagator = importlib.import_module("torch.distributed.tensor._sharding_prop").ShardingPropagator
         name = "_propagate_tensor_meta_non_cached"
         if hasattr(propagator, name):
-            replace(propagator, name, _unseen(getattr(propagator, name)))
+            replace(propagator, name, _hide_from_modes(getattr(propagator, name)))
         yield
     finally:
         for module, name, value in reversed(saved):
@@ -113,7 +113,7 @@ def _forget_grids() -> None:
             clear()
 
 
-def _unseen(propagate: Callable[..., Any]) -> Callable[..., Any]:
+def _hide_from_modes(propagate: Callable[..., Any]) -> Callable[..., Any]:
     """DTensor finds out the form of a result by running the operation on whole tensors, which are nobody's memory."""
     from torch.utils._python_dispatch import _disable_current_modes
 

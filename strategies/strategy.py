@@ -140,7 +140,7 @@ class Strategy:
     def method(self, wrapped: nn.Module, name: str) -> Callable[..., Any]:
         """Return method ``name`` of the user's module, run the way ``forward`` of the wrapped one runs."""
         bound = getattr(self.unwrap(wrapped), name)
-        router = self._router(wrapped)
+        router = self._find_router(wrapped)
         return bound if router is None else routed(wrapped, router, bound)
 
     def local_method(self, module: nn.Module, name: str) -> Callable[..., Any]:
@@ -157,7 +157,7 @@ class Strategy:
         return inside
 
     @staticmethod
-    def _router(module: nn.Module) -> Router | None:
+    def _find_router(module: nn.Module) -> Router | None:
         return next((m for m in (module, getattr(module, "module", None)) if isinstance(m, Router)), None)
 
     def set_gradient_sync(self, module: nn.Module, on: bool) -> None:
@@ -180,13 +180,14 @@ class Strategy:
 
         Only replicas can do without a rank. Everything else warns and changes nothing.
         """
-        return self._unjoined(f"strategy={self.name!r}")
+        return self._warn_unjoined(f"strategy={self.name!r}")
 
-    def _unjoined(self, what: str) -> AbstractContextManager[None]:
+    def _warn_unjoined(self, setting: str) -> AbstractContextManager[None]:
         if self.world.size > 1:
             warn(
-                f"join_uneven_inputs has no effect with {what}, which needs every rank in each step. Ranks that read "
-                "prepared DataLoaders stay in step without it; a loop of your own must take as many steps on each rank."
+                f"join_uneven_inputs has no effect with {setting}, which needs every rank in each step. Ranks that "
+                "read prepared DataLoaders stay in step without it; a loop of your own must take as many steps on each "
+                "rank."
             )
         return nullcontext()
 
@@ -243,8 +244,8 @@ class Strategy:
     def drop_gradients(self, module: nn.Module) -> None:
         """Forget gradients of earlier micro-batches that lie elsewhere than in ``parameter.grad``."""
 
-    def agree_on_overflow(self, found: Tensor) -> None:
-        """Let ``found``, which is 1 where float16 gradients overflowed, be 1 on every process or on none.
+    def agree_on_overflow(self, overflow: Tensor) -> None:
+        """Let ``overflow``, which is 1 where float16 gradients overflowed, be 1 on every process or on none.
 
         Called once per optimizer step. Replicas have one gradient, so there is nothing to do.
         """
@@ -325,8 +326,8 @@ class Strategy:
             "activations to compute again": recompute,
             "parameters to gather": gather,
         }
-        for what in (what for what, value in settings.items() if value is not None):
-            raise ValueError(f"strategy={self.name!r} has no {what}: that is for 'fsdp'.")
+        for setting in (setting for setting, value in settings.items() if value is not None):
+            raise ValueError(f"strategy={self.name!r} has no {setting}: that is for 'fsdp'.")
         return copy.copy(self)
 
     # -- what the processes agree on -----------------------------------------------------------------------------

@@ -32,20 +32,20 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
     if isinstance(policy, str) and policy == "auto":
         return repeated_blocks(model)
     if isinstance(policy, int) and not isinstance(policy, bool):
-        return _by_size(model, policy, flag)
+        return _choose_by_size(model, policy, flag)
     classes = getattr(policy, "_module_classes", policy)  # torch's ModuleWrapPolicy
     if isinstance(classes, str | type):
         classes = {classes}
-    if isinstance(classes, Collection) and all(isinstance(one, str | type) for one in classes):
-        return _by_class(model, classes, flag)
+    if isinstance(classes, Collection) and all(isinstance(name_or_class, str | type) for name_or_class in classes):
+        return _choose_by_class(model, classes, flag)
     if not callable(policy):
         raise TypeError(
             f"{flag}={policy!r} must be 'auto', module classes, a number of parameters or a function of a module."
         )
-    size = _least_size(policy)
+    size = _read_min_size(policy)
     if size is not None:
-        return _by_size(model, size, flag)
-    return [module for module in _inner_first(model) if policy(module)]
+        return _choose_by_size(model, size, flag)
+    return [module for module in _list_inner_first(model) if policy(module)]
 
 
 def self_contained(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
@@ -67,18 +67,18 @@ def direct_parts(model: nn.Module) -> list[nn.Module]:
 
     A torchmetrics metric is none, even one with a network in it: it counts, and is not to be traced.
     """
-    found: list[nn.Module] = []
+    parts: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, _LISTS):
-            found += direct_parts(child)
+            parts += direct_parts(child)
         elif any(True for _ in child.parameters()) and not (hasattr(child, "compute") and hasattr(child, "reset")):
-            found.append(child)
-    return list(dict.fromkeys(found))
+            parts.append(child)
+    return list(dict.fromkeys(parts))
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The outermost parts that come more than once: layers of one class, with parts of their own, in one list."""
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
 
     def search(module: nn.Module) -> None:
         children = list(module.children())
@@ -86,49 +86,51 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         for child, kind in zip(children, kinds, strict=True):
             listed = isinstance(module, (*_LISTS, nn.Sequential)) and kinds.count(kind) > 1
             if listed and any(True for _ in child.children()) and any(True for _ in child.parameters()):
-                found.append(child)
+                blocks.append(child)
             else:
                 search(child)
 
     search(model)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(blocks))
 
 
-def _inner_first(model: nn.Module) -> list[nn.Module]:
+def _list_inner_first(model: nn.Module) -> list[nn.Module]:
     """Every part of ``model`` that can be called and has parameters, without itself."""
     parts = list(reversed(list(model.modules())))[:-1]
     return [part for part in parts if not isinstance(part, _LISTS) and any(True for _ in part.parameters())]
 
 
-def _by_class(model: nn.Module, classes: Collection[Any], flag: str) -> list[nn.Module]:
+def _choose_by_class(model: nn.Module, classes: Collection[Any], flag: str) -> list[nn.Module]:
     kinds = {type(part) for part in model.modules()}
-    for wanted in classes:
-        known = [kind.__name__ for kind in kinds] if isinstance(wanted, str) else kinds
-        if wanted not in known and not (isinstance(wanted, type) and any(issubclass(kind, wanted) for kind in kinds)):
-            name = wanted if isinstance(wanted, str) else wanted.__name__
+    for name_or_class in classes:
+        candidates = [kind.__name__ for kind in kinds] if isinstance(name_or_class, str) else kinds
+        if name_or_class not in candidates and not (
+            isinstance(name_or_class, type) and any(issubclass(kind, name_or_class) for kind in kinds)
+        ):
+            name = name_or_class if isinstance(name_or_class, str) else name_or_class.__name__
             raise ValueError(
                 f"{flag} names {name}, but {type(model).__name__} has no such module."
                 f"{nearest(name, sorted(kind.__name__ for kind in kinds))}"
             )
-    types = tuple(one for one in classes if isinstance(one, type))
-    names = [one for one in classes if isinstance(one, str)]
-    return [part for part in _inner_first(model) if isinstance(part, types) or type(part).__name__ in names]
+    types = tuple(entry for entry in classes if isinstance(entry, type))
+    names = [entry for entry in classes if isinstance(entry, str)]
+    return [part for part in _list_inner_first(model) if isinstance(part, types) or type(part).__name__ in names]
 
 
-def _by_size(model: nn.Module, least: int, flag: str) -> list[nn.Module]:
+def _choose_by_size(model: nn.Module, least: int, flag: str) -> list[nn.Module]:
     if least < 1:
         raise ValueError(f"{flag}={least} must be a number of parameters of at least 1.")
     chosen: list[nn.Module] = []
-    taken: set[Any] = set()
-    for part in _inner_first(model):
-        own = {parameter for parameter in part.parameters() if parameter not in taken}
-        if sum(parameter.numel() for parameter in own) >= least:
+    covered: set[Any] = set()
+    for part in _list_inner_first(model):
+        uncovered = {parameter for parameter in part.parameters() if parameter not in covered}
+        if sum(parameter.numel() for parameter in uncovered) >= least:
             chosen.append(part)
-            taken |= own
+            covered |= uncovered
     return chosen
 
 
-def _least_size(policy: Any) -> int | None:
+def _read_min_size(policy: Any) -> int | None:
     """The number in torch's ``functools.partial(size_based_auto_wrap_policy, min_num_params=...)``."""
     parameters = inspect.signature(policy).parameters
     if "nonwrapped_numel" not in parameters:

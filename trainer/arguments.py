@@ -61,14 +61,14 @@ def seconds(name: str, value: str | timedelta | Mapping[str, int] | None) -> flo
     return None if value is None else parse_duration(name, value).total_seconds()
 
 
-def check_bounds(what: str, low: int, high: int) -> None:
+def check_bounds(unit: str, low: int, high: int) -> None:
     """``min_<what>`` may not be more than ``max_<what>``, where -1 is no limit.
 
     Raises:
         ValueError: names both.
     """
     if 0 <= high < low:
-        raise ValueError(f"min_{what}={low} is more than max_{what}={high}: raise one or lower the other.")
+        raise ValueError(f"min_{unit}={low} is more than max_{unit}={high}: raise one or lower the other.")
 
 
 def check_directory(name: str, value: Any) -> str:
@@ -166,14 +166,14 @@ _ABSENT = {
 """Lightning's flags, of today or once, that are deliberately absent, and what to do instead."""
 
 
-def refuse_unknown(given: dict[str, Any], valid: Iterable[str]) -> None:
+def refuse_unknown(arguments: dict[str, Any], valid: Iterable[str]) -> None:
     """Raise a TypeError for an argument that a Trainer doesn't have."""
-    for name in given:
-        instead = f" {_ABSENT[name].capitalize()}." if name in _ABSENT else nearest(name, valid)
-        raise TypeError(f"Trainer() has no argument {name!r}.{instead}")
+    for name in arguments:
+        advice = f" {_ABSENT[name].capitalize()}." if name in _ABSENT else nearest(name, valid)
+        raise TypeError(f"Trainer() has no argument {name!r}.{advice}")
 
 
-def given(arguments: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> dict[str, Any]:
+def select_changed_flags(arguments: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> dict[str, Any]:
     """The flags that differ from their defaults, by name.
 
     Args:
@@ -192,9 +192,9 @@ def given(arguments: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> d
     }
 
 
-def refuse_with_barebones(**given: Any) -> None:
+def refuse_with_barebones(**flags: Any) -> None:
     """Raise a ValueError for what is asked for and ``barebones`` leaves out."""
-    for name, value in given.items():
+    for name, value in flags.items():
         if value:
             raise ValueError(f"Trainer(barebones=True, {name}={value!r}): barebones leaves that out; drop one of them.")
 
@@ -225,31 +225,33 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
     return precision, sync_batchnorm
 
 
-def set_sync_batchnorm(strategy: Strategy, wanted: bool) -> None:
+def set_sync_batchnorm(strategy: Strategy, enabled: bool) -> None:
     """Switch it on in a strategy that knows it.
 
     Raises:
         ValueError: for one of several processes that doesn't.
     """
-    if wanted and hasattr(strategy, "sync_batchnorm"):
+    if enabled and hasattr(strategy, "sync_batchnorm"):
         strategy.sync_batchnorm = True
-    elif wanted and strategy.world.size > 1:
+    elif enabled and strategy.world.size > 1:
         raise ValueError(f"sync_batchnorm=True is for strategy='ddp', not {strategy.name!r}: convert layers yourself.")
 
 
-def compilation(asked: Any) -> TorchDynamoPlugin | None:
+def parse_compilation(setting: Any) -> TorchDynamoPlugin | None:
     """How to compile, of ``compile=True``, False, or a dict of ``torch.compile``'s arguments.
 
     Raises:
         TypeError: for anything else.
     """
-    if isinstance(asked, Mapping):
-        known = [field.name for field in fields(TorchDynamoPlugin) if field.name != "use_regional_compilation"]
-        for name in asked:
-            if name not in known:
-                raise TypeError(f"compile={{{name!r}: ...}} is no argument of torch.compile.{nearest(name, known)}")
-        return TorchDynamoPlugin(**{"backend": "inductor", **asked})
-    return TorchDynamoPlugin(backend="inductor") if check_bool("compile", asked) else None
+    if isinstance(setting, Mapping):
+        valid_names = [field.name for field in fields(TorchDynamoPlugin) if field.name != "use_regional_compilation"]
+        for name in setting:
+            if name not in valid_names:
+                raise TypeError(
+                    f"compile={{{name!r}: ...}} is no argument of torch.compile.{nearest(name, valid_names)}"
+                )
+        return TorchDynamoPlugin(**{"backend": "inductor", **setting})
+    return TorchDynamoPlugin(backend="inductor") if check_bool("compile", setting) else None
 
 
 def refuse_code(weights_only: bool | None) -> None:

@@ -21,7 +21,7 @@ from .logging import SilentLogger
 
 
 def choose_callbacks(
-    given: Iterable[Callback] | Callback | None,
+    requested: Iterable[Callback] | Callback | None,
     *,
     checkpointing: bool | None,
     progress_bar: bool | None,
@@ -33,7 +33,7 @@ def choose_callbacks(
     """The callbacks given, and a default of each kind that is wanted and missing.
 
     Args:
-        given: one, several or none.
+        requested: one, several or none.
         checkpointing: whether a `ModelCheckpoint` is wanted (default yes).
         progress_bar: whether a `TQDMProgressBar` is wanted (default yes).
         model_summary: whether a `ModelSummary` is wanted (default yes).
@@ -45,51 +45,53 @@ def choose_callbacks(
         TypeError: for something that is no callback.
         ValueError: if a callback was given that a flag forbids.
     """
-    callbacks = as_callbacks("callbacks", given)
+    callbacks = as_callbacks("callbacks", requested)
     defaults: tuple[tuple[str, bool | None, type[Callback], type[Callback]], ...] = (
         ("enable_model_summary", model_summary, ModelSummary, ModelSummary),
         ("enable_progress_bar", progress_bar, ProgressBar, TQDMProgressBar),
         ("enable_checkpointing", checkpointing, ModelCheckpoint, ModelCheckpoint),
         ("enable_report", report, RunReport, RunReport),
     )
-    for flag, wanted, kind, default in defaults:
-        if wanted is not None:
-            check_bool(flag, wanted)
+    for flag, enabled, kind, default in defaults:
+        if enabled is not None:
+            check_bool(flag, enabled)
         # What saves when an error comes is in addition to what saves while all goes well.
-        there = any(isinstance(c, kind) and not isinstance(c, OnExceptionCheckpoint) for c in callbacks)
-        if there and wanted is False:
+        is_present = any(isinstance(c, kind) and not isinstance(c, OnExceptionCheckpoint) for c in callbacks)
+        if is_present and enabled is False:
             raise ValueError(f"{flag}=False contradicts the {kind.__name__} in callbacks; drop one of them.")
-        if not there and wanted is not False and (wanted or in_folder or kind is not RunReport):
+        if not is_present and enabled is not False and (enabled or in_folder or kind is not RunReport):
             callbacks.append(default())
     if keep_nothing:
         callbacks = [c for c in callbacks if not isinstance(c, ModelCheckpoint | EarlyStopping | RunReport)]
     return callbacks
 
 
-def as_callbacks(what: str, given: Any) -> list[Callback]:
+def as_callbacks(label: str, value: Any) -> list[Callback]:
     """One callback, several or none, as a list.
 
     Raises:
         TypeError: for something that is no callback.
         ValueError: for one that is there twice.
     """
-    if given is not None and not isinstance(given, Callback) and not _is_several(given):
-        raise TypeError(f"{what} must be a treadle.Callback or several of them, not {given!r}.")
-    callbacks = [] if given is None else [given] if isinstance(given, Callback) else list(given)
+    if value is not None and not isinstance(value, Callback) and not _is_several(value):
+        raise TypeError(f"{label} must be a treadle.Callback or several of them, not {value!r}.")
+    callbacks = [] if value is None else [value] if isinstance(value, Callback) else list(value)
     for number, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
             hint = ": put () behind it" if isinstance(callback, type) else ""
-            raise TypeError(f"{what} must be treadle.Callback objects, not {callback!r}{hint}.")
-        if any(callback is known for known in callbacks[:number]):
-            raise ValueError(f"{what} has the same {type(callback).__name__} object twice; every hook would run twice.")
+            raise TypeError(f"{label} must be treadle.Callback objects, not {callback!r}{hint}.")
+        if any(callback is previous for previous in callbacks[:number]):
+            raise ValueError(
+                f"{label} has the same {type(callback).__name__} object twice; every hook would run twice."
+            )
     return callbacks
 
 
-def choose_loggers(given: Any, root: str, silent: bool) -> list[Logger]:
+def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
     """The loggers given; TensorBoard under ``root`` for True or None, none for False.
 
     Args:
-        given: a bool, None, a `Logger`, or several.
+        requested: a bool, None, a `Logger`, or several.
         root: the directory for a default logger.
         silent: put one that keeps nothing in their place.
 
@@ -97,21 +99,21 @@ def choose_loggers(given: Any, root: str, silent: bool) -> list[Logger]:
         TypeError: for something that is no logger.
         ValueError: for one that is there twice.
     """
-    if given is False:
+    if requested is False:
         return []
     if silent:
         return [SilentLogger()]
-    if given is None or given is True:
+    if requested is None or requested is True:
         return [TensorBoardLogger(root)]
-    loggers = list(given) if not isinstance(given, Logger) and _is_several(given) else [given]
+    loggers = list(requested) if not isinstance(requested, Logger) and _is_several(requested) else [requested]
     for number, logger in enumerate(loggers):
         if not isinstance(logger, Logger):
             raise TypeError(f"logger must be True, False, a treadle.loggers.Logger or several of them, not {logger!r}.")
-        if any(logger is known for known in loggers[:number]):
+        if any(logger is previous for previous in loggers[:number]):
             raise ValueError(f"logger has the same {type(logger).__name__} object twice; it would get each row twice.")
     return loggers
 
 
-def _is_several(given: Any) -> bool:
+def _is_several(value: Any) -> bool:
     """Whether it is a list or the like, such as OmegaConf's. A class, a text or a dict is no list of objects."""
-    return isinstance(given, Iterable) and not isinstance(given, type | str | Mapping)
+    return isinstance(value, Iterable) and not isinstance(value, type | str | Mapping)

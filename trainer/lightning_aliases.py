@@ -132,26 +132,26 @@ class LightningAliases:
     @property
     def num_val_batches(self) -> list[int | None]:
         """Batches of each validation loader, of this process; None where that is unknown."""
-        return self._lengths("val")
+        return self._get_lengths("val")
 
     @property
     def num_test_batches(self) -> list[int | None]:
         """Batches of each test loader, of this process; None where that is unknown."""
-        return self._lengths("test")
+        return self._get_lengths("test")
 
     @property
     def num_predict_batches(self) -> list[int | None]:
         """Batches of each predict loader, of this process; None where that is unknown."""
-        return self._lengths("predict")
+        return self._get_lengths("predict")
 
     @property
     def num_sanity_val_batches(self) -> list[int | None]:
         """Batches of each validation loader in the validation before training."""
         most = self._trainer.num_sanity_val_steps
-        lengths = self._lengths("val")
+        lengths = self._get_lengths("val")
         return lengths if most == -1 else [most if length is None else min(most, length) for length in lengths]
 
-    def _lengths(self, kind: str) -> list[int | None]:
+    def _get_lengths(self, kind: str) -> list[int | None]:
         sources = self._trainer.sources
         return [] if sources is None else [loader.length for loader in sources.evaluation(kind)]
 
@@ -164,19 +164,19 @@ class LightningAliases:
     @property
     def val_dataloaders(self) -> Any:
         """The user's validation loader, or the list of them."""
-        return self._loaders("val")
+        return self._get_loaders("val")
 
     @property
     def test_dataloaders(self) -> Any:
         """The user's test loader, or the list of them."""
-        return self._loaders("test")
+        return self._get_loaders("test")
 
     @property
     def predict_dataloaders(self) -> Any:
         """The user's predict loader, or the list of them."""
-        return self._loaders("predict")
+        return self._get_loaders("predict")
 
-    def _loaders(self, kind: str) -> Any:
+    def _get_loaders(self, kind: str) -> Any:
         sources = self._trainer.sources
         loaders = [] if sources is None else [loader.source for loader in sources.evaluation(kind)]
         return loaders[0] if len(loaders) == 1 else loaders or None

@@ -170,7 +170,7 @@ class Trainer(LightningAliases):
         **unknown: Any,
     ) -> None:
         report_uncaught()  # also what is wrong with the flags
-        self.flags_given = arguments.given(locals(), Trainer.__init__.__kwdefaults__)
+        self.flags_given = arguments.select_changed_flags(locals(), Trainer.__init__.__kwdefaults__)
         fast = arguments.check_batches("fast_dev_run", fast_dev_run)
         self.barebones = arguments.check_bool("barebones", barebones)
         if barebones:
@@ -239,7 +239,7 @@ class Trainer(LightningAliases):
             mixed_precision=precision,
             gradient_accumulation_steps=arguments.check_int("accumulate_grad_batches", accumulate_grad_batches, 1),
             spread=True,
-            dynamo_plugin=arguments.compilation(compile),
+            dynamo_plugin=arguments.parse_compilation(compile),
         )
         arguments.set_sync_batchnorm(self.accelerator.strategy, sync_batchnorm)
         self.profiler = choose_profiler(profiler)
@@ -251,7 +251,7 @@ class Trainer(LightningAliases):
             progress_bar=enable_progress_bar,
             model_summary=enable_model_summary,
             report=enable_report,
-            in_folder=any(one.save_dir for one in self.loggers),
+            in_folder=any(configured_logger.save_dir for configured_logger in self.loggers),
             keep_nothing=bool(fast),
         )
         self.history = History(self.accelerator.cursor)

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from ...common.messages import warn
 from ...common.validation import check_int
 from ...engine import evaluation_mode, isolated_random_state, move_data_to_device
-from ...strategies.distributed import is_sharded, local, own_class
+from ...strategies.distributed import get_original_class, is_sharded, local
 
 _UNKNOWN = "?"
 
@@ -205,7 +205,7 @@ def _describe(name: str, part: nn.Module, parameters: list[nn.Parameter]) -> Par
     count, lazy = _count_elements(parameters)
     local_count = sum(local(p).numel() for p in parameters if not is_lazy(p))
     frozen = bool(parameters) and not any(p.requires_grad for p in parameters)
-    return Part(name, own_class(part).__name__, count, lazy, local_count, part.training, frozen)
+    return Part(name, get_original_class(part).__name__, count, lazy, local_count, part.training, frozen)
 
 
 def _run(

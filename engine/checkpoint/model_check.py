@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64
 
 from ...common.messages import warn
-from ...strategies.distributed import local, own_class
+from ...strategies.distributed import get_original_class, local
 from ..parameter_names import strip_compile_prefix
 
 _NOTE = "modules"
@@ -24,7 +24,7 @@ def _list_part_kinds(model: nn.Module) -> dict[str, str]:
     """The class of each part by the part's name; of the model itself it is "", which scripts may rename."""
     # Of a part that is compiled it is the class inside, which comes second.
     names = ((strip_compile_prefix(f"{name}.").removesuffix("."), part) for name, part in model.named_modules())
-    return {name: own_class(part).__qualname__ for name, part in names if name}
+    return {name: get_original_class(part).__qualname__ for name, part in names if name}
 
 
 def make_notes(model: nn.Module) -> dict[str, str]:

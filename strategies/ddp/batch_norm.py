@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..distributed import World
 
-_KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_REPLACEABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,23 @@ def synchronise(module: nn.Module, world: World) -> None:
     kind: type[_BatchNorm] = GlobalBatchNorm if world.device.type == "cpu" else nn.SyncBatchNorm
     if isinstance(module, _BatchNorm):
         raise ValueError("sync_batchnorm=True can't replace the whole model: put the BatchNorm layer inside a module.")
-    made: dict[nn.Module, nn.Module] = {}
+    replacements: dict[nn.Module, nn.Module] = {}
     for name, parent in list(module.named_modules()):
         for child_name, child in list(parent._modules.items()):
             if not isinstance(child, _BatchNorm) or type(child) is kind:
                 continue
-            if type(child) not in (*_KNOWN, nn.SyncBatchNorm):
-                where = f"{name}.{child_name}" if name else child_name
+            if type(child) not in (*_REPLACEABLE, nn.SyncBatchNorm):
+                layer_name = f"{name}.{child_name}" if name else child_name
                 raise ValueError(
-                    f"sync_batchnorm=True knows BatchNorm1d, 2d and 3d; {where} is a {type(child).__name__}, which may "
-                    "compute something else. Make it one of these, or synchronise it yourself."
+                    f"sync_batchnorm=True knows BatchNorm1d, 2d and 3d; {layer_name} is a {type(child).__name__}, "
+                    "which may compute something else. Make it one of these, or synchronise it yourself."
                 )
-            if child not in made:
-                made[child] = _turned_into(kind, child, world.group)
-            parent._modules[child_name] = made[child]
+            if child not in replacements:
+                replacements[child] = _convert_layer(kind, child, world.group)
+            parent._modules[child_name] = replacements[child]
 
 
-def _turned_into(kind: type[_BatchNorm], layer: _BatchNorm, group: Any) -> _BatchNorm:
+def _convert_layer(kind: type[_BatchNorm], layer: _BatchNorm, group: Any) -> _BatchNorm:
     new = kind.__new__(kind)
     new.__dict__.update(layer.__dict__)
     new.process_group = getattr(layer, "process_group", None) or group
@@ -88,15 +88,15 @@ class _Normalise(torch.autograd.Function):
         dims, shape = [0, *range(2, x.dim())], [1, -1] + [1] * (x.dim() - 2)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         channels, count = x.size(1), x.numel() // max(x.size(1), 1)
-        own = wide.new_zeros(2 * channels + 1)
+        local_stats = wide.new_zeros(2 * channels + 1)
         if count:
-            own[:channels] = wide.mean(dims)
-            own[channels:-1] = (wide - own[:channels].view(shape)).square_().sum(dims)
-            own[-1] = count
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, own, group)
-        every = torch.stack(parts)
-        means, deviations, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
+            local_stats[:channels] = wide.mean(dims)
+            local_stats[channels:-1] = (wide - local_stats[:channels].view(shape)).square_().sum(dims)
+            local_stats[-1] = count
+        parts = [torch.empty_like(local_stats) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, local_stats, group)
+        rank_stats = torch.stack(parts)
+        means, deviations, counts = rank_stats[:, :channels], rank_stats[:, channels:-1], rank_stats[:, -1:]
         total = counts.sum()
         if total < 2:
             raise ValueError("batch normalisation needs more than one value per channel over all processes to train.")
@@ -118,12 +118,12 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
         normal, weight, inverse, total = ctx.saved_tensors
         gradient = gradient.to(normal.dtype)
-        own = torch.stack((gradient.sum(ctx.dims), (gradient * normal).sum(ctx.dims)))
-        sums = own.clone()
+        local_sums = torch.stack((gradient.sum(ctx.dims), (gradient * normal).sum(ctx.dims)))
+        sums = local_sums.clone()
         dist.all_reduce(sums, group=ctx.group)
         plain, along = (sums / total).view(2, *ctx.shape)
         factor = inverse if weight is None else inverse * weight
         to_input = (gradient - plain - normal * along) * factor.view(ctx.shape)
-        to_weight = None if weight is None else own[1].to(weight.dtype)
-        to_bias = None if ctx.bias_dtype is None else own[0].to(ctx.bias_dtype)
+        to_weight = None if weight is None else local_sums[1].to(weight.dtype)
+        to_bias = None if ctx.bias_dtype is None else local_sums[0].to(ctx.bias_dtype)
         return to_input.to(ctx.dtype), to_weight, to_bias, None, None

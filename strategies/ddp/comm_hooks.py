@@ -37,8 +37,8 @@ class CommHook:
                 "step. Use comm_hook='power_sgd'."
             )
         if self.hook is None and (self.wrapper is not None or state):
-            what = "comm_state" if self.wrapper is None else "comm_wrapper"
-            raise ValueError(f"{what} is for a comm_hook, and none is given: add comm_hook=, or leave it out.")
+            argument = "comm_state" if self.wrapper is None else "comm_wrapper"
+            raise ValueError(f"{argument} is for a comm_hook, and none is given: add comm_hook=, or leave it out.")
         if self.hook in ("fp16", "bf16") and state:
             raise ValueError(f"comm_hook={str(self.hook)!r} has no state: leave out comm_state={state!r}.")
         if getattr(self.hook, "__name__", "") == "post_localSGD_hook":
@@ -52,7 +52,7 @@ class CommHook:
 
     def register(self, module: torch.nn.parallel.DistributedDataParallel, world: World) -> None:
         """Let ``module`` reduce its gradients this way."""
-        hook, state = self._resolved(world)
+        hook, state = self._resolve_hook(world)
         if callable(self.wrapper):
             hook = self.wrapper(hook)
         elif self.wrapper is not None:
@@ -65,7 +65,7 @@ class CommHook:
 
         module.register_comm_hook(state, send)
 
-    def _resolved(self, world: World) -> tuple[Callable[..., Any], Any]:
+    def _resolve_hook(self, world: World) -> tuple[Callable[..., Any], Any]:
         if callable(self.hook):
             return self.hook, self.state
         if self.hook == "fp16":

@@ -24,12 +24,12 @@ from .batch_norm import synchronise
 from .bucket_order import ReadyOrder
 from .coalesced import average_gradients
 from .comm_hooks import CommHook
-from .errors import explained
+from .errors import explain_reducer_error
 from .join import joined
-from .local_sgd import checked
+from .local_sgd import parse_local_steps
 from .zero import Shards
 
-_OTHER_NAMES = {  # Lightning's and Accelerate's
+_ALIASES = {  # Lightning's and Accelerate's
     "ddp_comm_hook": "comm_hook",
     "ddp_comm_state": "comm_state",
     "comm_state_option": "comm_state",
@@ -58,7 +58,7 @@ class _Replica(DistributedDataParallel):
         self.apart = 0
         self.ready: ReadyOrder | None = None
 
-    def primed(self) -> bool:
+    def can_skip_reduction(self) -> bool:
         """Whether a backward may go without a reduction; a static graph has to be seen in one with it first."""
         return not self.static_graph or self._static_graph_delay_allreduce_enqueued
 
@@ -92,7 +92,7 @@ class _Replica(DistributedDataParallel):
 
     def explain(self, error: BaseException) -> ValueError | None:
         """What to raise instead of an error of torch's reducer; None for any other error."""
-        return explained(error, self._names, self.find_unused_parameters)
+        return explain_reducer_error(error, self._names, self.find_unused_parameters)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -149,13 +149,13 @@ class DDP(Strategy):
         local_sgd_start: int = 0,
         **other: Any,
     ) -> None:
-        given = {
+        arguments = {
             "comm_hook": comm_hook,
             "comm_state": comm_state,
             "comm_wrapper": comm_wrapper,
             "local_sgd_steps": local_sgd_steps,
         }
-        _take_other_names(given, other)
+        _resolve_aliases(arguments, other)
         if bucket_cap_mb is not None:
             check_positive("bucket_cap_mb", bucket_cap_mb, "or None for torch's default")
         self.options: dict[str, Any] = {
@@ -166,10 +166,10 @@ class DDP(Strategy):
             "broadcast_buffers": broadcast_buffers,
         }
         self.own_buffers = not broadcast_buffers
-        self.comm_hook = CommHook(given["comm_hook"], given["comm_state"], given["comm_wrapper"])
+        self.comm_hook = CommHook(arguments["comm_hook"], arguments["comm_state"], arguments["comm_wrapper"])
         self.sync_batchnorm = sync_batchnorm
         self.zero = zero
-        self.local_steps = checked(given["local_sgd_steps"], local_sgd_start)
+        self.local_steps = parse_local_steps(arguments["local_sgd_steps"], local_sgd_start)
         if self.local_steps is not None:
             clashes = {"zero": zero, "comm_hook": bool(self.comm_hook), "static_graph": static_graph}
             for clash in (name for name, on in clashes.items() if on):
@@ -183,21 +183,21 @@ class DDP(Strategy):
         super().attach(world, precision)
         self.delays_sync = world.size > 1
         self._ballot: Ballot | None = None
-        self._carrying: _Replica | None = None
+        self._ballot_replica: _Replica | None = None
         self._by_ballot = False
         self._replicas: WeakSet[_Replica] = WeakSet()
-        self._newest: WeakValueDictionary[int, _Replica] = WeakValueDictionary()
+        self._latest_replicas: WeakValueDictionary[int, _Replica] = WeakValueDictionary()
         self._shards: WeakKeyDictionary[Optimizer, Shards] = WeakKeyDictionary()
-        self._stepping: Optimizer | None = None
+        self._local_optimizer: Optimizer | None = None
         if self.local_steps is not None and precision.scaled:
             raise ValueError(
                 f"local_sgd_steps={self.local_steps.every} can't run with float16's loss scale, where each process "
                 "would skip steps of its own: use bf16, or leave it out."
             )
-        asked = {"comm_hook": self.comm_hook, "zero": self.zero, "local_sgd_steps": self.local_steps}
-        idle = [name for name, value in asked.items() if value]
-        if world.size == 1 and idle:
-            announce(f"one process only: DDP's {', '.join(idle)} changes nothing")
+        requested = {"comm_hook": self.comm_hook, "zero": self.zero, "local_sgd_steps": self.local_steps}
+        ineffective = [name for name, value in requested.items() if value]
+        if world.size == 1 and ineffective:
+            announce(f"one process only: DDP's {', '.join(ineffective)} changes nothing")
 
     @property
     def replicas_equal(self) -> bool:
@@ -218,16 +218,20 @@ class DDP(Strategy):
         router = Router(module, self.precision.context(device), self.precision.compute is not None, ballot)
         places = [device] if device.type == "cuda" else None
         replica = _Replica(
-            router, self.world.advance, device_ids=places, process_group=self.world.group, **_for_torch(self.options)
+            router,
+            self.world.advance,
+            device_ids=places,
+            process_group=self.world.group,
+            **_translate_options(self.options),
         )
         if self.comm_hook:
             self.comm_hook.register(replica, self.world)
         fixed = bool(self.comm_hook) or replica.static_graph or replica.find_unused_parameters
         replica.ready = ReadyOrder(replica, fixed)
         if ballot is not None:
-            self._carrying = replica
+            self._ballot_replica = replica
         self._replicas.add(replica)
-        self._newest[id(module)] = replica  # a model is wrapped anew when other parameters are trained
+        self._latest_replicas[id(module)] = replica  # a model is wrapped anew when other parameters are trained
         self.set_gradient_sync(replica, True)
         return replica
 
@@ -253,24 +257,28 @@ class DDP(Strategy):
         super().wrap_optimizer(optimizer)
         if self.world.size == 1:
             return optimizer
-        own = {p for group in optimizer.param_groups for p in group["params"]}
-        models = [model for model, replica in self._newest.items() if not own.isdisjoint(replica.parameters())]
+        optimizer_parameters = {p for group in optimizer.param_groups for p in group["params"]}
+        models = [
+            model
+            for model, replica in self._latest_replicas.items()
+            if not optimizer_parameters.isdisjoint(replica.parameters())
+        ]
 
         def check(*_: Any) -> None:
-            for replica in filter(None, map(self._newest.get, models)):
+            for replica in filter(None, map(self._latest_replicas.get, models)):
                 replica.check()
 
         optimizer.register_step_pre_hook(check)
         if self.zero and optimizer not in self._shards:
             self._shards[optimizer] = Shards(optimizer, self.world)
         if self.local_steps is not None:
-            if self._stepping not in (None, optimizer):
+            if self._local_optimizer not in (None, optimizer):
                 raise ValueError("local_sgd_steps counts the steps of one optimizer, and there are several.")
-            self._stepping = optimizer
-            optimizer.register_step_post_hook(self._stepped)
+            self._local_optimizer = optimizer
+            optimizer.register_step_post_hook(self._finish_step)
         return optimizer
 
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+    def _finish_step(self, optimizer: Optimizer, *_: Any) -> None:
         assert self.local_steps is not None
         self.local_steps.stepped(optimizer, self.world)
         for replica in self._replicas:
@@ -278,19 +286,19 @@ class DDP(Strategy):
 
     def explain(self, error: BaseException) -> BaseException:
         """Return an error of torch's reducer, raised in a backward, in words that help; any other as it is."""
-        found = (replica.explain(error) for replica in self._replicas)
-        return next((better for better in found if better is not None), error)
+        explanations = (replica.explain(error) for replica in self._replicas)
+        return next((better for better in explanations if better is not None), error)
 
     # -- when gradients are reduced ------------------------------------------------------------------------------
 
     def set_gradient_sync(self, module: nn.Module, on: bool) -> None:
         """See `Strategy.set_gradient_sync`; this is the switch behind torch's own ``no_sync``."""
-        replica = _replica(module)
+        replica = _find_replica(module)
         if replica is None:
             return
         if replica.apart or (self.local_steps is not None and self.local_steps.alone):
             on = False
-        elif not on and not replica.primed():
+        elif not on and not replica.can_skip_reduction():
             # torch learns a static graph in a first reduced backward, or fails. To reduce a part of a group is exact:
             # the mean of what is the same everywhere and of what is added to it.
             on = True
@@ -299,11 +307,11 @@ class DDP(Strategy):
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
         """See `Strategy.no_sync`. Within it `set_gradient_sync` has no effect."""
-        replica = _replica(module)
+        replica = _find_replica(module)
         if replica is None:
             yield
             return
-        if not replica.primed():
+        if not replica.can_skip_reduction():
             raise ValueError(
                 "static_graph=True needs a first backward with reduction, so gradients can't stay local before it. "
                 "Leave out static_graph, or no_sync for the first step."
@@ -320,14 +328,14 @@ class DDP(Strategy):
     @contextmanager
     def sync_in_backward(self, module: nn.Module) -> Iterator[None]:
         """See `Strategy.sync_in_backward`."""
-        replica = _replica(module)
+        replica = _find_replica(module)
         if replica is None:
             yield
             return
         if replica.find_unused_parameters or replica.static_graph:
-            what = "static_graph" if replica.static_graph else "find_unused_parameters"
+            option = "static_graph" if replica.static_graph else "find_unused_parameters"
             raise ValueError(
-                f"{what}=True looks at the graph in forward, too late for a forward in no_sync: leave it out."
+                f"{option}=True looks at the graph in forward, too late for a forward in no_sync: leave it out."
             )
         before = replica.require_backward_grad_sync
         replica.require_backward_grad_sync = True  # type: ignore[assignment]
@@ -340,8 +348,8 @@ class DDP(Strategy):
     def steps_apart(self, module: nn.Module) -> Any:
         """See `Strategy.steps_apart`."""
         if self.zero or self.local_steps is not None:
-            what = "zero=True" if self.zero else "local_sgd_steps"
-            raise ValueError(f"DDP({what}) exchanges parameters in its own steps: leave it out to step apart.")
+            option = "zero=True" if self.zero else "local_sgd_steps"
+            raise ValueError(f"DDP({option}) exchanges parameters in its own steps: leave it out to step apart.")
         return self.no_sync(module)
 
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
@@ -353,13 +361,13 @@ class DDP(Strategy):
             "local_sgd_steps": self.local_steps,
         }
         active = [f"{name}=..." for name, on in exchanges.items() if on]
-        return self._unjoined(f"DDP({', '.join(active)})") if active else joined(models)
+        return self._warn_unjoined(f"DDP({', '.join(active)})") if active else joined(models)
 
     # -- what the processes agree on -----------------------------------------------------------------------------
 
     def start_agreement(self, votes: Tensor) -> None:
         """See `Strategy.start_agreement`. With a ballot, the coming backward is the exchange, if it reduces."""
-        ballot, replica = self._ballot, self._carrying
+        ballot, replica = self._ballot, self._ballot_replica
         self._by_ballot = ballot is not None and replica is not None and replica.require_backward_grad_sync
         if self._by_ballot:
             ballot.value = votes.to(ballot.carrier.dtype)  # type: ignore[union-attr]
@@ -370,7 +378,7 @@ class DDP(Strategy):
         """See `Strategy.agreement`."""
         if not self._by_ballot:
             return super().agreement()
-        ballot, replica = self._ballot, self._carrying
+        ballot, replica = self._ballot, self._ballot_replica
         assert ballot is not None
         assert replica is not None
         replica.check()
@@ -383,8 +391,8 @@ class DDP(Strategy):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def _meet(self) -> None:
-        if self.local_steps is not None and self._stepping is not None and self.world.size > 1:
-            self.local_steps.meet(self._stepping, self.world)
+        if self.local_steps is not None and self._local_optimizer is not None and self.world.size > 1:
+            self.local_steps.meet(self._local_optimizer, self.world)
 
     def sync_buffers(self, module: nn.Module) -> None:
         """See `Strategy.sync_buffers`. Processes that have stepped alone get one model."""
@@ -398,12 +406,12 @@ class DDP(Strategy):
 
     def reduction_order(self, module: nn.Module) -> list[int]:
         """See `Strategy.reduction_order`."""
-        replica = _replica(module)
+        replica = _find_replica(module)
         return [] if replica is None or replica.ready is None else replica.ready.order
 
     def take_reduction_order(self, module: nn.Module, order: list[int]) -> None:
         """See `Strategy.take_reduction_order`."""
-        replica = _replica(module)
+        replica = _find_replica(module)
         if replica is not None and replica.ready is not None:
             replica.ready.rehearse(order)
 
@@ -474,31 +482,31 @@ class DDP(Strategy):
         return list(sizes.values())
 
 
-def _replica(module: nn.Module) -> _Replica | None:
+def _find_replica(module: nn.Module) -> _Replica | None:
     """The replica in what `wrap` returned, or in that after ``torch.compile``; None where nothing is reduced."""
     if not isinstance(module, _Replica):
         module = module._modules.get("_orig_mod") or module
     return module if isinstance(module, _Replica) else None
 
 
-def unused_parameters_allowed(flag: bool) -> Callable[[], DDP]:
+def make_ddp_factory(flag: bool) -> Callable[[], DDP]:
     """A factory for the registry's ``ddp_find_unused_parameters_*`` names."""
     return lambda: DDP(find_unused_parameters=flag)
 
 
-def _take_other_names(given: dict[str, Any], other: dict[str, Any]) -> None:
+def _resolve_aliases(arguments: dict[str, Any], aliased: dict[str, Any]) -> None:
     """Move the arguments in ``other`` to the names they have here."""
-    for alias, value in other.items():
-        name = _OTHER_NAMES.get(alias)
+    for alias, value in aliased.items():
+        name = _ALIASES.get(alias)
         if name is None:
-            valid = [*inspect.signature(DDP.__init__).parameters, *_OTHER_NAMES]
+            valid = [*inspect.signature(DDP.__init__).parameters, *_ALIASES]
             raise TypeError(f"DDP() has no argument {alias!r}.{nearest(alias, set(valid) - {'self', 'other'})}")
-        if value is not None and given[name] is not None:
+        if value is not None and arguments[name] is not None:
             raise ValueError(f"{alias}= is another name of {name}=; give one of them.")
-        given[name] = value if value is not None else given[name]
+        arguments[name] = value if value is not None else arguments[name]
 
 
-def _for_torch(options: dict[str, Any]) -> dict[str, Any]:
+def _translate_options(options: dict[str, Any]) -> dict[str, Any]:
     """The options in torch's names: since 2.13 ``broadcast_buffers`` is called otherwise, and warns."""
     options = dict(options)
     keep = options.pop("broadcast_buffers")

@@ -8,10 +8,10 @@ _UNFINISHED = "Expected to have finished reduction"
 _TWICE = "Expected to mark a variable ready only once"
 _INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 _INDEX = re.compile(r"Parameter at index (\d+)")
-_MOST = 30
+_MAX_NAMES = 30
 
 
-def explained(error: BaseException, names: list[str], finds_unused: bool = False) -> ValueError | None:
+def explain_reducer_error(error: BaseException, names: list[str], finds_unused: bool = False) -> ValueError | None:
     """Return what to raise instead of ``error``, or None where it is not about the reduction of gradients.
 
     Args:
@@ -21,16 +21,16 @@ def explained(error: BaseException, names: list[str], finds_unused: bool = False
     """
     text = str(error)
     if text.startswith(_UNFINISHED):
-        found = _INDICES.search(text)
-        return _unused([names[int(i)] for i in found[1].split()] if found else [], finds_unused)
+        match = _INDICES.search(text)
+        return _unused_parameter_error([names[int(i)] for i in match[1].split()] if match else [], finds_unused)
     if text.startswith(_TWICE):
         index = _INDEX.search(text)
-        return _twice(names[int(index[1])] if index else "a parameter")
+        return _ready_twice_error(names[int(index[1])] if index else "a parameter")
     return None
 
 
-def _unused(names: list[str], finds_unused: bool) -> ValueError:
-    shown = ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+def _unused_parameter_error(names: list[str], finds_unused: bool) -> ValueError:
+    shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
     problem = f"no gradient reached these parameters, so this step's gradients were not reduced: {shown or 'unknown'}."
     if finds_unused:
         return ValueError(
@@ -45,7 +45,7 @@ def _unused(names: list[str], finds_unused: bool) -> ValueError:
     )
 
 
-def _twice(name: str) -> ValueError:
+def _ready_twice_error(name: str) -> ValueError:
     return ValueError(
         f"the gradient of {name} was ready twice in one backward. Activation checkpointing does that where layers are "
         "checkpointed with use_reentrant=True and used more than once: give torch.utils.checkpoint.checkpoint "

@@ -44,14 +44,14 @@ class LocalSteps:
     def meet(self, optimizer: Optimizer, world: World) -> None:
         """Give all processes one model now, if they have gone apart."""
         if self._apart:
-            average(_trained(optimizer), world)
+            average(_list_trained_parameters(optimizer), world)
             self._apart = False
 
     def state_dict(self, optimizer: Optimizer, world: World) -> dict[str, Any]:
         """The optimizer's state, averaged on all processes, so that a run that is resumed goes on as this one does."""
         self.meet(optimizer, world)
         if self.alone:
-            slots = dict(_slots(optimizer))
+            slots = dict(_list_slots(optimizer))
             keys = world.gather_objects(list(slots))
             shared = set(keys[0]).intersection(*keys)
             average([slots[key] for key in keys[0] if key in shared], world)
@@ -63,21 +63,21 @@ class LocalSteps:
         self._apart = False
 
 
-def _trained(optimizer: Optimizer) -> list[Tensor]:
+def _list_trained_parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
-def _slots(optimizer: Optimizer) -> list[tuple[tuple[int, str], Tensor]]:
+def _list_slots(optimizer: Optimizer) -> list[tuple[tuple[int, str], Tensor]]:
     """What the optimizer has gathered for each parameter, by place and name; step counts are the same everywhere."""
-    found = []
+    slots = []
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim and value.is_floating_point():
-                found.append(((number, name), value))
-    return found
+                slots.append(((number, name), value))
+    return slots
 
 
-def checked(every: Any, start: Any) -> LocalSteps | None:
+def parse_local_steps(every: Any, start: Any) -> LocalSteps | None:
     """What ``local_sgd_steps`` and ``local_sgd_start`` ask for.
 
     Raises:

@@ -44,8 +44,8 @@ class Shards:
 
     def _assign(self, optimizer: Optimizer) -> None:
         """Give each parameter that has no owner yet to the process with the least, the largest first."""
-        new = [p for group in optimizer.param_groups for p in group["params"] if p not in self.owner]
-        for parameter in sorted(new, key=lambda p: p.numel(), reverse=True):
+        unassigned = [p for group in optimizer.param_groups for p in group["params"] if p not in self.owner]
+        for parameter in sorted(unassigned, key=lambda p: p.numel(), reverse=True):
             rank = self._load.index(min(self._load))
             self.owner[parameter] = rank
             self._load[rank] += parameter.numel()
@@ -83,6 +83,6 @@ class Shards:
         """Take this process's part of a whole state."""
         self._assign(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        others = {i for i, p in enumerate(parameters) if self.owner[p] != self.world.rank}
-        kept = {key: value for key, value in state["state"].items() if key not in others}
-        optimizer.load_state_dict({**state, "state": kept})
+        remote_indices = {i for i, p in enumerate(parameters) if self.owner[p] != self.world.rank}
+        local_state = {key: value for key, value in state["state"].items() if key not in remote_indices}
+        optimizer.load_state_dict({**state, "state": local_state})

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from .current import backend_of, connected, current_place, current_world, disconnect
     from .device_mesh import TENSOR, Layout
     from .devices import ACCELERATORS, Devices
-    from .dtensor import Whole, clip_to_norm, cut_like, is_sharded, local, own_class, piece_of, whole
+    from .dtensor import Whole, clip_to_norm, cut_like, get_original_class, is_sharded, local, piece_of, whole
     from .launch_environment import LaunchEnvironment, variables_set
     from .open_world import make_world, open_world
     from .os_process import die_with_parent, is_alive
     from .retry import DONE, RETRY, Attempts
-    from .tracebacks import formatted, hide_frames
+    from .tracebacks import format_error, hide_frames
     from .world import World
     from .world_type import DistributedType, distributed_type
 

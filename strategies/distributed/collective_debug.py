@@ -27,7 +27,7 @@ _NOT_THE_USERS = ("treadle", "torch", "lightning_utilities", "contextlib", "func
 # Commonly written on two branches: `if main: prepare(); wait() else: wait()`, and who sends and who receives.
 _MAY_STAND_APART = ("barrier", "broadcast", "broadcast_tensor")
 _ENDED = "has ended"
-_SAME, _NOTE, _DIFFERENT, _MISSING = "=", "~", "!", "?"  # the first letter of what a meeting came to
+_MATCHING, _NOTE, _DIFFERENT, _MISSING = "=", "~", "!", "?"  # the first letter of what a meeting came to
 
 
 class DistributedOperationException(RuntimeError):
@@ -55,8 +55,8 @@ class Call:
     line: str = ""
 
     def __str__(self) -> str:
-        what = f"{self.operation} of {self.value}" if self.value else self.operation
-        return " ".join(filter(None, (what, self.place)))
+        action = f"{self.operation} of {self.value}" if self.value else self.operation
+        return " ".join(filter(None, (action, self.place)))
 
     @property
     def place(self) -> str:
@@ -66,7 +66,7 @@ class Call:
         return " ".join(filter(None, (name, inside, f"at {self.path}:{self.line}" if self.path else "")))
 
     @property
-    def stands(self) -> tuple[str, ...]:
+    def location_key(self) -> tuple[str, ...]:
         """What tells one place from another.
 
         The folder does not, as machines may keep the same file elsewhere, and our own lines do not, as one function
@@ -75,7 +75,7 @@ class Call:
         return (Path(self.path).name, self.line, re.sub(r":\d+", "", self.inside))
 
     @classmethod
-    def here(cls, operation: str, value: torch.Tensor | None = None) -> Call:
+    def from_stack(cls, operation: str, value: torch.Tensor | None = None) -> Call:
         """What is being called, as the stack shows it."""
         form = "" if value is None else f"{str(value.dtype)[6:]} {list(value.shape)} on {value.device.type}"
         frame: FrameType | None = sys._getframe(1)
@@ -89,16 +89,16 @@ class Call:
         name = "" if outer is None else outer.f_code.co_name
         inside = ""
         if inner is not None and inner.f_code.co_name != name:  # else a public method that hands the call on
-            inside = _shown(inner, Path(inner.f_code.co_filename).name)
+            inside = _describe_frame(inner, Path(inner.f_code.co_filename).name)
         if frame is None:
             return cls(operation, form, name, inside)
         path = frame.f_code.co_filename
         with contextlib.suppress(ValueError, OSError):  # not below, or a working directory that is gone
             path = str(Path(path).relative_to(Path.cwd()))
-        return cls(operation, form, name, inside, path, _shown(frame))
+        return cls(operation, form, name, inside, path, _describe_frame(frame))
 
 
-def _shown(frame: FrameType, file: str = "") -> str:
+def _describe_frame(frame: FrameType, file: str = "") -> str:
     return f"{file}{':' if file else ''}{frame.f_lineno} {frame.f_code.co_name}"
 
 
@@ -111,14 +111,14 @@ class Meeting:
     Args:
         store: shared by the processes.
         ranks: the group's processes, by their rank in the whole world.
-        own: this process's position among them.
+        position: this process's position among them.
         timeout: seconds to wait for the others.
     """
 
-    def __init__(self, store: dist.Store, ranks: Sequence[int], own: int, timeout: float) -> None:
+    def __init__(self, store: dist.Store, ranks: Sequence[int], position: int, timeout: float) -> None:
         self._store = store
         self._ranks = ranks
-        self._own = own
+        self._position = position
         self._timeout = timeout
         self._note = ""
         self._broken = ""
@@ -145,7 +145,7 @@ class Meeting:
         if kind == _NOTE:
             self._note = text
             warn(text)
-        elif kind != _SAME:
+        elif kind != _MATCHING:
             self._broken = text if kind == _MISSING else ""
             raise DistributedOperationException(text)
 
@@ -154,18 +154,18 @@ class Meeting:
         if os.getpid() != self._process:
             return
         with contextlib.suppress(RuntimeError):  # the store may be gone with the process that kept it
-            if self._store.add(f"left {self._own}", 1) > 1:
+            if self._store.add(f"left {self._position}", 1) > 1:
                 return
             error = getattr(sys, "last_value", None)
-            how = _ENDED if error is None else f"{_ENDED} with {type(error).__name__}: {error}"
-            before = self._call(self._own)
-            number, last = self._register(Call(f"{how}; its last call was {before[1]}" if before else how))
+            ending = _ENDED if error is None else f"{_ENDED} with {type(error).__name__}: {error}"
+            last_call = self._call(self._position)
+            number, last = self._register(Call(f"{ending}; its last call was {last_call[1]}" if last_call else ending))
             if last:
                 self._compare(number)
 
     def _register(self, call: Call) -> tuple[int, bool]:
-        number = self._store.add(f"calls of {self._own}", 1)
-        self._store.set(f"call of {self._own}", json.dumps([number, asdict(call)]))
+        number = self._store.add(f"calls of {self._position}", 1)
+        self._store.set(f"call of {self._position}", json.dumps([number, asdict(call)]))
         return number, self._store.add(f"{number} here", 1) == len(self._ranks)
 
     def _call(self, position: int) -> tuple[int, Call] | None:
@@ -175,7 +175,7 @@ class Meeting:
         return number, Call(**call)
 
     def _compare(self, number: int) -> str:
-        calls = [known[1] for position in range(len(self._ranks)) if (known := self._call(position)) is not None]
+        calls = [entry[1] for position in range(len(self._ranks)) if (entry := self._call(position)) is not None]
         for name in ("here", "verdict"):  # all have read these, or they would not be here
             self._store.delete_key(f"{number - 1} {name}")
         return self._settle(number, verdict_on(calls, self._ranks, self._note))
@@ -192,67 +192,71 @@ class Meeting:
                 return self._store.get(f"{number} verdict").decode()
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
-        known = [self._call(position) for position in range(len(self._ranks))]
-        return self._settle(number, _MISSING + self._missing(number, known))
+        last_calls = [self._call(position) for position in range(len(self._ranks))]
+        return self._settle(number, _MISSING + self._describe_missing(number, last_calls))
 
-    def _missing(self, number: int, known: Sequence[tuple[int, Call] | None]) -> str:
-        here = {rank: str(at[1]) for rank, at in zip(self._ranks, known, strict=True) if at and at[0] >= number}
-        away = {
-            rank: f"not here; its last call was {at[1]}" if at else "not here; it has made no call so far"
-            for rank, at in zip(self._ranks, known, strict=True)
-            if not at or at[0] < number
+    def _describe_missing(self, number: int, last_calls: Sequence[tuple[int, Call] | None]) -> str:
+        arrived = {
+            rank: str(entry[1])
+            for rank, entry in zip(self._ranks, last_calls, strict=True)
+            if entry and entry[0] >= number
+        }
+        absent = {
+            rank: f"not here; its last call was {entry[1]}" if entry else "not here; it has made no call so far"
+            for rank, entry in zip(self._ranks, last_calls, strict=True)
+            if not entry or entry[0] < number
         }
         return (
-            f"{named_ranks(list(away))} did not come within {self._timeout:g} s to a call that needs all processes:\n"
-            f"{_listed({**here, **away})}\n"
+            f"{named_ranks(list(absent))} did not come within {self._timeout:g} s to a call that needs all processes:\n"
+            f"{_list_by_text({**arrived, **absent})}\n"
             "A call that only some processes make (`if accelerator.is_main_process:`) never ends; one process may also "
             "have failed, wait in a call of its own (a backward pass of DDP), or need more time: TREADLE_DEBUG_TIMEOUT "
-            f"sets the seconds.{_before(self._note)}"
+            f"sets the seconds.{_quote_note(self._note)}"
         )
 
 
 def verdict_on(calls: Sequence[Call], ranks: Sequence[int], note: str = "") -> str:
     """What the processes are told about their calls, in the order of ``ranks``; the first letter is the kind."""
-    listed = _listed({rank: str(call) for rank, call in zip(ranks, calls, strict=True)})
-    gone = [rank for rank, call in zip(ranks, calls, strict=True) if call.operation.startswith(_ENDED)]
-    if len(gone) == len(calls):
-        return _SAME
-    if gone:
-        what = f"{named_ranks(gone)} will not come to a call that needs all processes"
-        return f"{_MISSING}{what}:\n{listed}{_before(note)}"
-    same = {
+    listed = _list_by_text({rank: str(call) for rank, call in zip(ranks, calls, strict=True)})
+    ended_ranks = [rank for rank, call in zip(ranks, calls, strict=True) if call.operation.startswith(_ENDED)]
+    if len(ended_ranks) == len(calls):
+        return _MATCHING
+    if ended_ranks:
+        problem = f"{named_ranks(ended_ranks)} will not come to a call that needs all processes"
+        return f"{_MISSING}{problem}:\n{listed}{_quote_note(note)}"
+    equal = {
         "the call": len({(call.operation, call.name) for call in calls}) == 1,
         "the tensor": len({call.value for call in calls}) == 1,
-        "the line": len({call.stands for call in calls}) == 1,
+        "the line": len({call.location_key for call in calls}) == 1,
     }
-    if all(same.values()):
-        return _SAME
-    if same["the call"] and same["the tensor"] and calls[0].operation.split()[0] in _MAY_STAND_APART:
+    if all(equal.values()):
+        return _MATCHING
+    if equal["the call"] and equal["the tensor"] and calls[0].operation.split()[0] in _MAY_STAND_APART:
         return (
             f"{_NOTE}The processes meet in a {calls[0].operation} from different lines:\n{listed}\n"
             "That is fine if it is meant so; otherwise some process left out a call."
         )
-    differ = " and ".join(what for what, alike in same.items() if not alike)
-    helps = (
+    differ = " and ".join(aspect for aspect, is_equal in equal.items() if not is_equal)
+    advice = (
         "Types and shapes must agree: pad_across_processes makes shapes equal; gather takes different lengths in "
         "dimension 0."
-        if same["the call"] and same["the line"]
+        if equal["the call"] and equal["the line"]
         else "All processes must make the same calls in the same order: look for one under a condition that holds on "
         "some of them only."
     )
-    return f"{_DIFFERENT}the processes make calls that differ in {differ}:\n{listed}\n{helps}{_before(note)}"
+    return f"{_DIFFERENT}the processes make calls that differ in {differ}:\n{listed}\n{advice}{_quote_note(note)}"
 
 
-def _before(note: str) -> str:
+def _quote_note(note: str) -> str:
     return f"\nEarlier: {note}" if note else ""
 
 
-def _listed(said: dict[int, str]) -> str:
+def _list_by_text(texts: dict[int, str]) -> str:
     """One line for all ranks that say the same."""
-    who: dict[str, list[int]] = {}
-    for rank in sorted(said):
-        who.setdefault(said[rank], []).append(rank)
-    return "\n".join(f"  {named_ranks(ranks)}: {text}" for text, ranks in who.items())
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        ranks_by_text.setdefault(texts[rank], []).append(rank)
+    return "\n".join(f"  {named_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items())
 
 
 class DebugWorld(World):
@@ -276,7 +280,7 @@ class DebugWorld(World):
 
     def _compare(self, operation: str, tensor: torch.Tensor | None = None) -> None:
         if self.size > 1:
-            self._meeting.arrive(Call.here(operation, tensor))
+            self._meeting.arrive(Call.from_stack(operation, tensor))
 
     def mesh(self, **dimensions: int) -> DeviceMesh:
         """See `World.mesh`."""

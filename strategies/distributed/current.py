@@ -36,11 +36,11 @@ def current_world(accelerator: str = "auto") -> World:
         local_rank=local_rank,
         local_size=size if launched is None else launched.local_world_size,
         node_rank=0 if launched is None else launched.node_rank,
-        device=_device(),
+        device=_find_device(),
     )
 
 
-def _device() -> torch.device:
+def _find_device() -> torch.device:
     # A group for GPUs has a backend for them; one that was made for the CPU has not, on whatever machine.
     on_gpus = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")

@@ -30,7 +30,7 @@ def device_of(kind: str, index: int) -> torch.device:
     return torch.device("cuda", index) if kind == "cuda" else torch.device(kind)
 
 
-def wanted_devices(kind: str, devices: Devices) -> list[int] | None:
+def parse_devices(kind: str, devices: Devices) -> list[int] | None:
     """The device indices of this machine's processes, or None to leave it to the launcher."""
     rule = "devices must be a number of at least 1, -1 for all, a list of indices, a string such as '0,2', or 'auto'"
     if devices == "auto":

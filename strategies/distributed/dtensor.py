@@ -16,7 +16,7 @@ def is_sharded(value: Any) -> bool:
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
-def own_class(module: nn.Module) -> type[nn.Module]:
+def get_original_class(module: nn.Module) -> type[nn.Module]:
     """The class a module was built from; sharding gives it one that is made for it."""
     kind = type(module)
     return kind.__bases__[-1] if hasattr(module, "_get_fsdp_state") else kind
@@ -100,8 +100,10 @@ def cut_like(full: Whole, like: Any) -> Tensor:
         return full[...]
     from torch.distributed.tensor import DTensor
 
-    own = local(like)
-    part = torch.empty_like(own, dtype=full.dtype, device=full.device if isinstance(full, Tensor) else own.device)
+    like_shard = local(like)
+    part = torch.empty_like(
+        like_shard, dtype=full.dtype, device=full.device if isinstance(full, Tensor) else like_shard.device
+    )
     fill(part, full, like)
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()

@@ -61,26 +61,26 @@ class LaunchEnvironment:
         """
         env = os.environ if environ is None else environ
         if any(name in env for name in _TORCHRUN):
-            return _from_torchrun(env)
-        return _from_mpi(env) or _from_slurm(env)
+            return _read_torchrun(env)
+        return _read_mpi(env) or _read_slurm(env)
 
     @property
     def node_count(self) -> int:
         """Number of machines; where the launcher does not tell, each is taken to have as many processes as this."""
         return self.nodes or -(-self.world_size // self.local_world_size)
 
-    def check(self, devices: object, wanted: int, num_nodes: int) -> None:
+    def check(self, devices: object, device_count: int, num_nodes: int) -> None:
         """Hold the flags of the user's code against what was started.
 
         Raises:
             ValueError: names both numbers and the launcher's option that sets them.
         """
         per_node, machines = _STARTS[self.launcher]
-        if wanted != self.local_world_size:
+        if device_count != self.local_world_size:
             raise ValueError(
-                f"devices={devices!r} asks for {wanted} process(es) on each machine, but the launcher started "
+                f"devices={devices!r} asks for {device_count} process(es) on each machine, but the launcher started "
                 f"{self.local_world_size} (LOCAL_WORLD_SIZE) on machine {self.node_rank}. Use devices='auto', or start "
-                f"{self.launcher} with `{per_node.format(wanted)}`."
+                f"{self.launcher} with `{per_node.format(device_count)}`."
             )
         if num_nodes not in (1, self.node_count):
             raise ValueError(
@@ -88,52 +88,52 @@ class LaunchEnvironment:
                 f"or start {self.launcher} with `{machines.format(num_nodes)}`."
             )
 
-    def device_index(self, wanted: list[int], seen: int | None) -> int:
-        """The index of this process's device among ``wanted``, on a machine where torch sees ``seen`` (None: any).
+    def device_index(self, device_indices: list[int], visible_count: int | None) -> int:
+        """The index of this process's device in ``device_indices``. torch sees ``visible_count`` (None: any).
 
         Raises:
             ValueError: if that device is not there.
         """
-        index = wanted[self.local_rank]
-        if seen == 1 and self.local_world_size > 1 and self.launcher == "srun":
+        index = device_indices[self.local_rank]
+        if visible_count == 1 and self.local_world_size > 1 and self.launcher == "srun":
             return 0  # --gpus-per-task: SLURM shows each task nothing but its own
-        if seen is not None and index >= seen:
+        if visible_count is not None and index >= visible_count:
             raise ValueError(
-                f"the process with LOCAL_RANK={self.local_rank} wants CUDA device {index}, but torch sees {seen}. "
-                f"Start fewer processes per machine, or make more devices visible."
+                f"the process with LOCAL_RANK={self.local_rank} wants CUDA device {index}, but torch sees "
+                f"{visible_count}. Start fewer processes per machine, or make more devices visible."
             )
         return index
 
 
-def _from_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
+def _read_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if name not in env:
-            given = ", ".join(f"{n}={env[n]}" for n in _TORCHRUN if n in env)
+            assignments = ", ".join(f"{n}={env[n]}" for n in _TORCHRUN if n in env)
             raise ValueError(
-                f"{name} is not set, but {given} is: a launch environment is complete or absent. "
+                f"{name} is not set, but {assignments} is: a launch environment is complete or absent. "
                 "Start with torchrun, which sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, "
-                f"or unset {given.split('=')[0]}."
+                f"or unset {assignments.split('=')[0]}."
             )
-    size = _number(env, "WORLD_SIZE", low=1)
-    rank = _number(env, "RANK", low=0, high=size - 1)
+    size = _parse_number(env, "WORLD_SIZE", low=1)
+    rank = _parse_number(env, "RANK", low=0, high=size - 1)
     # A pod per process (PyTorchJob) sets no LOCAL_RANK: each process is alone on its node.
-    local_size = _number(env, "LOCAL_WORLD_SIZE", low=1, high=size) if "LOCAL_WORLD_SIZE" in env else 1
-    local_rank = _number(env, "LOCAL_RANK", low=0) if "LOCAL_RANK" in env else 0
+    local_size = _parse_number(env, "LOCAL_WORLD_SIZE", low=1, high=size) if "LOCAL_WORLD_SIZE" in env else 1
+    local_rank = _parse_number(env, "LOCAL_RANK", low=0) if "LOCAL_RANK" in env else 0
     if local_rank >= local_size:
-        said = f"={local_size}" if "LOCAL_WORLD_SIZE" in env else ", which is not set, so it counts as 1"
-        raise ValueError(f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE{said}.")
+        size_text = f"={local_size}" if "LOCAL_WORLD_SIZE" in env else ", which is not set, so it counts as 1"
+        raise ValueError(f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE{size_text}.")
     return LaunchEnvironment(
         rank=rank,
         world_size=size,
         local_rank=local_rank,
         local_world_size=local_size,
-        node_rank=_number(env, "GROUP_RANK", low=0) if "GROUP_RANK" in env else rank // local_size,
-        nodes=_number(env, "GROUP_WORLD_SIZE", low=1, high=size) if "GROUP_WORLD_SIZE" in env else None,
-        supervisor=_number(env, "TREADLE_SUPERVISOR", low=1) if "TREADLE_SUPERVISOR" in env else None,
+        node_rank=_parse_number(env, "GROUP_RANK", low=0) if "GROUP_RANK" in env else rank // local_size,
+        nodes=_parse_number(env, "GROUP_WORLD_SIZE", low=1, high=size) if "GROUP_WORLD_SIZE" in env else None,
+        supervisor=_parse_number(env, "TREADLE_SUPERVISOR", low=1) if "TREADLE_SUPERVISOR" in env else None,
     )
 
 
-def _from_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
+def _read_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
     """Open MPI's variables, or those of MPICH's and Intel's mpirun."""
     if "OMPI_COMM_WORLD_SIZE" in env:
         names = [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")]
@@ -141,27 +141,29 @@ def _from_mpi(env: Mapping[str, str]) -> LaunchEnvironment | None:
         names = ["PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"]
     else:
         return None
-    _all_set(env, (*names, "MASTER_ADDR", "MASTER_PORT"), f"{names[0]}={env[names[0]]}", "mpirun -x MASTER_ADDR=HOST")
-    size = _number(env, names[0], low=1)
-    local_size = _number(env, names[2], low=1, high=size)
-    rank = _number(env, names[1], low=0, high=size - 1)
+    _check_all_set(
+        env, (*names, "MASTER_ADDR", "MASTER_PORT"), f"{names[0]}={env[names[0]]}", "mpirun -x MASTER_ADDR=HOST"
+    )
+    size = _parse_number(env, names[0], low=1)
+    local_size = _parse_number(env, names[2], low=1, high=size)
+    rank = _parse_number(env, names[1], low=0, high=size - 1)
     return LaunchEnvironment(
         rank=rank,
         world_size=size,
-        local_rank=_number(env, names[3], low=0, high=local_size - 1),
+        local_rank=_parse_number(env, names[3], low=0, high=local_size - 1),
         local_world_size=local_size,
         node_rank=rank // local_size,  # MPI numbers no machines
         launcher="mpirun",
-        address=(env["MASTER_ADDR"], _number(env, "MASTER_PORT", low=1, high=65535)),
+        address=(env["MASTER_ADDR"], _parse_number(env, "MASTER_PORT", low=1, high=65535)),
     )
 
 
-def _from_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
+def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
     """The place of a task that srun started, among several; None in a batch script or a shell, and for one alone."""
     if not _is_slurm_task(env):
         return None
-    tasks = _first(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    size = _number(env, tasks, low=1)
+    tasks = _find_set_name(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    size = _parse_number(env, tasks, low=1)
     if size == 1:
         return None  # free to start more processes on its machine
     if "SLURM_HET_SIZE" in env:
@@ -170,32 +172,33 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
             "Start torchrun in each part, or submit a job of one part."
         )
     shares, nodes, hosts = (
-        _first(env, f"SLURM_STEP_{name}", f"SLURM_{name}") for name in ("TASKS_PER_NODE", "NUM_NODES", "NODELIST")
+        _find_set_name(env, f"SLURM_STEP_{name}", f"SLURM_{name}")
+        for name in ("TASKS_PER_NODE", "NUM_NODES", "NODELIST")
     )
-    nodes = nodes if nodes in env else _first(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    nodes = nodes if nodes in env else _find_set_name(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
     needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", shares, nodes, hosts, "SLURM_JOB_ID")
-    _all_set(env, needed, f"{tasks}={size}", "srun")
+    _check_all_set(env, needed, f"{tasks}={size}", "srun")
     per_node = task_counts(env[shares], shares)
-    count = _number(env, nodes, low=1)
+    count = _parse_number(env, nodes, low=1)
     if len(per_node) != count or sum(per_node) != size:
         raise ValueError(f"{shares}={env[shares]} does not agree with {nodes}={count} and {tasks}={size}.")
-    node = _number(env, "SLURM_NODEID", low=0, high=count - 1)
+    node = _parse_number(env, "SLURM_NODEID", low=0, high=count - 1)
     if _is_slurm_batch(env, per_node[node]):
         return None
-    job, step = _number(env, "SLURM_JOB_ID", low=0), _number(env, "SLURM_STEP_ID", low=0)
+    job, step = _parse_number(env, "SLURM_JOB_ID", low=0), _parse_number(env, "SLURM_STEP_ID", low=0)
     # Steps share a port if 10 x job + step agree modulo 15000: those that run at once on one machine rarely do.
     port = _SLURM_PORTS[(10 * job + step) % len(_SLURM_PORTS)]
     return LaunchEnvironment(
-        rank=_number(env, "SLURM_PROCID", low=0, high=size - 1),
+        rank=_parse_number(env, "SLURM_PROCID", low=0, high=size - 1),
         world_size=size,
-        local_rank=_number(env, "SLURM_LOCALID", low=0, high=per_node[node] - 1),
+        local_rank=_parse_number(env, "SLURM_LOCALID", low=0, high=per_node[node] - 1),
         local_world_size=per_node[node],
         node_rank=node,
         nodes=count,
         launcher="srun",
         address=(
             env.get("MASTER_ADDR") or host_names(env[hosts], hosts)[0],
-            _number(env, "MASTER_PORT", low=1, high=65535) if "MASTER_PORT" in env else port,
+            _parse_number(env, "MASTER_PORT", low=1, high=65535) if "MASTER_PORT" in env else port,
         ),
         run_id=f"{job}.{step}",
     )
@@ -203,7 +206,7 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
     """Whether srun started this process as a task. A batch script has a SLURM_PROCID too, but no step of its own."""
-    if "SLURM_STEP_ID" not in env or _number(env, "SLURM_STEP_ID", low=0) >= _SLURM_SPECIAL_STEPS:
+    if "SLURM_STEP_ID" not in env or _parse_number(env, "SLURM_STEP_ID", low=0) >= _SLURM_SPECIAL_STEPS:
         return False
     # In `srun --pty -n 4 bash` four shells start and three end at once; what is typed into the first is no task. Only
     # the three signs together show that: the name is that of the allocation, so that salloc's srun has it too, and
@@ -212,9 +215,9 @@ def _is_slurm_task(env: Mapping[str, str]) -> bool:
     return not (shell and "SLURM_PTY_PORT" in env and os.isatty(0))
 
 
-def _is_slurm_batch(env: Mapping[str, str], tasks_here: int) -> bool:
+def _is_slurm_batch(env: Mapping[str, str], task_count: int) -> bool:
     """Whether the step's variables are those of the task that submitted this batch script, as sbatch hands them on."""
-    return "SLURM_GTIDS" in env and len(env["SLURM_GTIDS"].split(",")) != tasks_here  # it is "0" in a batch script
+    return "SLURM_GTIDS" in env and len(env["SLURM_GTIDS"].split(",")) != task_count  # it is "0" in a batch script
 
 
 def task_counts(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
@@ -239,13 +242,13 @@ def host_names(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
         ValueError: names the variable ``name``.
     """
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
-    hosts = [host for item in items for host in _expanded(item)]
+    hosts = [host for item in items for host in _expand_host(item)]
     if not hosts or ",".join(items) != text or not all(re.fullmatch(r"[\w.:-]+", host) for host in hosts):
         raise ValueError(f"{name}={text!r} is not of the form 'n[1-3,07-09],m5'.")
     return hosts
 
 
-def _expanded(item: str) -> list[str]:
+def _expand_host(item: str) -> list[str]:
     match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", item)
     if match is None:
         return [item]
@@ -255,20 +258,20 @@ def _expanded(item: str) -> list[str]:
         if not (low.isdecimal() and (high or low).isdecimal()):
             return [item]  # which is no name
         heads += [f"{match[1]}{number:0{len(low)}}" for number in range(int(low), int(high or low) + 1)]
-    return [head + tail for head in heads for tail in _expanded(match[3])]
+    return [head + tail for head in heads for tail in _expand_host(match[3])]
 
 
-def _first(env: Mapping[str, str], *names: str) -> str:
+def _find_set_name(env: Mapping[str, str], *names: str) -> str:
     """The first of ``names`` that is set, or else the last."""
     return next((name for name in names if name in env), names[-1])
 
 
-def _all_set(env: Mapping[str, str], names: tuple[str, ...], given: str, start: str) -> None:
+def _check_all_set(env: Mapping[str, str], names: tuple[str, ...], assignment: str, start: str) -> None:
     for name in names:
         if name not in env:
             raise ValueError(
-                f"{name} is not set, but {given} is: a launch environment is complete or absent. "
-                f"Start with `{start}`, export {name}, or unset {given.split('=')[0]}."
+                f"{name} is not set, but {assignment} is: a launch environment is complete or absent. "
+                f"Start with `{start}`, export {name}, or unset {assignment.split('=')[0]}."
             )
 
 
@@ -288,15 +291,19 @@ class DebugEnvironment:
     def read(cls, environ: Mapping[str, str] | None = None) -> DebugEnvironment | None:
         """Read the debug variables; None unless debugging was asked for. The only place that reads them."""
         env = os.environ if environ is None else environ
-        if not env.get("TREADLE_DEBUG") or not _number(env, "TREADLE_DEBUG", low=0, high=1):
+        if not env.get("TREADLE_DEBUG") or not _parse_number(env, "TREADLE_DEBUG", low=0, high=1):
             return None
         return cls(
-            timeout=_number(env, "TREADLE_DEBUG_TIMEOUT", low=1) if "TREADLE_DEBUG_TIMEOUT" in env else cls.timeout,
-            replicas=_number(env, "TREADLE_DEBUG_REPLICAS", low=0) if "TREADLE_DEBUG_REPLICAS" in env else cls.replicas,
+            timeout=_parse_number(env, "TREADLE_DEBUG_TIMEOUT", low=1)
+            if "TREADLE_DEBUG_TIMEOUT" in env
+            else cls.timeout,
+            replicas=_parse_number(env, "TREADLE_DEBUG_REPLICAS", low=0)
+            if "TREADLE_DEBUG_REPLICAS" in env
+            else cls.replicas,
         )
 
 
-def _number(env: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
+def _parse_number(env: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:
     bounds = f"at least {low}" if high is None else f"from {low} to {high}"
     try:
         value = int(env[name])

@@ -76,7 +76,7 @@ def _read(place: str) -> int | None:
         return None
 
 
-def _host() -> str:
+def _identify_host() -> str:
     """Return what tells machines, and containers with processes of their own, from each other."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -105,7 +105,7 @@ class Arrivals:
         self._near = {*range(min(size, _MOST_LOOKED_AT)), *range(first, min(size, first + local_size))} - {rank}
         self._count = shared_count()
         self._number, self._before = 0, int(self._count.values[0])  # of the last call: its number, and the count then
-        self._host = _host()
+        self._host = _identify_host()
         self._announce("")
         self._store.set(f"place of {rank}", json.dumps([self._host, self._count.place]))
         atexit.register(self.leave)
@@ -147,24 +147,29 @@ class Arrivals:
         self._store.set(f"call of {self._rank}", json.dumps([self._number, call, count]))
 
     def _wait(self, call: str, arrived: str, moved: int) -> None:
-        began = time.monotonic()
-        next_look, warned, pause = began + _FIRST_LOOK, False, 0.0005
+        start_time = time.monotonic()
+        next_look, warned, pause = start_time + _FIRST_LOOK, False, 0.0005
         standing: dict[int, tuple[int, float]] = {}
         while self._store.add(arrived, 0) < self._size:
-            now = time.monotonic()
-            if now >= next_look or now >= began + self._seconds:
-                timed_out = now >= began + self._seconds
-                missing = self._look(range(self._size) if timed_out else sorted(self._near), call, moved, standing)
+            current_time = time.monotonic()
+            if current_time >= next_look or current_time >= start_time + self._seconds:
+                timed_out = current_time >= start_time + self._seconds
+                missing = self._find_missing(
+                    range(self._size) if timed_out else sorted(self._near), call, moved, standing
+                )
                 if any(missing.values()) or timed_out:
-                    raise RuntimeError(self._text(call, missing, now - began))
-                if missing and not warned and now >= began + _FIRST_WORD:
+                    raise RuntimeError(self._describe_missing(call, missing, current_time - start_time))
+                if missing and not warned and current_time >= start_time + _FIRST_WORD:
                     warned = True
-                    warn(f"{call} has waited {now - began:.0f} s for {_named(missing)}, which has not called it yet.")
-                next_look = now + 1.0
+                    warn(
+                        f"{call} has waited {current_time - start_time:.0f} s for {_name_ranks(missing)}, "
+                        "which has not called it yet."
+                    )
+                next_look = current_time + 1.0
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05 + self._size / 5000)
 
-    def _look(
+    def _find_missing(
         self, ranks: Iterable[int], call: str, moved: int, standing: dict[int, tuple[int, float]]
     ) -> dict[int, str]:
         """Return the ranks that are not here, with the reason why they can't come; "" where they still may."""
@@ -172,18 +177,18 @@ class Arrivals:
         for rank in ranks:
             if rank == self._rank:
                 continue
-            known = self._get(f"call of {rank}")
-            number, other, count = known or (-1, "", 0)
+            announcement = self._get(f"call of {rank}")
+            number, other, count = announcement or (-1, "", 0)
             if (number, other) != (self._number, call):
                 if number == self._number and other:
                     missing[rank] = f"calls {other}"
                 elif self._store.check([f"{rank} has ended"]):
                     missing[rank] = "has ended"
                 else:
-                    missing[rank] = self._gone_on(rank, count + moved, standing) if known else ""
+                    missing[rank] = self._explain_absence(rank, count + moved, standing) if announcement else ""
         return missing
 
-    def _gone_on(self, rank: int, expected: int, standing: dict[int, tuple[int, float]]) -> str:
+    def _explain_absence(self, rank: int, expected: int, standing: dict[int, tuple[int, float]]) -> str:
         """Say so if a process of this machine is further than this one was when it came here, and stands still."""
         host, place = self._get(f"place of {rank}") or ("", "")
         if not place or host != self._host:
@@ -196,26 +201,31 @@ class Arrivals:
             return "has ended"
         if count <= expected:
             return ""
-        now = time.monotonic()
+        current_time = time.monotonic()
         if standing.get(rank, (None, 0.0))[0] != count:
-            standing[rank] = count, now
-        return "has gone on, and waits in a later step or exchange" if now - standing[rank][1] >= _STANDING else ""
+            standing[rank] = count, current_time
+        return (
+            "has gone on, and waits in a later step or exchange"
+            if current_time - standing[rank][1] >= _STANDING
+            else ""
+        )
 
     def _get(self, key: str) -> Any:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
-    def _text(self, call: str, missing: dict[int, str], seconds: float) -> str:
-        here = [
+    def _describe_missing(self, call: str, missing: dict[int, str], seconds: float) -> str:
+        arrived_ranks = [
             rank for rank in range(self._size) if rank not in missing and (rank in self._near or rank == self._rank)
         ]
         reasons = "; ".join(
-            f"{_named([rank for rank in missing if missing[rank] == why])} "
-            f"{why or f'has not called it within {seconds:.0f} s'}"
-            for why in dict.fromkeys(missing.values())
+            f"{_name_ranks([rank for rank in missing if missing[rank] == reason])} "
+            f"{reason or f'has not called it within {seconds:.0f} s'}"
+            for reason in dict.fromkeys(missing.values())
         )
         return (
-            f"{call} needs all processes, but {_named(here)} called it and {reasons}. Call it on every rank, not under "
-            "`if trainer.is_global_zero:` or `if accelerator.is_main_process:`; each file is written once all the same."
+            f"{call} needs all processes, but {_name_ranks(arrived_ranks)} called it and {reasons}. Call it on "
+            "every rank, not under `if trainer.is_global_zero:` or `if accelerator.is_main_process:`; each file is "
+            "written once all the same."
         )
 
 
@@ -229,9 +239,9 @@ def arrivals_of(world: World) -> Arrivals:
         forget_arrivals()
         # Private, but in every torch from 1.x to 2.13: the store that the group was made with.
         store = dist.PrefixStore("treadle arrivals", dist.distributed_c10d._get_default_store())
-        made = Arrivals(store, world.rank, world.size, world.local_size, world.timeout)
+        arrivals = Arrivals(store, world.rank, world.size, world.local_size, world.timeout)
         # No reference to the group: a rank that waits in it is freed by its end, which comes with the last one.
-        _current.append((weakref.ref(group), pid, made))
+        _current.append((weakref.ref(group), pid, arrivals))
     return _current[0][2]
 
 
@@ -242,7 +252,7 @@ def forget_arrivals() -> None:
     _current.clear()
 
 
-def _named(ranks: Iterable[int]) -> str:
+def _name_ranks(ranks: Iterable[int]) -> str:
     """``rank 3``, ``ranks 0, 1, 2 and 5 more``."""
     listed = list(ranks)
     more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""

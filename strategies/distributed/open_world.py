@@ -9,7 +9,7 @@ import torch
 
 from ..launch import supervisor
 from .collective_debug import DebugWorld
-from .devices import Devices, device_of, device_type, wanted_devices
+from .devices import Devices, device_of, device_type, parse_devices
 from .launch_environment import DebugEnvironment, LaunchEnvironment
 from .os_process import die_with_parent
 from .world import World
@@ -49,32 +49,32 @@ def open_world(
     """
     kind = device_type(accelerator)
     launched = LaunchEnvironment.read()
-    wanted = wanted_devices(kind, devices)
+    device_indices = parse_devices(kind, devices)
     if launched is None:
         if num_nodes != 1:
             raise ValueError(
                 f"num_nodes={num_nodes} needs a launcher on every machine: run "
                 f"`treadle launch --nnodes {num_nodes} --rdzv-endpoint HOST:PORT script.py` on each."
             )
-        if wanted is None:
+        if device_indices is None:
             count = torch.cuda.device_count() if kind == "cuda" and spread and supervisor.has_script() else 1
-            wanted = list(range(count))
-        if len(wanted) > 1:
-            supervisor.relaunch(len(wanted))
-        return make_world(device=device_of(kind, wanted[0]))
+            device_indices = list(range(count))
+        if len(device_indices) > 1:
+            supervisor.relaunch(len(device_indices))
+        return make_world(device=device_of(kind, device_indices[0]))
     if launched.supervisor is not None:
         die_with_parent(launched.supervisor)
-    if wanted is None:
-        wanted = list(range(launched.local_world_size))
-    launched.check(devices, len(wanted), num_nodes)
-    seen = torch.cuda.device_count() if kind == "cuda" else None
+    if device_indices is None:
+        device_indices = list(range(launched.local_world_size))
+    launched.check(devices, len(device_indices), num_nodes)
+    visible_count = torch.cuda.device_count() if kind == "cuda" else None
     return make_world(
         rank=launched.rank,
         size=launched.world_size,
         local_rank=launched.local_rank,
         local_size=launched.local_world_size,
         node_rank=launched.node_rank,
-        device=device_of(kind, launched.device_index(wanted, seen)),
+        device=device_of(kind, launched.device_index(device_indices, visible_count)),
         address=launched.address,
         run_id=launched.run_id,
         timeout=timeout,

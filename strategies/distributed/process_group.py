@@ -77,11 +77,14 @@ def connect(
 
 def _check_versions(store: dist.Store, rank: int) -> None:
     """See that every process runs rank zero's torch and Treadle; others may exchange something else, or nothing."""
-    own = f"torch {torch.__version__}, treadle {__version__}"
+    local_versions = f"torch {torch.__version__}, treadle {__version__}"
     if rank == 0:
-        store.set("versions", own)
-    elif (first := store.get("versions").decode()) != own:
-        raise ValueError(f"rank {rank} runs {own} (on {socket.gethostname()}), but rank 0 {first}: install the same.")
+        store.set("versions", local_versions)
+    elif (rank_zero_versions := store.get("versions").decode()) != local_versions:
+        raise ValueError(
+            f"rank {rank} runs {local_versions} (on {socket.gethostname()}), "
+            f"but rank 0 {rank_zero_versions}: install the same."
+        )
 
 
 def set_timeout(timeout: timedelta) -> None:
@@ -143,14 +146,14 @@ def await_gloo_threads(limit: float = 1.0) -> None:
     while tasks.exists() and at_rest < 3 and time.monotonic() < deadline:
         time.sleep(0.002)  # without the GIL, which they may be waiting for
         mine = str(threading.get_native_id())
-        name, _ = _thread(tasks / mine)
-        others = [_thread(task) for task in tasks.iterdir() if task.name != mine]
+        name, _ = _read_thread(tasks / mine)
+        others = [_read_thread(task) for task in tasks.iterdir() if task.name != mine]
         # In torch 2.6 gloo's threads have no name of their own, but that of the thread which started them.
         states = [state for other, state in others if "gloo" in other or other == name]
         at_rest = 0 if "R" in states else at_rest + 1
 
 
-def _thread(task: Path) -> tuple[str, str]:
+def _read_thread(task: Path) -> tuple[str, str]:
     """Name and state of a thread; ``"R"`` is one that runs or wants to. Both empty for one that is gone."""
     try:
         name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")

@@ -72,7 +72,7 @@ class Attempts:
         """
         if self.size == 1:
             return True
-        outcomes = self._outcomes(timedelta(days=365))
+        outcomes = self._gather_outcomes(timedelta(days=365))
         failed = [(rank, text) for rank, text in enumerate(outcomes) if text not in (DONE, RETRY)]
         if failed:
             raise PeerFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
@@ -89,7 +89,7 @@ class Attempts:
             _cut_off_replicas()
             disconnect()
             gc.collect()
-            outcomes = self._outcomes(self.patience)
+            outcomes = self._gather_outcomes(self.patience)
             failed = [(rank, text) for rank, text in enumerate(outcomes) if text not in (DONE, RETRY)]
             if failed:
                 raise PeerFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
@@ -98,7 +98,7 @@ class Attempts:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _outcomes(self, limit: timedelta) -> list[str]:
+    def _gather_outcomes(self, limit: timedelta) -> list[str]:
         names = [f"{self._number}/{rank}" for rank in range(self.size)]
         try:
             self._store.wait(names, limit)

@@ -106,36 +106,36 @@ class Uncaught:
         self.size = size
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self.size == 1 and _PACKAGE not in _owners(error, trace).values():
+        if self.size == 1 and _PACKAGE not in _map_owners(error, trace).values():
             self.previous(kind, error, trace)
             return
         words = f"{kind.__qualname__}: {error}"
-        earlier = self._earlier(error, words)
+        earlier = self._find_earlier_report(error, words)
         if earlier is None:
-            _write(formatted(error, trace) + self._rank_line(error))
+            _write(format_error(error, trace) + self._format_rank(error))
             if self.store is not None:
                 with contextlib.suppress(RuntimeError):  # the rank that held the store is gone, so nobody waits
                     self.store.set("reported", "1")
             return
         if earlier["words"] != words and not isinstance(error, PeerFailed):
             _write(f"rank {self.rank} of {self.size}: {words.splitlines()[0]}\n")
-        self._let_go_first(earlier)
+        self._await_reporter_exit(earlier)
 
-    def _rank_line(self, error: BaseException) -> str:
+    def _format_rank(self, error: BaseException) -> str:
         rank = f"rank {self.rank} of {self.size}"
-        known = self.size == 1 or any(rank in note for note in getattr(error, "__notes__", ()))
-        return "" if known else f"on {rank}\n"
+        is_named = self.size == 1 or any(rank in note for note in getattr(error, "__notes__", ()))
+        return "" if is_named else f"on {rank}\n"
 
-    def _earlier(self, error: BaseException, words: str) -> dict[str, Any] | None:
+    def _find_earlier_report(self, error: BaseException, words: str) -> dict[str, Any] | None:
         """Return what another rank has reported; None if this rank is to report."""
         if self.store is None:
             return None
-        found: list[dict[str, Any] | None] = []
+        reports: list[dict[str, Any] | None] = []
         # In a thread: a store whose machine is gone may answer never.
-        asking = threading.Thread(target=lambda: found.append(self._claim(error, words)), daemon=True)
+        asking = threading.Thread(target=lambda: reports.append(self._claim(error, words)), daemon=True)
         asking.start()
         asking.join(2 * PATIENCE + 1)
-        return found[0] if found else None
+        return reports[0] if reports else None
 
     def _claim(self, error: BaseException, words: str) -> dict[str, Any] | None:
         assert self.store is not None
@@ -152,7 +152,7 @@ class Uncaught:
         except RuntimeError:
             return None
 
-    def _let_go_first(self, earlier: dict[str, Any]) -> None:
+    def _await_reporter_exit(self, earlier: dict[str, Any]) -> None:
         """Wait until the rank that has reported is gone, so that its launcher names it as the first that failed."""
         end = time.monotonic() + PATIENCE
         while earlier["host"] == socket.gethostname() and is_alive(earlier["pid"]) and time.monotonic() < end:
@@ -163,18 +163,18 @@ def hide_frames(error: BaseException) -> None:
     """Let pytest, IPython and notebooks leave out framework frames: those of the error, and those it will pass."""
     if is_full():
         return
-    frames = [frame for link in _links(error) for frame, _ in traceback.walk_tb(link.__traceback__)]
+    frames = [frame for link in _collect_links(error) for frame, _ in traceback.walk_tb(link.__traceback__)]
     for frame in itertools.chain(frames, (frame for frame, _ in traceback.walk_stack(None))):
-        if _owner(frame) is not None and frame.f_code.co_name != "<module>":
+        if _find_owner(frame) is not None and frame.f_code.co_name != "<module>":
             frame.f_locals["__tracebackhide__"] = True
 
 
-def formatted(error: BaseException, trace: TracebackType | None) -> str:
+def format_error(error: BaseException, trace: TracebackType | None) -> str:
     """Return an error as Python prints it, with framework frames counted instead of shown."""
     full = traceback.TracebackException(type(error), error, trace, compact=True)
     if not is_full():
-        owners, hint = _owners(error, trace), itertools.chain([f" ({VARIABLE}=1 shows them)"], itertools.repeat(""))
-        for part in _parts(full):
+        owners, hint = _map_owners(error, trace), itertools.chain([f" ({VARIABLE}=1 shows them)"], itertools.repeat(""))
+        for part in _iterate_parts(full):
             part.stack = _Folded(part.stack, owners, hint)
     return "".join(full.format())
 
@@ -200,34 +200,34 @@ class _Folded(traceback.StackSummary):
         return lines
 
 
-def _parts(full: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+def _iterate_parts(full: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
     """An error as it will be printed, and those it was raised from or holds."""
     yield full
     for other in (full.__cause__, full.__context__, *(full.exceptions or ())):
         if other is not None:
-            yield from _parts(other)
+            yield from _iterate_parts(other)
 
 
-def _links(error: BaseException) -> list[BaseException]:
+def _collect_links(error: BaseException) -> list[BaseException]:
     """An error, and those it was raised from or holds."""
     links: list[BaseException] = []
-    left: list[BaseException | None] = [error]
-    while left:
-        link = left.pop()
-        if link is not None and not any(link is known for known in links):
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is not None and not any(link is listed for listed in links):
             links.append(link)
-            left += [link.__cause__, link.__context__, *getattr(link, "exceptions", ())]
+            pending += [link.__cause__, link.__context__, *getattr(link, "exceptions", ())]
     return links
 
 
-def _owners(error: BaseException, trace: TracebackType | None) -> dict[str, str]:
+def _map_owners(error: BaseException, trace: TracebackType | None) -> dict[str, str]:
     """The framework by file, of all frames that are a framework's."""
-    traces = [trace, *(link.__traceback__ for link in _links(error))]
-    frames = (frame for each in traces for frame, _ in traceback.walk_tb(each))
-    return {frame.f_code.co_filename: owner for frame in frames if (owner := _owner(frame)) is not None}
+    traces = [trace, *(link.__traceback__ for link in _collect_links(error))]
+    frames = (frame for tb in traces for frame, _ in traceback.walk_tb(tb))
+    return {frame.f_code.co_filename: owner for frame in frames if (owner := _find_owner(frame)) is not None}
 
 
-def _owner(frame: FrameType) -> str | None:
+def _find_owner(frame: FrameType) -> str | None:
     """The framework that a frame belongs to."""
     name = frame.f_globals.get("__name__", "")
     if name == "__main__":  # python -m

@@ -100,12 +100,12 @@ class World:
         if math.prod(dimensions.values()) != self.size:
             grid = " x ".join(f"{name}={size}" for name, size in dimensions.items())
             raise ValueError(f"a mesh of {grid} needs {math.prod(dimensions.values())} processes, not {self.size}.")
-        known = tuple(dimensions.items())
-        if known not in self._meshes:
+        key = tuple(dimensions.items())
+        if key not in self._meshes:
             process_group.connect(self.device, self.rank, self.size, self.timeout)  # also a world of one
             shape, names = tuple(dimensions.values()), tuple(dimensions)
-            self._meshes[known] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        return self._meshes[known]
+            self._meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        return self._meshes[key]
 
     def part(self, mesh: DeviceMesh) -> World:
         """The processes along ``mesh``, a grid of one dimension in which this process is, as a world of their own."""
@@ -206,9 +206,9 @@ class World:
         """
         if self.size == 1:
             return tensor[0]
-        own = torch.empty_like(tensor[0], memory_format=torch.contiguous_format)
-        dist.reduce_scatter_tensor(own.reshape(-1), tensor.contiguous().reshape(-1), group=self.group)
-        return own
+        summed = torch.empty_like(tensor[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter_tensor(summed.reshape(-1), tensor.contiguous().reshape(-1), group=self.group)
+        return summed
 
     def of_group(self, group: dist.ProcessGroup) -> World:
         """Return the processes of a process group of the user's, in which this process is, as a world of their own.
@@ -240,17 +240,17 @@ class World:
             return value
         box = [value]
         self.advance()
-        dist.broadcast_object_list(box, self._global(source), self.group)
+        dist.broadcast_object_list(box, self._get_global_rank(source), self.group)
         return box[0]
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrite ``tensor`` with process ``source``'s, in place."""
         if self.size > 1:
             self.advance()
-            dist.broadcast(tensor, self._global(source), self.group)
+            dist.broadcast(tensor, self._get_global_rank(source), self.group)
         return tensor
 
-    def _global(self, rank: int) -> int:
+    def _get_global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def any(self, flag: bool) -> bool:

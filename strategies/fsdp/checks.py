@@ -43,19 +43,19 @@ def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.
             f"{', '.join(empty[:8])}: torch can't reduce the gradient of a parameter without elements (2.13). Freeze "
             "it with requires_grad_(False)."
         )
-    taken: set[nn.Parameter] = set()
+    checked: set[nn.Parameter] = set()
     for block in (*blocks, module):
         formats: dict[torch.dtype, str] = {}
         for parameter in block.parameters():
-            if parameter not in taken and parameter.requires_grad:
-                kept = parameter.dtype if storage is None or not parameter.is_floating_point() else storage
-                formats.setdefault(kept, names[parameter])
-            taken.add(parameter)
+            if parameter not in checked and parameter.requires_grad:
+                dtype = parameter.dtype if storage is None or not parameter.is_floating_point() else storage
+                formats.setdefault(dtype, names[parameter])
+            checked.add(parameter)
         if len(formats) > 1:
-            listed = ", ".join(f"{name} is {kept}" for kept, name in formats.items())
-            where = type(block).__name__ if block is not module else f"{type(block).__name__}, outside of its blocks"
+            listed = ", ".join(f"{name} is {dtype}" for dtype, name in formats.items())
+            location = type(block).__name__ if block is not module else f"{type(block).__name__}, outside of its blocks"
             raise ValueError(
-                f"in {where}, {listed}: parameters that are gathered as one must be of one format. Convert them, "
+                f"in {location}, {listed}: parameters that are gathered as one must be of one format. Convert them, "
                 "choose a precision that does (such as 'bf16-true'), or name the parts in auto_wrap_policy."
             )
 

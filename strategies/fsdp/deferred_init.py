@@ -38,20 +38,20 @@ class _Place:
         """Whether it takes up its whole storage."""
         return self.size.numel() * self.dtype.itemsize == self.storage_bytes
 
-    def seen(self, storage: Any) -> Tensor:
+    def view(self, storage: Any) -> Tensor:
         """The tensor in that place of ``storage``."""
         return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
-class _Given:
+class _OutsideTensor:
     """A tensor from outside, whose values must be the same when they are needed."""
 
     tensor: Tensor
     version: int
 
     def value(self) -> Tensor:
-        if _version(self.tensor) != self.version:
+        if _get_version(self.tensor) != self.version:
             raise ValueError(
                 f"a tensor of shape {tuple(self.tensor.shape)}, that a model built without memory took its values "
                 "from, was changed before the model was prepared. Prepare the model first, or give it a clone()."
@@ -113,34 +113,34 @@ class Tape(TorchDispatchMode):
         """Run an operator, and note it if it makes or changes a tensor without memory."""
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        taken = {self._key(t) for t in tensors if _is_meta(t)}
-        if taken and _needs_values(func, args, kwargs):
+        input_keys = {self._register_storage(t) for t in tensors if _is_meta(t)}
+        if input_keys and _needs_values(func, args, kwargs):
             # The model's own code, or torch's, looks at what it has made.
-            return func(*tree_map(self._looked_up, args), **tree_map(self._looked_up, kwargs))
-        if taken and len(taken) < len(tensors) and func not in _COPIES:
-            args, kwargs = tree_map(self._entered, args), tree_map(self._entered, kwargs)
-            taken = {self._key(t) for t in tree_leaves((args, kwargs)) if _is_meta(t)}
-        random = self._generator(args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
+            return func(*tree_map(self._materialize, args), **tree_map(self._materialize, kwargs))
+        if input_keys and len(input_keys) < len(tensors) and func not in _COPIES:
+            args, kwargs = tree_map(self._convert_to_meta, args), tree_map(self._convert_to_meta, kwargs)
+            input_keys = {self._register_storage(t) for t in tree_leaves((args, kwargs)) if _is_meta(t)}
+        random = self._find_generator(args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
         # Noted before the call, which may change its arguments.
         noted = tree_map(self._note, (args, kwargs))
         try:
             output = func(*args, **kwargs)
         except NotImplementedError:  # torch has it for real memory only; its own callers take the error for a "no"
-            output = self._shaped(func, args, kwargs)
-        made = {self._key(t) for t in tree_leaves(output) if _is_meta(t)}
-        if not made or (made <= taken and not func._schema.is_mutable):
+            output = self._infer_output(func, args, kwargs)
+        output_keys = {self._register_storage(t) for t in tree_leaves(output) if _is_meta(t)}
+        if not output_keys or (output_keys <= input_keys and not func._schema.is_mutable):
             return output  # nothing of the model's, or a view of what is there
         if random is not None:
             self._draw(func, args, kwargs)
         places = [self._note(leaf) for leaf in tree_leaves(output)]
         default = torch.get_default_dtype()
-        call = _Call(func, noted, frozenset(taken), frozenset(made), places, random, default)
-        for key in made:
+        call = _Call(func, noted, frozenset(input_keys), frozenset(output_keys), places, random, default)
+        for key in output_keys:
             self._touched.setdefault(key, []).append(len(self._calls))
         self._calls.append(call)
         return output
 
-    def _key(self, tensor: Tensor) -> int:
+    def _register_storage(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
         self._storages.setdefault(storage._cdata, storage)
         return int(storage._cdata)
@@ -149,20 +149,20 @@ class Tape(TorchDispatchMode):
         if not isinstance(value, Tensor):
             return value
         if _is_meta(value):
-            self._key(value)
+            self._register_storage(value)
             return _place(value)
-        kept = value.detach().clone() if value.nbytes <= _SMALL else value
-        return _Given(kept, _version(kept))
+        recorded = value.detach().clone() if value.nbytes <= _SMALL else value
+        return _OutsideTensor(recorded, _get_version(recorded))
 
-    def _looked_up(self, value: Any) -> Any:
+    def _materialize(self, value: Any) -> Any:
         """The values of what is on the meta device, and the CPU where that device is named."""
-        return self.values(value) if _is_meta(value) else _cpu_for_meta(value)
+        return self.values(value) if _is_meta(value) else _replace_meta_device(value)
 
-    def _shaped(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _infer_output(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator without a form for the meta device returns, without memory; a replay needs no such form."""
         if func._schema.is_mutable:
             raise RuntimeError(f"{func} can't change a tensor without memory: build this part outside init_module().")
-        output = func(*tree_map(self._looked_up, args), **tree_map(self._looked_up, kwargs))
+        output = func(*tree_map(self._materialize, args), **tree_map(self._materialize, kwargs))
 
         def shape(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -171,7 +171,7 @@ class Tape(TorchDispatchMode):
 
         return tree_map(shape, output)
 
-    def _entered(self, value: Any) -> Any:
+    def _convert_to_meta(self, value: Any) -> Any:
         """A tensor from outside as one without memory; single numbers may be mixed with these as they are."""
         if not isinstance(value, Tensor) or _is_meta(value) or not value.ndim:
             return value
@@ -179,17 +179,17 @@ class Tape(TorchDispatchMode):
         return self.__torch_dispatch__(to_meta, (), (value,), {"device": torch.device("meta")})
 
     @staticmethod
-    def _generator(args: Any, kwargs: Any) -> tuple[torch.Generator, Tensor]:
-        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator))
-        generator = next(given, torch.default_generator)
-        return generator, _kept(generator.get_state())
+    def _find_generator(args: Any, kwargs: Any) -> tuple[torch.Generator, Tensor]:
+        generators = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator))
+        generator = next(generators, torch.default_generator)
+        return generator, _copy_off_heap(generator.get_state())
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> None:
         """Draw as the operator would have."""
 
         def real(value: Any) -> Any:
             if not _is_meta(value):
-                return _cpu_for_meta(value)
+                return _replace_meta_device(value)
             if not value.numel():
                 return torch.empty(value.shape, dtype=value.dtype, device="cpu")
             size = value.numel() * value.element_size()
@@ -203,22 +203,22 @@ class Tape(TorchDispatchMode):
     def recording(self) -> Iterator[None]:
         """Build models in this context, with ``meta`` as the default device."""
 
-        def seen(part: Any, name: str, value: Tensor | None) -> None:
+        def register_built(part: Any, name: str, value: Tensor | None) -> None:
             if _is_meta(value):
                 self._built[id(value)] = weakref.ref(value)  # type: ignore[arg-type]
 
         hooks = (
-            registration.register_module_parameter_registration_hook(seen),
-            registration.register_module_buffer_registration_hook(seen),
+            registration.register_module_parameter_registration_hook(register_built),
+            registration.register_module_buffer_registration_hook(register_built),
         )
         try:
-            with _Pretence(self), self:
+            with _HiddenMeta(self), self:
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
             alive = [tensor for built in self._built.values() if (tensor := built()) is not None]
-            self._versions = {id(tensor): _version(tensor) for tensor in alive}
+            self._versions = {id(tensor): _get_version(tensor) for tensor in alive}
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` was built while this recorded."""
@@ -231,12 +231,12 @@ class Tape(TorchDispatchMode):
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether nothing was written to ``tensor``, which has no memory to keep it, since recording ended."""
         built = self._built.get(id(tensor))
-        return built is None or built() is not tensor or _version(tensor) == self._versions.get(id(tensor))
+        return built is None or built() is not tensor or _get_version(tensor) == self._versions.get(id(tensor))
 
     def values(self, tensor: Tensor) -> Tensor:
         """The values that ``tensor`` would have, in memory of the CPU. The random state is left as it is."""
         place = _place(tensor)
-        calls = [self._calls[index] for index in sorted(self._needed(place.key))]
+        calls = [self._calls[index] for index in sorted(self._find_needed_calls(place.key))]
         drawn = {call.random[0] for call in calls if call.random is not None}
         states, default = [(generator, generator.get_state()) for generator in drawn], torch.get_default_dtype()
         real: dict[int, Any] = {}
@@ -248,22 +248,22 @@ class Tape(TorchDispatchMode):
             for generator, state in states:
                 generator.set_state(state)
             torch.set_default_dtype(default)
-        return place.seen(real[place.key])
+        return place.view(real[place.key])
 
-    def _needed(self, key: int) -> set[int]:
+    def _find_needed_calls(self, key: int) -> set[int]:
         """The calls that the last value of a storage depends on."""
-        wanted: set[int] = set()
-        open_ends = [(key, len(self._calls))]
-        while open_ends:
-            storage, before = open_ends.pop()
-            for index in reversed([i for i in self._touched.get(storage, ()) if i < before]):
+        needed: set[int] = set()
+        pending = [(key, len(self._calls))]
+        while pending:
+            storage, limit = pending.pop()
+            for index in reversed([i for i in self._touched.get(storage, ()) if i < limit]):
                 call = self._calls[index]
-                if index not in wanted:
-                    wanted.add(index)
-                    open_ends += [(other, index) for other in call.reads - {storage}]
+                if index not in needed:
+                    needed.add(index)
+                    pending += [(other, index) for other in call.reads - {storage}]
                 if call.starts_afresh():
                     break
-        return wanted
+        return needed
 
 
 def _replay(call: _Call, real: dict[int, Any]) -> None:
@@ -271,8 +271,8 @@ def _replay(call: _Call, real: dict[int, Any]) -> None:
 
     def value(item: Any) -> Any:
         if isinstance(item, _Place):
-            return item.seen(real[item.key])
-        return item.value() if isinstance(item, _Given) else _cpu_for_meta(item)
+            return item.view(real[item.key])
+        return item.value() if isinstance(item, _OutsideTensor) else _replace_meta_device(item)
 
     args, kwargs = call.arguments
     torch.set_default_dtype(call.default)
@@ -282,12 +282,12 @@ def _replay(call: _Call, real: dict[int, Any]) -> None:
     if call.starts_afresh() and args[0].key not in real:
         real[args[0].key] = torch.empty(args[0].storage_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
     output = call.function(*tree_map(value, args), **tree_map(value, kwargs))
-    for promised, made in zip(call.output, tree_leaves(output), strict=True):
-        if isinstance(promised, _Place):
-            real.setdefault(promised.key, made.untyped_storage())
+    for place, computed in zip(call.output, tree_leaves(output), strict=True):
+        if isinstance(place, _Place):
+            real.setdefault(place.key, computed.untyped_storage())
 
 
-class _Pretence(TorchFunctionMode):
+class _HiddenMeta(TorchFunctionMode):
     """Lets no one see that there is no memory: torch's own initialisers would do nothing then (2.13)."""
 
     def __init__(self, tape: Tape) -> None:
@@ -324,7 +324,7 @@ def _needs_values(func: Any, args: Any, kwargs: Any) -> bool:
     return func._schema.is_mutable and isinstance(args[0], Tensor) and not _is_meta(args[0])
 
 
-def _version(tensor: Tensor) -> int:
+def _get_version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -338,11 +338,11 @@ def _place(tensor: Tensor) -> _Place:
     return _Place(storage._cdata, storage.nbytes(), tensor.dtype, tensor.size(), tensor.stride(), offset)
 
 
-def _cpu_for_meta(value: Any) -> Any:
+def _replace_meta_device(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value
 
 
-def _kept(state: Tensor) -> Tensor:
+def _copy_off_heap(state: Tensor) -> Tensor:
     """A copy outside of the heap: small things that stay, among large ones that go, keep it from shrinking (glibc)."""
-    kept = torch.frombuffer(mmap.mmap(-1, state.nbytes), dtype=state.dtype)
-    return kept.copy_(state)
+    off_heap = torch.frombuffer(mmap.mmap(-1, state.nbytes), dtype=state.dtype)
+    return off_heap.copy_(state)

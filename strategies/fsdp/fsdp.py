@@ -137,9 +137,9 @@ class FSDP(Strategy):
             with built_in_place(torch.device("meta"), self.precision.storage, empty):
                 yield
             return
-        own = torch.get_rng_state()
-        shared = self.world.broadcast(own)
-        torch.set_rng_state(shared)
+        local_rng_state = torch.get_rng_state()
+        shared_rng_state = self.world.broadcast(local_rng_state)
+        torch.set_rng_state(shared_rng_state)
         tape = Tape()
         self._recording = True
         try:
@@ -147,8 +147,8 @@ class FSDP(Strategy):
                 yield
         finally:
             self._recording = False
-            if not torch.equal(own, shared):
-                torch.set_rng_state(own)
+            if not torch.equal(local_rng_state, shared_rng_state):
+                torch.set_rng_state(local_rng_state)
         self._tapes.append(tape)
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
@@ -179,7 +179,7 @@ class FSDP(Strategy):
 
     def compiled_parts(self, module: nn.Module) -> tuple[list[nn.Module], bool]:
         """See `Strategy.compiled_parts`: what is gathered by itself, and the direct parts with nothing such inside."""
-        blocks = self._blocks(module)
+        blocks = self._choose_blocks(module)
         rest = [part for part in direct_parts(module) if not any(block in blocks for block in part.modules())]
         return [*blocks, *rest], True
 
@@ -188,14 +188,14 @@ class FSDP(Strategy):
 
     def _shard(self, module: nn.Module) -> Any:
         before = dict(module.named_parameters(remove_duplicate=False))
-        unbuilt = {(part, name): tensor for part in module.modules() for name, tensor in _own_tensors(part)}
+        unbuilt = {(part, name): tensor for part in module.modules() for name, tensor in _iterate_tensors(part)}
         unbuilt = {place: tensor for place, tensor in unbuilt.items() if tensor.is_meta}
-        blocks = self._blocks(module)
+        blocks = self._choose_blocks(module)
         check_parameters(module, blocks, self.precision.storage)
         self._start_alike(module)
         if self.layout.tensor > 1:
             self._parallelize(module)
-            blocks = self._blocks(module)  # the hook may have put other parts in
+            blocks = self._choose_blocks(module)  # the hook may have put other parts in
         self._explain(module, blocks)
         self._recompute(module, blocks)
         for block in blocks:
@@ -208,20 +208,20 @@ class FSDP(Strategy):
         router = ShardedRouter(module, precision.context(self.world.device), precision.compute is not None)
         self._fully_shard(router, False)
         if self.world.size > 1:
-            router.register_forward_pre_hook(self._enters, prepend=True)  # before FSDP's own, which may wait
-        own = [part for part in module.modules() if part not in blocks and hasattr(part, "reshard")]
-        router._kept = [router, *own, *(blocks if self.reshard_after_forward is not True else ())]  # type: ignore
+            router.register_forward_pre_hook(self._count_step, prepend=True)  # before FSDP's own, which may wait
+        unblocked = [part for part in module.modules() if part not in blocks and hasattr(part, "reshard")]
+        router._parts_to_reshard = [router, *unblocked, *(blocks if self.reshard_after_forward is not True else ())]  # type: ignore
         after = dict(module.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
             if name in after:  # else the model's `parallelize` has put another in its place
                 self._moved[parameter] = after[name]
         return router
 
-    def _enters(self, *_: Any) -> None:
+    def _count_step(self, *_: Any) -> None:
         if torch.is_grad_enabled():  # an evaluation gathers too, but a training step is what others may miss
             self.world.advance()
 
-    def _blocks(self, module: nn.Module) -> list[nn.Module]:
+    def _choose_blocks(self, module: nn.Module) -> list[nn.Module]:
         """What is gathered apart from the rest."""
         return self_contained(module, chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
 
@@ -273,16 +273,16 @@ class FSDP(Strategy):
         """Give what was built without memory its values, in ``module``'s parts that have none yet."""
         built: dict[Tensor, Tensor] = {}  # what is tied stays tied
         for part in module.modules():
-            for name, now in _own_tensors(part):
-                if not local(now).is_meta:
+            for name, placeholder in _iterate_tensors(part):
+                if not local(placeholder).is_meta:
                     continue
                 origin = unbuilt[part, name]
                 if origin not in built:
-                    built[origin] = self._value(origin, now, f"{name} of a {type(part).__name__}")
-                table = next(table for table in _tables(part) if name in table)
+                    built[origin] = self._compute_value(origin, placeholder, f"{name} of a {type(part).__name__}")
+                table = next(table for table in _get_tables(part) if name in table)
                 table[name] = built[origin]
 
-    def _value(self, origin: Tensor, now: Tensor, words: str) -> Tensor:
+    def _compute_value(self, origin: Tensor, placeholder: Tensor, words: str) -> Tensor:
         tape = next((tape for tape in self._tapes if tape.knows(origin)), None)
         if tape is None:
             raise ValueError(
@@ -293,7 +293,7 @@ class FSDP(Strategy):
         value = tape.values(origin)
         if self.precision.storage is not None and value.is_floating_point():
             value = value.to(self.precision.storage)
-        value = cut_like(value.contiguous(), now)  # where tensor parallelism cuts it
+        value = cut_like(value.contiguous(), placeholder)  # where tensor parallelism cuts it
         if isinstance(origin, nn.Parameter):
             return nn.Parameter(value, requires_grad=origin.requires_grad)
         return value.to(self.world.device)
@@ -352,14 +352,14 @@ class FSDP(Strategy):
         """See `Strategy.drop_gradients`."""
         forget_gradients(module)
 
-    def agree_on_overflow(self, found: Tensor) -> None:
+    def agree_on_overflow(self, overflow: Tensor) -> None:
         """See `Strategy.agree_on_overflow`.
 
         torch's scaler asks the processes over which the first gradient is sharded (2.13). Others have parts of other
         gradients where the work on a sample is shared.
         """
         if self.layout.tensor > 1:
-            self.world.all_reduce(found, "max")
+            self.world.all_reduce(overflow, "max")
 
     def explain(self, error: BaseException) -> BaseException:
         """See `Strategy.explain`: a backward that fails here may be followed by another one."""
@@ -372,8 +372,10 @@ class FSDP(Strategy):
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """See `Strategy.wrap_optimizer`: an optimizer made before its model was sharded gets the shards."""
         hand_over(optimizer, self._moved, self.world)
-        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        roots = [root for root in self._roots if any(parameter in held for parameter in root.parameters())]
+        optimizer_parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        roots = [
+            root for root in self._roots if any(parameter in optimizer_parameters for parameter in root.parameters())
+        ]
 
         def use_the_shards(*_: Any) -> None:
             for root in roots:
@@ -429,11 +431,11 @@ class FSDP(Strategy):
         return variant
 
 
-def _tables(part: nn.Module) -> tuple[dict[str, Any], ...]:
+def _get_tables(part: nn.Module) -> tuple[dict[str, Any], ...]:
     """Where ``part`` itself keeps parameters, buffers, and what it remembers in plain attributes."""
     return part._parameters, part._buffers, part.__dict__
 
 
-def _own_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for table in _tables(part):
+def _iterate_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for table in _get_tables(part):
         yield from ((name, tensor) for name, tensor in list(table.items()) if isinstance(tensor, Tensor))

@@ -48,7 +48,7 @@ def hand_over(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], world: World
                 }
 
 
-def _cut(value: Any, before: Tensor, now: Tensor, world: World) -> Any:
+def _cut(value: Any, before: Tensor, after: Tensor, world: World) -> Any:
     if not isinstance(value, Tensor) or not value.ndim:
         return value
     if value.is_meta:
@@ -61,5 +61,5 @@ def _cut(value: Any, before: Tensor, now: Tensor, world: World) -> Any:
             f"an optimizer that has taken steps keeps a state of shape {tuple(value.shape)} for a parameter of shape "
             f"{tuple(before.shape)}, which can't be sharded like it; prepare it before the first step."
         )
-    whole = value.to(now.device, copy=True).contiguous()
-    return cut_like(world.broadcast_tensor(whole), now)
+    whole = value.to(after.device, copy=True).contiguous()
+    return cut_like(world.broadcast_tensor(whole), after)

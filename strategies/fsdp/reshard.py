@@ -31,7 +31,7 @@ class ShardedRouter(Router):
 
 def put_away(root: Any) -> None:
     """Drop parameters that a forward has left whole for its backward. Nothing else tells them of new values."""
-    for part in root._kept:
+    for part in root._parts_to_reshard:
         part.reshard()
 
 
@@ -41,9 +41,9 @@ def start_anew(root: Any) -> None:
     if hasattr(root, "reset_iter_state"):  # torch 2.13
         root.reset_iter_state()
         return
-    for state, group in _sharded_groups(root):
-        for each in (state, group):
-            each._training_state = type(each._training_state).IDLE
+    for state, group in _iterate_sharded_groups(root):
+        for record in (state, group):
+            record._training_state = type(record._training_state).IDLE
         state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False
         group._all_gather_result = None  # of values that may be old
@@ -55,14 +55,14 @@ def start_anew(root: Any) -> None:
 
 def forget_gradients(root: nn.Module) -> None:
     """Drop the gradients of whole parameters, which wait to be reduced; an optimizer's ``zero_grad`` knows shards."""
-    for _, group in _sharded_groups(root):
-        for held in group.fsdp_params:
-            held.unsharded_accumulated_grad = None
-            if hasattr(held, "_unsharded_param"):  # after the first gathering
-                held._unsharded_param.grad = None
+    for _, group in _iterate_sharded_groups(root):
+        for fsdp_parameter in group.fsdp_params:
+            fsdp_parameter.unsharded_accumulated_grad = None
+            if hasattr(fsdp_parameter, "_unsharded_param"):  # after the first gathering
+                fsdp_parameter._unsharded_param.grad = None
 
 
-def _sharded_groups(root: nn.Module) -> Iterator[tuple[Any, Any]]:
+def _iterate_sharded_groups(root: nn.Module) -> Iterator[tuple[Any, Any]]:
     """torch's records of modules and of their parameters; it has no public way to waiting gradients (2.13)."""
     for part in root.modules():
         get_state: Any = getattr(part, "_get_fsdp_state", None)

@@ -48,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
     """The options of the command."""
-    made = _Parser(
+    command_parser = _Parser(
         program,
         usage=f"{program} [options] script.py [arguments of the script]",
         description=DESCRIPTION,
@@ -56,11 +56,11 @@ def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
 
-    def add(*names: str, **how: object) -> None:
+    def add(*names: str, **settings: object) -> None:
         # Both spellings of each, as torchrun has them.
-        more = [name.replace("-", "_").replace("__", "--", 1) for name in names if "-" in name[2:]]
-        more += [name[:2] + name[2:].replace("_", "-") for name in names if "_" in name]
-        made.add_argument(*dict.fromkeys((*names, *more)), **how)  # type: ignore[arg-type]
+        spellings = [name.replace("-", "_").replace("__", "--", 1) for name in names if "-" in name[2:]]
+        spellings += [name[:2] + name[2:].replace("_", "-") for name in names if "_" in name]
+        command_parser.add_argument(*dict.fromkeys((*names, *spellings)), **settings)  # type: ignore[arg-type]
 
     add("--nproc-per-node", metavar="N", help="processes on this machine, or auto, gpu, cpu. Default: its GPUs, or 1")
     add("--nnodes", "--num_machines", metavar="N[:M]", help="number of machines, or fewest and most. Default: 1")
@@ -90,9 +90,9 @@ def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
     add("--cpu", action="store_true", help="hide the GPUs of this machine from the ranks")
     add("--multi_gpu", action="store_true", help="refuse to run without a GPU")
     add("--standalone", action="store_true", help="one machine only, which is the default")
-    made.add_argument("script", help="script, or module with -m, or program with --no-python")
-    made.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return made
+    command_parser.add_argument("script", help="script, or module with -m, or program with --no-python")
+    command_parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return command_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,30 +123,34 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
         ValueError: An option is unknown, with the nearest name, or belongs into the script.
     """
-    made = parser()
-    known = [name for action in made._actions for name in action.option_strings if name.startswith("--")]
-    _check_names(made, known, arguments)
-    return made.parse_args(arguments)
+    command_parser = parser()
+    option_names = [
+        name for action in command_parser._actions for name in action.option_strings if name.startswith("--")
+    ]
+    _check_names(command_parser, option_names, arguments)
+    return command_parser.parse_args(arguments)
 
 
-def _check_names(made: argparse.ArgumentParser, known: Iterable[str], arguments: Sequence[str]) -> None:
+def _check_names(
+    command_parser: argparse.ArgumentParser, option_names: Iterable[str], arguments: Sequence[str]
+) -> None:
     """Looks at the options before the script: argparse would take an unknown one's value for the script."""
-    flags = {name for action in made._actions if action.nargs == 0 for name in action.option_strings}
-    short = {name for action in made._actions for name in action.option_strings if len(name) == 2}
+    flags = {name for action in command_parser._actions if action.nargs == 0 for name in action.option_strings}
+    short = {name for action in command_parser._actions for name in action.option_strings if len(name) == 2}
     rest = list(arguments)
     while rest and rest[0].startswith("-") and rest[0] != "--":
-        name, given, _ = rest.pop(0).partition("=")
+        name, inline_value, _ = rest.pop(0).partition("=")
         if not name.startswith("--") and name[:2] in short:
-            name, given = name[:2], given or name[2:]
+            name, inline_value = name[:2], inline_value or name[2:]
         if (key := name.lstrip("-").replace("-", "_")) in _REFUSED:
             raise ValueError(f"{name} is no option here: {_REFUSED[key]}.")
-        if name not in (*known, *short):
-            spelled = [option for option in known if "_" in name or "_" not in option]
+        if name not in (*option_names, *short):
+            spelled = [option for option in option_names if "_" in name or "_" not in option]
             begun = [option for option in spelled if option.startswith(name)]
             raise ValueError(
                 f"there is no option {name}.{nearest(name, begun or spelled)} `treadle launch --help` lists them."
             )
-        if name not in flags and not given and rest:
+        if name not in flags and not inline_value and rest:
             rest.pop(0)
 
 
@@ -156,8 +160,8 @@ def job_of(options: argparse.Namespace) -> Job:
     Raises:
         ValueError: They contradict each other or this machine.
     """
-    nodes = _nodes(options)
-    if options.multi_gpu and (options.cpu or not _gpus()):
+    nodes = _parse_nodes(options)
+    if options.multi_gpu and (options.cpu or not _count_gpus()):
         raise ValueError("--multi_gpu, but torch sees no GPU here, or --cpu hides them.")
     if options.no_python and options.module:
         raise ValueError("--module and --no-python contradict each other.")
@@ -169,7 +173,7 @@ def job_of(options: argparse.Namespace) -> Job:
     else:
         run_id = options.rdzv_id or "none"  # torchrun's; all machines must say the same
     return Job(
-        nproc=_nproc(options, nodes),
+        nproc=_parse_nproc(options, nodes),
         command=[*python, *(["-m"] if options.module else []), options.script, *options.arguments],
         run_id=run_id,
         nodes=nodes,
@@ -181,7 +185,7 @@ def job_of(options: argparse.Namespace) -> Job:
     )
 
 
-def _nodes(options: argparse.Namespace) -> Nodes | None:
+def _parse_nodes(options: argparse.Namespace) -> Nodes | None:
     """The machines, or None for this one alone."""
     text = options.nnodes or "1"
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
@@ -216,7 +220,7 @@ def _nodes(options: argparse.Namespace) -> Nodes | None:
     )
 
 
-def _nproc(options: argparse.Namespace, nodes: Nodes | None) -> int:
+def _parse_nproc(options: argparse.Namespace, nodes: Nodes | None) -> int:
     text, total = options.nproc_per_node, options.num_processes
     if total is not None:
         if text is not None:
@@ -225,7 +229,7 @@ def _nproc(options: argparse.Namespace, nodes: Nodes | None) -> int:
         if total < machines or total % machines:
             raise ValueError(f"--num_processes {total} can't be shared out evenly among {machines} machine(s).")
         return int(total) // machines
-    gpus = 0 if options.cpu else _gpus()
+    gpus = 0 if options.cpu else _count_gpus()
     if text is None:
         return gpus or 1
     if text == "gpu" and not gpus:
@@ -237,7 +241,7 @@ def _nproc(options: argparse.Namespace, nodes: Nodes | None) -> int:
     return int(text)
 
 
-def _gpus() -> int:
+def _count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()

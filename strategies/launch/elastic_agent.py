@@ -79,7 +79,7 @@ class Agent(LocalElasticAgent):
             if self._remaining_restarts > 0:
                 self._hear()
             else:
-                self.tell(_status(failed[0]), f"{self.first_failure()} on {socket.gethostname()}")
+                self.tell(_convert_to_status(failed[0]), f"{self.first_failure()} on {socket.gethostname()}")
             # A rank that was asked to stop did so in order, and the others may still be saving.
             stopped = failed[0] in (128 + signal.SIGTERM, 128 + signal.SIGINT)
             self._close(signal.SIGTERM, self.grace if stopped else self.job.failure_grace)
@@ -135,15 +135,17 @@ class Agent(LocalElasticAgent):
             return ""
         code = self.ends[local]
         hint = " (by hand, or by the system for want of memory)" if code == -signal.SIGKILL else ""
-        return f"rank {self.global_rank(local)} of {self.world_size} failed first: {_ending(code)}{hint}"
+        return f"rank {self.global_rank(local)} of {self.world_size} failed first: {_describe_ending(code)}{hint}"
 
     def _ask(self, method: str, *args: Any) -> Any:
         try:
             return getattr(self._worker_group.store, method)(*args)
         except RuntimeError as error:  # DistError and its kin
-            raise self._over(1, f"the machine that holds the store of the run is gone ({_line(error)})") from None
+            raise self._make_elsewhere(
+                1, f"the machine that holds the store of the run is gone ({_get_first_line(error)})"
+            ) from None
 
-    def _over(self, status: int, text: str) -> Elsewhere:
+    def _make_elsewhere(self, status: int, text: str) -> Elsewhere:
         if status not in (128 + signal.SIGTERM, 128 + signal.SIGINT):
             self.grace = self.job.failure_grace  # nothing can be saved without the others
         return Elsewhere(status, text)
@@ -151,7 +153,7 @@ class Agent(LocalElasticAgent):
     def _hear(self) -> None:
         """Raises what another machine has told."""
         if self.several and self._ask("check", [_END]):
-            raise self._over(*json.loads(self._ask("get", _END)))
+            raise self._make_elsewhere(*json.loads(self._ask("get", _END)))
 
     def tell(self, status: int, text: str) -> None:
         """Tells the other machines that the run is over, unless one was faster, whose word then stands.
@@ -161,9 +163,9 @@ class Agent(LocalElasticAgent):
         """
         if self.several:
             mine = json.dumps([status, text])
-            said = self._ask("compare_set", _END, "", mine)
-            if said.decode() != mine:
-                raise self._over(*json.loads(said))
+            stored = self._ask("compare_set", _END, "", mine)
+            if stored.decode() != mine:
+                raise self._make_elsewhere(*json.loads(stored))
 
     def await_leave(self, seconds: float) -> None:
         """Lets the others read what was told, before the store goes with the machine that holds it."""
@@ -198,9 +200,9 @@ def run(job: Job, place: Place | None) -> int:
         _say(f"waiting at {place.endpoint} for {_count(job)} machine(s), from {place.local_addr}, run id {job.run_id}")
     stop: signal.Signals | None = None
     elsewhere: Elsewhere | None = None
-    with _quiet():
-        rendezvous = _rendezvous(job, place)
-        agent = Agent(_spec(job, place, rendezvous), job)
+    with _silence_agent():
+        rendezvous = _make_rendezvous(job, place)
+        agent = Agent(_make_spec(job, place, rendezvous), job)
         try:
             agent.run()
         except SignalException as error:
@@ -210,13 +212,13 @@ def run(job: Job, place: Place | None) -> int:
         except Elsewhere as error:
             elsewhere = error
         except RendezvousError as error:
-            elsewhere = Elsewhere(1, f"the machines of the run did not meet, or one has left: {_line(error)}")
+            elsewhere = Elsewhere(1, f"the machines of the run did not meet, or one has left: {_get_first_line(error)}")
         finally:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # what is left takes a moment and must be done
             agent.finish(sweep=stop is not None or elsewhere is not None)
             _take_leave(agent, rendezvous, stop)
-    return _verdict(agent, stop, elsewhere)
+    return _report_outcome(agent, stop, elsewhere)
 
 
 def _take_leave(agent: Agent, rendezvous: Any, stop: signal.Signals | None) -> None:
@@ -231,7 +233,7 @@ def _take_leave(agent: Agent, rendezvous: Any, stop: signal.Signals | None) -> N
         rendezvous.shutdown()
 
 
-def _rendezvous(job: Job, place: Place | None) -> Any:
+def _make_rendezvous(job: Job, place: Place | None) -> Any:
     nodes = job.nodes
     if nodes is None or place is None:
         # Port 0: the system picks a free one and the agent keeps it open, so two launches never meet.
@@ -254,12 +256,12 @@ def _rendezvous(job: Job, place: Place | None) -> Any:
         except RendezvousConnectionError as error:
             cause: BaseException = error.__cause__ or error
     raise ValueError(
-        f"nothing answered at {place.endpoint}, where the machines should meet ({_line(cause)}). Start the same "
-        f"command on the machine that has this address too, and let {place.local_addr} connect to it."
+        f"nothing answered at {place.endpoint}, where the machines should meet ({_get_first_line(cause)}). Start the "
+        f"same command on the machine that has this address too, and let {place.local_addr} connect to it."
     )
 
 
-def _spec(job: Job, place: Place | None, rendezvous: Any) -> WorkerSpec:
+def _make_spec(job: Job, place: Place | None, rendezvous: Any) -> WorkerSpec:
     host, _, port = place.endpoint.rpartition(":") if place is not None else ("", "", "")
     static = job.nodes is not None and job.nodes.backend == "static"
     return WorkerSpec(
@@ -277,13 +279,13 @@ def _spec(job: Job, place: Place | None, rendezvous: Any) -> WorkerSpec:
     )
 
 
-def _verdict(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewhere | None) -> int:
+def _report_outcome(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewhere | None) -> int:
     """Prints how it ended, unless well, and returns the exit status."""
     # A rank that not even SIGKILL ended, as it hangs in a driver, is missing in `ends`.
     started = agent.job.nproc if agent._worker_group.workers else 0
     codes = dict(agent.ends) | {rank: -signal.SIGKILL for rank in range(started) if rank not in agent.ends}
     agent.ends = codes
-    words = {agent.global_rank(rank): _ending(code) for rank, code in codes.items()}
+    words = {agent.global_rank(rank): _describe_ending(code) for rank, code in codes.items()}
     first = next((rank for rank, code in codes.items() if code), None)
     if elsewhere is not None:
         lines, status = [str(elsewhere)], elsewhere.status
@@ -293,14 +295,14 @@ def _verdict(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewhere | N
         for rank in list(codes)[: list(codes).index(first)]:
             words[agent.global_rank(rank)] += " before that"
         del words[agent.global_rank(first)]
-        lines, status = [agent.first_failure()], _status(codes[first])
+        lines, status = [agent.first_failure()], _convert_to_status(codes[first])
     else:
         return 0
-    _say("\n".join(lines + [f"rank {ranks}: {ending}" for ending, ranks in _grouped(words).items()]))
+    _say("\n".join(lines + [f"rank {ranks}: {ending}" for ending, ranks in _group_ranks(words).items()]))
     return status
 
 
-def _grouped(words: Mapping[int, str]) -> dict[str, str]:
+def _group_ranks(words: Mapping[int, str]) -> dict[str, str]:
     return {
         ending: ", ".join(str(rank) for rank in sorted(words) if words[rank] == ending)
         for ending in dict.fromkeys(words.values())
@@ -316,15 +318,15 @@ def _count(job: Job) -> str:
     return f"{job.nodes.least} to {job.nodes.most}" if job.nodes.elastic else str(job.nodes.most)
 
 
-def _line(error: BaseException) -> str:
+def _get_first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _status(code: int) -> int:
+def _convert_to_status(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _ending(code: int) -> str:
+def _describe_ending(code: int) -> str:
     if code >= 0:
         return f"exit status {code}"
     name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")  # not SIGRTMIN + 1
@@ -332,7 +334,7 @@ def _ending(code: int) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_agent() -> Iterator[None]:
     """Drops what the agent logs about every rank it ends; one report of ours says it. Other messages pass."""
     expected = ("Sending process", "Unable to shutdown process", "failed (exitcode:", "Received ")
     loggers = [

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ...common.validation import check_int, choose
-from ..distributed import LaunchEnvironment, World, die_with_parent, formatted, hide_frames, process_group
+from ..distributed import LaunchEnvironment, World, die_with_parent, format_error, hide_frames, process_group
 from .supervisor import FAILURE_GRACE
 
 _ANY_PORT = "29500"  # Accelerate's default, which two notebooks would share
@@ -72,7 +72,7 @@ def notebook_launcher(
     """
     conf = dict(rdzv_conf or {})
     _refuse(mixed_precision, rdzv_backend, conf, log_line_prefix_template)
-    host, port = _meeting(rdzv_endpoint or f"{master_addr}:{use_port}")
+    host, port = _parse_endpoint(rdzv_endpoint or f"{master_addr}:{use_port}")
     _Launch(
         function=function,
         args=tuple(args),
@@ -105,7 +105,7 @@ def _refuse(
         )
 
 
-def _meeting(endpoint: str) -> tuple[str, int]:
+def _parse_endpoint(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"the processes can't meet at {host!r}, port {port!r}: needs a host and a number.")
@@ -147,7 +147,7 @@ class _Launch:
             return
         for attempt in range(self.max_restarts + 1):
             try:
-                return self._attempt(attempt)
+                return self._run_attempt(attempt)
             except RuntimeError:
                 if attempt == self.max_restarts:
                     raise
@@ -178,7 +178,7 @@ class _Launch:
     def _check_fork(self) -> None:
         if "fork" not in multiprocessing.get_all_start_methods():
             raise ValueError(f"{sys.platform} can't fork. Put the code into a file and use `treadle launch`.")
-        reach = _reach(self.function)
+        reach = _collect_reachable(self.function)
         for name, value in reach.items():
             if isinstance(value, World) or isinstance(getattr(value, "world", None), World):
                 raise ValueError(
@@ -187,24 +187,30 @@ class _Launch:
                 )
         if torch.cuda.is_initialized():
             session = {**vars(sys.modules["__main__"]), **reach}
-            held = [name for name, value in session.items() if _on_gpu(value)]
-            where = f"{', '.join(map(repr, held))} lies on it" if held else "some call such as `.cuda()` came before"
+            gpu_names = [name for name, value in session.items() if _on_gpu(value)]
+            cause = (
+                f"{', '.join(map(repr, gpu_names))} lies on it"
+                if gpu_names
+                else "some call such as `.cuda()` came before"
+            )
             raise ValueError(
-                f"this session has used a GPU ({where}), and what used one can't fork. Restart the session and use "
+                f"this session has used a GPU ({cause}), and what used one can't fork. Restart the session and use "
                 "GPUs only inside the function."
             )
 
-    def _attempt(self, attempt: int) -> None:
+    def _run_attempt(self, attempt: int) -> None:
         context = multiprocessing.get_context("fork")
         sys.stdout.flush()
         sys.stderr.flush()
         ranks: list[Any] = []
         pipes: list[Connection] = []
         try:
-            with _blocked_interrupt():
+            with _block_interrupt():
                 for local_rank in range(self.count):
                     ours, theirs = context.Pipe()
-                    ranks.append(context.Process(target=self._rank, args=(local_rank, theirs, os.getpid(), attempt)))
+                    ranks.append(
+                        context.Process(target=self._run_rank, args=(local_rank, theirs, os.getpid(), attempt))
+                    )
                     ranks[-1].start()
                     theirs.close()
                     pipes.append(ours)
@@ -227,17 +233,17 @@ class _Launch:
         while waiting:
             wait([rank.sentinel for rank in waiting.values()], timeout=self.interval)
             ended = {local: rank.exitcode for local, rank in waiting.items() if rank.exitcode is not None}
-            failed = {local: _word(pipes[local]) for local, code in ended.items() if code}
+            failed = {local: _receive_failure(pipes[local]) for local, code in ended.items() if code}
             if failed:
                 # A killed rank comes first, then who said so first: one failure makes others raise.
                 first = min(failed, key=lambda local: (ended[local] >= 0, failed[local][0]))
-                failure = self._failure(first, ended[first], failed[first][1])
+                failure = self._describe_failure(first, ended[first], failed[first][1])
                 hide_frames(failure)
                 raise failure
             for local in ended:
                 del waiting[local]
 
-    def _failure(self, local: int, code: int, text: str) -> RuntimeError:
+    def _describe_failure(self, local: int, code: int, text: str) -> RuntimeError:
         name = f"rank {self.node * self.count + local} of {self.count * self.nodes}"
         if text:
             return RuntimeError(f"{name} failed:\n{text}")
@@ -245,7 +251,7 @@ class _Launch:
             return RuntimeError(f"{name} was killed by {signal.Signals(-code).name}.")
         return RuntimeError(f"{name} ended with exit status {code}.")
 
-    def _rank(self, local_rank: int, pipe: Connection, parent: int, attempt: int) -> None:
+    def _run_rank(self, local_rank: int, pipe: Connection, parent: int, attempt: int) -> None:
         """What each process does."""
         os.setsid()  # so that ending it ends its data workers, and the notebook's interrupt reaches the parent alone
         die_with_parent(parent)
@@ -278,8 +284,8 @@ class _Launch:
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
                 return
-            own = error.__traceback__ and error.__traceback__.tb_next  # from the function on
-            words = formatted(error, own)
+            function_trace = error.__traceback__ and error.__traceback__.tb_next  # from the function on
+            words = format_error(error, function_trace)
             pipe.send((time.time(), words[-20_000:]))  # no more than a pipe holds: nobody reads it yet
             sys.stdout.flush()
             sys.stderr.flush()
@@ -297,7 +303,7 @@ def _check_autograd() -> None:
         ) from error
 
 
-def _reach(function: Callable[..., Any]) -> dict[str, Any]:
+def _collect_reachable(function: Callable[..., Any]) -> dict[str, Any]:
     """What the function finds in the session by name, one level deep: its globals and the variables around it."""
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
@@ -317,7 +323,7 @@ def _on_gpu(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_cuda
 
 
-def _word(pipe: Connection) -> tuple[float, str]:
+def _receive_failure(pipe: Connection) -> tuple[float, str]:
     """When and how a rank said it failed."""
     with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
         if pipe.poll():
@@ -327,7 +333,7 @@ def _word(pipe: Connection) -> tuple[float, str]:
 
 
 @contextlib.contextmanager
-def _blocked_interrupt() -> Iterator[None]:
+def _block_interrupt() -> Iterator[None]:
     """Holds an interrupt back while processes start, so that none starts unnoticed."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -77,11 +77,16 @@ class Nodes:
             return Place(self.endpoint, self.local_addr, owner=False, interface=None)
         host, port = _split(self.endpoint, _PORTS[self.backend])
         target = _resolve(host, port, f"the machines should meet at {host}:{port}")
-        given = _resolve(self.local_addr, 0, f"--local-addr {self.local_addr}") if self.local_addr else None
-        if given is not None and not _is_own(given):
+        requested_address = _resolve(self.local_addr, 0, f"--local-addr {self.local_addr}") if self.local_addr else None
+        if requested_address is not None and not _is_local_address(requested_address):
             raise ValueError(f"--local-addr {self.local_addr} is no address of this machine. `ip addr` shows them.")
-        local = given or _source(target, port)
-        return Place(f"{_bracketed(target)}:{port}", local, owner=_is_own(target), interface=_interface_for(local))
+        local = requested_address or _find_source_address(target, port)
+        return Place(
+            f"{_add_brackets(target)}:{port}",
+            local,
+            owner=_is_local_address(target),
+            interface=_choose_interface(local),
+        )
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ def _split(endpoint: str, default_port: int) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def _resolve(host: str, port: int, what: str) -> str:
+def _resolve(host: str, port: int, purpose: str) -> str:
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -155,20 +160,20 @@ def _resolve(host: str, port: int, what: str) -> str:
         except OSError as error:
             lasting = not isinstance(error, socket.gaierror) or error.errno == socket.EAI_FAMILY
             if lasting or time.monotonic() > deadline:
-                raise ValueError(f"{what}, but this machine knows no host {host!r} ({error}).") from None
+                raise ValueError(f"{purpose}, but this machine knows no host {host!r} ({error}).") from None
             time.sleep(1)
 
 
-def _bracketed(address: str) -> str:
+def _add_brackets(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def _datagrams(address: str) -> socket.socket:
+def _open_datagram_socket(address: str) -> socket.socket:
     return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
 
 
-def _is_own(address: str) -> bool:
-    with _datagrams(address) as probe:
+def _is_local_address(address: str) -> bool:
+    with _open_datagram_socket(address) as probe:
         try:
             probe.bind((address, 0))
         except OSError:
@@ -176,9 +181,9 @@ def _is_own(address: str) -> bool:
     return True
 
 
-def _source(target: str, port: int) -> str:
+def _find_source_address(target: str, port: int) -> str:
     """The address from which this machine reaches ``target``, by its routes; nothing is sent."""
-    with _datagrams(target) as probe:
+    with _open_datagram_socket(target) as probe:
         try:
             probe.connect((target, port))
         except OSError as error:
@@ -189,7 +194,7 @@ def _source(target: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _interface_for(address: str) -> str | None:
+def _choose_interface(address: str) -> str | None:
     """The interface for gloo, which otherwise takes what the host's name resolves to: often a loopback address.
 
     Raises:
@@ -197,8 +202,8 @@ def _interface_for(address: str) -> str | None:
     """
     if sys.platform != "linux" or "GLOO_SOCKET_IFNAME" in os.environ:
         return None
-    if (found := interface_of(address)) is not None:
-        return found
+    if (interface := interface_of(address)) is not None:
+        return interface
     with contextlib.suppress(OSError):
         if ipaddress.ip_address(socket.gethostbyname(socket.gethostname())).is_loopback:
             raise ValueError(
@@ -218,10 +223,10 @@ def interface_of(address: str) -> str | None:
             return next((line.split()[-1] for line in table if line.startswith(packed)), None)
         return None
     get_address = 0x8915  # SIOCGIFADDR of linux/sockios.h
-    with _datagrams(address) as probe:
+    with _open_datagram_socket(address) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # down, or without an address
-                found = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == address:
+                response = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(response[20:24]) == address:
                     return name
     return None

@@ -37,7 +37,7 @@ def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
         ValueError: There is no script to run again: a prompt, a notebook, `python -c`, a test runner. Nothing was
             started.
     """
-    if (config := _hydra_config()) is not None:
+    if (config := _get_hydra_config()) is not None:
         os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it, in each rank again
     status = supervise(nproc, grace=grace)
     for stream in (sys.stdout, sys.stderr):
@@ -80,10 +80,10 @@ def supervise(
         ValueError: `nproc` is no positive number, there is no script to run again, or this is not the main thread.
         OSError: The program can't be started.
     """
-    given = [] if argv is None else [str(part) for part in argv]
+    command = [] if argv is None else [str(part) for part in argv]
     run_id = run_id or uuid.uuid4().hex
-    job = Job(nproc=nproc, command=given, run_id=run_id, grace=grace, failure_grace=failure_grace)
-    return supervise_job(dataclasses.replace(job, command=own_command(nproc)) if argv is None else job)
+    job = Job(nproc=nproc, command=command, run_id=run_id, grace=grace, failure_grace=failure_grace)
+    return supervise_job(dataclasses.replace(job, command=build_relaunch_command(nproc)) if argv is None else job)
 
 
 def supervise_job(job: Job) -> int:
@@ -115,7 +115,7 @@ def supervise_job(job: Job) -> int:
     if place is not None and place.interface is not None:
         variables["GLOO_SOCKET_IFNAME"] = place.interface
     # torch's agent starts each rank with a copy of this process's own.
-    with variables_set(variables), _signals_restored():
+    with variables_set(variables), _restore_signals():
         from . import elastic_agent  # a second of imports, which only a supervisor has to pay
 
         return elastic_agent.run(job, place)
@@ -123,10 +123,10 @@ def supervise_job(job: Job) -> int:
 
 def has_script() -> bool:
     """Tells whether this process runs a script or module that `relaunch` could run again."""
-    return _obstacle() is None
+    return _find_obstacle() is None
 
 
-def own_command(nproc: int) -> list[str]:
+def build_relaunch_command(nproc: int) -> list[str]:
     """Builds the command that runs this very script again.
 
     Args:
@@ -138,7 +138,7 @@ def own_command(nproc: int) -> list[str]:
     Raises:
         ValueError: There is no script to run again.
     """
-    if (obstacle := _obstacle()) is not None:
+    if (obstacle := _find_obstacle()) is not None:
         raise ValueError(
             f"devices={nproc} runs this script again in {nproc} processes, but {obstacle}. Put the code into a file "
             f"and run `python train.py` or `torchrun --nproc-per-node {nproc} train.py`, or use devices=1. "
@@ -148,40 +148,44 @@ def own_command(nproc: int) -> list[str]:
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if getattr(sys.__stdout__, "write_through", False):
         flags.append("-u")
-    target = _target()
+    target = _find_target()
     assert target is not None
-    return [sys.executable, *flags, *target, *_within_hydra(_arguments(target))]
+    return [sys.executable, *flags, *target, *_add_hydra_overrides(_read_arguments(target))]
 
 
-def _within_hydra(arguments: list[str]) -> list[str]:
+def _add_hydra_overrides(arguments: list[str]) -> list[str]:
     """The arguments of a script; under Hydra with this process's output folder, as each rank's clock names another."""
-    config = _hydra_config()
+    config = _get_hydra_config()
     if config is None:
         return arguments
     if getattr(getattr(config, "mode", None), "name", "") == "MULTIRUN":  # the ranks go through all its jobs
-        overrides = {"hydra.sweep.dir": _quoted(os.path.join(config.runtime.cwd, config.sweep.dir))}
+        overrides = {"hydra.sweep.dir": _quote(os.path.join(config.runtime.cwd, config.sweep.dir))}
     else:
         # What is in its .hydra is complete, and two ranks would write it at the same time.
-        overrides = {"hydra.run.dir": _quoted(config.runtime.output_dir), "hydra.output_subdir": "null"}
+        overrides = {"hydra.run.dir": _quote(config.runtime.output_dir), "hydra.output_subdir": "null"}
     # Beside the other overrides: argparse takes those in one piece only.
-    said = [place for place, one in enumerate(arguments) if "=" in one.lstrip("~") and not one.startswith("-")]
-    end = said[-1] + 1 if said else len(arguments)
+    override_positions = [
+        position
+        for position, argument in enumerate(arguments)
+        if "=" in argument.lstrip("~") and not argument.startswith("-")
+    ]
+    end = override_positions[-1] + 1 if override_positions else len(arguments)
     return [*arguments[:end], *(f"{name}={value}" for name, value in overrides.items()), *arguments[end:]]
 
 
-def _hydra_config() -> Any:
+def _get_hydra_config() -> Any:
     """Hydra's own configuration, None where no Hydra application runs."""
     hydra = sys.modules.get("hydra.core.hydra_config")
     return None if hydra is None or not hydra.HydraConfig.initialized() else hydra.HydraConfig.get()
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """A text as a value of Hydra's grammar, in which backslashes count before quotation marks only."""
-    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
     return f"'{escaped}'"
 
 
-def _target() -> list[str] | None:
+def _find_target() -> list[str] | None:
     """What to run again: a script's absolute path, or `-m` and a module's name; None where there is no file."""
     main = sys.modules.get("__main__")
     name = getattr(getattr(main, "__spec__", None), "name", None)
@@ -193,21 +197,21 @@ def _target() -> list[str] | None:
     return [os.path.abspath(file)] if file is not None and os.path.exists(file) else None
 
 
-def _arguments(target: list[str]) -> list[str]:
+def _read_arguments(target: list[str]) -> list[str]:
     """The arguments as the interpreter got them: those in `sys.argv` may be used up by the script."""
-    given, name = sys.orig_argv, target[1] if target[0] == "-m" else sys.argv[0]
+    original_argv, name = sys.orig_argv, target[1] if target[0] == "-m" else sys.argv[0]
     # Not there if a debugger stands between; then `sys.argv` is what it left for the script.
-    return given[given.index(name) + 1 :] if name in given else sys.argv[1:]
+    return original_argv[original_argv.index(name) + 1 :] if name in original_argv else sys.argv[1:]
 
 
-def _obstacle() -> str | None:
+def _find_obstacle() -> str | None:
     """Says why this process can't be run again, or None if it can."""
     ipython = sys.modules.get("IPython")
     if ipython is not None and ipython.get_ipython() is not None:
         return "this is a notebook or an IPython session"
     if hasattr(sys, "ps1"):
         return "this is an interactive prompt"
-    target = _target()
+    target = _find_target()
     if target is None:
         return "the code came from `python -c` or standard input, which can't be read again"
     program = os.path.basename(target[-1]).removesuffix(".exe")
@@ -224,9 +228,9 @@ def cpus() -> int:
 
 
 @contextlib.contextmanager
-def _signals_restored() -> Iterator[None]:
+def _restore_signals() -> Iterator[None]:
     """Puts back the signal handlers which torch's agent replaces and keeps."""
-    before = {number: signal.getsignal(number) for number in _signal_numbers()}
+    before = {number: signal.getsignal(number) for number in _list_signal_numbers()}
     try:
         yield
     finally:
@@ -235,5 +239,5 @@ def _signals_restored() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _signal_numbers() -> list[signal.Signals]:
+def _list_signal_numbers() -> list[signal.Signals]:
     return [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]

@@ -9,7 +9,7 @@ from ...common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from .crash_snapshot import LastStep
     from .resolve import CheckpointResolver
-    from .trainer_state import TrainerCheckpointer, own_states
+    from .trainer_state import TrainerCheckpointer, collect_callback_states
     from .words import WORDS_FOR_CHECKPOINTS
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

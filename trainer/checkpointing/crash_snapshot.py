@@ -15,7 +15,7 @@ from ...engine.checkpoint import save as snapshot
 from ...engine.metrics import metric_state
 from ...strategies import World
 from ...strategies.distributed import local
-from .trainer_state import own_states
+from .trainer_state import collect_callback_states
 
 if TYPE_CHECKING:
     from ...callbacks import Callback
@@ -51,7 +51,7 @@ class LastStep:
         self._state: dict[str, Any] = {}
         # To look for metric objects means to walk through all modules.
         self._counting = task if metric_state.find(task) else None
-        if accelerator.num_processes > 1 and (why := _needs_others(trainer)):
+        if accelerator.num_processes > 1 and (why := _explain_need_of_others(trainer)):
             raise ValueError(
                 f"save_on_exception=True saves on rank zero alone, as the others may be gone by then, but {why}. Use "
                 "every_n_train_steps with save_last=True."
@@ -62,14 +62,14 @@ class LastStep:
             for name in module._buffers
             if name not in module._non_persistent_buffers_set
         ]
-        self._handles = [optimizer.register_step_pre_hook(self._begins) for optimizer in trainer.optimizers]
+        self._handles = [optimizer.register_step_pre_hook(self._mark_moving) for optimizer in trainer.optimizers]
 
     def attach(self, hooks: Hooks) -> None:
         """Be told of every completed step: as the last one, and before anyone begins an epoch or a validation."""
         vars(hooks).update(
             on_step_end=(*hooks.on_step_end, self.note),
             on_train_epoch_start=(self.note, *hooks.on_train_epoch_start),
-            on_validation_start=(self._before_validation, *hooks.on_validation_start),
+            on_validation_start=(self._note_validation_start, *hooks.on_validation_start),
         )
 
     def close(self) -> None:
@@ -77,22 +77,24 @@ class LastStep:
         for handle in self._handles:
             handle.remove()
 
-    def _begins(self, *_: Any) -> None:
+    def _mark_moving(self, *_: Any) -> None:
         self._moving = True
 
     def changed(self) -> None:
         """A callback makes the model or the optimizer another than the last step left, until the next one is noted."""
         self._changed = True
 
-    def _before_validation(self) -> None:
+    def _note_validation_start(self) -> None:
         """The step itself is over, and its validation is still to come: a run that goes on from here does it."""
         if not self._trainer.sanity_checking:
             self.note()
-            self._sums = _sums(self._task)  # some callbacks validate with other weights, such as averaged ones
+            self._sums = _compute_sums(self._task)  # some callbacks validate with other weights, such as averaged ones
 
     def note(self) -> None:
         """Remember the run as it is: a step is complete."""
-        registered = self._registered()  # asked on every process: a user's object may exchange something to know it
+        registered = (
+            self._collect_registered()
+        )  # asked on every process: a user's object may exchange something to know it
         if self._alone is None:
             return
         trainer, accelerator = self._trainer, self._trainer.accelerator
@@ -102,7 +104,7 @@ class LastStep:
             "buffers": [
                 None if (b := buffers[name]) is None else b.detach().clone() for buffers, name in self._buffers
             ],
-            "groups": [[_options(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
+            "groups": [[_copy_options(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
             "shared": TrainState(
                 schedulers=[copy.deepcopy(scheduler.state_dict()) for scheduler in accelerator.schedulers],
                 scheduler_kinds=snapshot.list_scheduler_kinds(accelerator.schedulers),
@@ -111,8 +113,8 @@ class LastStep:
                 steps_since=[(0, 0) for _ in accelerator.schedulers],
                 scheduler_advances=[1 for _ in accelerator.schedulers],
                 scaler=None,  # asked for by `save`: to know its state means to wait for the device
-                loaders=[_position(loader) for loader in accelerator.loaders if not loader.evaluation],
-                evaluation_loaders=[_position(loader) for loader in accelerator.loaders if loader.evaluation],
+                loaders=[_copy_position(loader) for loader in accelerator.loaders if not loader.evaluation],
+                evaluation_loaders=[_copy_position(loader) for loader in accelerator.loaders if loader.evaluation],
                 stream=None if accelerator.stream is None else accelerator.stream.state,
                 reduction_orders=snapshot.list_reduction_orders(accelerator),
                 registered=registered,
@@ -120,10 +122,10 @@ class LastStep:
         }
         self._moving, self._changed, self._sums = False, False, None
 
-    def _registered(self) -> dict[str, Any]:
+    def _collect_registered(self) -> dict[str, Any]:
         trainer = self._trainer
-        own = copy.deepcopy(own_states(trainer.callbacks))
-        states: dict[str, Any] = {"callbacks": CallbackStates(callbacks=own, added={}), "metrics": {}}
+        callback_states = copy.deepcopy(collect_callback_states(trainer.callbacks))
+        states: dict[str, Any] = {"callbacks": CallbackStates(callbacks=callback_states, added={}), "metrics": {}}
         if self._alone is not None:
             over = trainer.progress.epoch_is_over
             states["metrics"] = trainer.metrics.state_dict(self._alone, self._counting, over=over)
@@ -157,7 +159,7 @@ class LastStep:
             self.note()  # the step is over, but for its end; with others one may have to wait for them here
         if self._moving:
             return "the error came between the optimizer's next step and its end"
-        if self._sums is not None and not all(map(torch.equal, self._sums, _sums(self._task))):
+        if self._sums is not None and not all(map(torch.equal, self._sums, _compute_sums(self._task))):
             return "the error came in a validation, for which something has put other weights into the model"
         return ""
 
@@ -171,12 +173,12 @@ class LastStep:
         trainer, task, state = self._trainer, self._task, self._state
         accelerator = trainer.accelerator
         assert self._alone is not None
-        for (buffers, name), kept in zip(self._buffers, state["buffers"], strict=True):
-            now = buffers.get(name)
-            if kept is None or now is None or now.shape != kept.shape:
-                buffers[name] = kept
+        for (buffers, name), saved_buffer in zip(self._buffers, state["buffers"], strict=True):
+            buffer = buffers.get(name)
+            if saved_buffer is None or buffer is None or buffer.shape != saved_buffer.shape:
+                buffers[name] = saved_buffer
             else:
-                now.copy_(kept)
+                buffer.copy_(saved_buffer)
         for optimizer, groups in zip(trainer.optimizers, state["groups"], strict=True):
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 group.update(options)
@@ -198,29 +200,29 @@ class LastStep:
         snapshot.publish(self._alone, path, files, info)
 
 
-def _sums(task: nn.Module) -> list[Tensor]:
+def _compute_sums(task: nn.Module) -> list[Tensor]:
     """What tells a model's parameters from others; on the device, read when it is compared."""
     parameters = (local(parameter.detach()) for parameter in task.parameters())
     return [(p.float() if p.element_size() == 1 else p).sum() for p in parameters]  # 8-bit formats can't be added up
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
+def _copy_options(group: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
     }
 
 
-def _position(loader: Loader) -> dict[str, Any]:
-    return _kept(loader.state_dict())
+def _copy_position(loader: Loader) -> dict[str, Any]:
+    return _copy_state(loader.state_dict())
 
 
-def _kept(state: dict[str, Any]) -> dict[str, Any]:
+def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
     if "loaders" in state:
-        return {**state, "loaders": list(map(_kept, state["loaders"]))}
+        return {**state, "loaders": list(map(_copy_state, state["loaders"]))}
     return {**state, "source": copy.deepcopy(state["source"])}  # a user's own state may be changed in place
 
 
-def _needs_others(trainer: Trainer) -> str:
+def _explain_need_of_others(trainer: Trainer) -> str:
     """Why rank zero does not have all that is to be saved; "" if it does."""
     strategy = trainer.accelerator.strategy
     if strategy.sharded:

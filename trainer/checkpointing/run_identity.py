@@ -56,19 +56,21 @@ def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, 
     values: dict[str, Any] = {}
     for owner, prefix in ((task, ""), (datamodule, "data.")):
         if owner is not None:
-            known = owner.__dict__.setdefault("_configuration", dict(_plain_values(owner.plain_hparams())))
-            values |= {f"{prefix}{name}": value for name, value in known.items()}
+            initial_values = owner.__dict__.setdefault(
+                "_configuration", dict(_iterate_plain_values(owner.plain_hparams()))
+            )
+            values |= {f"{prefix}{name}": value for name, value in initial_values.items()}
     return values
 
 
-def _plain_values(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+def _iterate_plain_values(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
         value = value.name
     if isinstance(value, Mapping) and depth < 8:
         for key in list(value)[:_MOST_VALUES]:
-            yield from _plain_values(value[key], f"{name}.{key}" if name else str(key), depth + 1)
+            yield from _iterate_plain_values(value[key], f"{name}.{key}" if name else str(key), depth + 1)
     elif isinstance(value, list | tuple):
         if len(value) <= _MOST_CHARACTERS and all(isinstance(item, int | float | str | None) for item in value):
             yield name, list(value)
@@ -87,7 +89,7 @@ def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
     task = trainer.task
     assert task is not None
     saved_class = opened.manifest.info.get("task")
-    if isinstance(saved_class, str) and not _is_same_class(saved_class, type(task)):
+    if isinstance(saved_class, str) and not _matches_class(saved_class, type(task)):
         return [f"task {saved_class} there, {class_name(type(task))} here"]
     saved_values = opened.manifest.info.get("configuration")
     lines = []
@@ -103,13 +105,17 @@ def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
     return compare_weights(task, opened, complete=_is_complete(trainer, task))
 
 
-def _is_same_class(saved: str, cls: type) -> bool:
+def _matches_class(saved: str, cls: type) -> bool:
     name = class_name(cls)
     if not saved.endswith(f".{cls.__qualname__}"):
         return False
-    there, here = (text.removesuffix(f".{cls.__qualname__}") for text in (saved, name))
+    saved_module, current_module = (text.removesuffix(f".{cls.__qualname__}") for text in (saved, name))
     # A notebook has no name to compare; a file has another prefix where it is run from within its package.
-    return "__main__" in (there, here) or f".{there}".endswith(f".{here}") or f".{here}".endswith(f".{there}")
+    return (
+        "__main__" in (saved_module, current_module)
+        or f".{saved_module}".endswith(f".{current_module}")
+        or f".{current_module}".endswith(f".{saved_module}")
+    )
 
 
 def _makes_another_run(name: str, saved: Any, value: Any) -> bool:

@@ -152,7 +152,7 @@ class TrainerCheckpointer:
     def register(self) -> None:
         """Make the Trainer's own parts a part of every checkpoint."""
         trainer, metrics, world = self._trainer, self._trainer.metrics, self._trainer.accelerator.data_world
-        own_states(trainer.callbacks)  # two of one name should be known now, not at the first save
+        collect_callback_states(trainer.callbacks)  # two of one name should be known now, not at the first save
         states = TrainerStates(
             progress=trainer.progress,
             logged=trainer.logbook,
@@ -162,7 +162,7 @@ class TrainerCheckpointer:
                 lambda: metrics.state_dict(world, trainer.task, over=trainer.progress.epoch_is_over),
                 lambda state: metrics.load_state_dict(state, world, trainer.task),
             ),
-            callbacks=Bundle(self._callback_states, self._load_callback_states, self._callback_layouts),
+            callbacks=Bundle(self._collect_callback_states, self._load_callback_states, self._collect_callback_layouts),
         )
         datamodule = trainer.datamodule
         if datamodule is not None and type(datamodule).state_dict is not DataModule.state_dict:
@@ -170,25 +170,25 @@ class TrainerCheckpointer:
             states["datamodule"] = Bundle(datamodule.state_dict, lambda state: None)
         trainer.accelerator.register_for_checkpointing(**states)
 
-    def _callback_states(self) -> CallbackStates:
-        return CallbackStates(callbacks=own_states(self._trainer.callbacks), added=self.added_by_hooks())
+    def _collect_callback_states(self) -> CallbackStates:
+        return CallbackStates(callbacks=collect_callback_states(self._trainer.callbacks), added=self.added_by_hooks())
 
-    def _callback_layouts(self) -> CallbackStates:
+    def _collect_callback_layouts(self) -> CallbackStates:
         """Show how the tensors of callbacks lie; no hook is called for it, as that may change something."""
         callbacks = self._trainer.callbacks
         layouts = {name: value for callback in callbacks for name, value in callback.added_layout().items()}
-        return CallbackStates(callbacks=own_states(callbacks), added=layouts)
+        return CallbackStates(callbacks=collect_callback_states(callbacks), added=layouts)
 
     def added_by_hooks(self) -> dict[str, Any]:
         """Return what the ``on_save_checkpoint`` hooks add."""
-        reserved = self._counts()
+        reserved = self._get_counts()
         added = Added(reserved)
         assert self._trainer.hooks is not None
         for hook in self._trainer.hooks.on_save_checkpoint:
             hook(added)
         return {name: value for name, value in added.items() if name not in reserved}
 
-    def _counts(self) -> dict[str, int]:
+    def _get_counts(self) -> dict[str, int]:
         return {"epoch": self._trainer.progress.epoch, "global_step": self._trainer.progress.step}
 
     # -- restore -------------------------------------------------------------------------------------------------
@@ -242,12 +242,12 @@ class TrainerCheckpointer:
             else:
                 warn(f"the checkpoint has a state for {name}, but no such callback is there to take it.")
         assert self._trainer.hooks is not None
-        added = Added({**self._counts(), **state["added"]})
+        added = Added({**self._get_counts(), **state["added"]})
         for hook in self._trainer.hooks.on_load_checkpoint:
             hook(added)
 
 
-def own_states(callbacks: list[Callback]) -> dict[str, Any]:
+def collect_callback_states(callbacks: list[Callback]) -> dict[str, Any]:
     """Return the callbacks' states by name.
 
     Raises:

@@ -67,7 +67,7 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
     if isinstance(returned, Optimizer):
         return [returned], []
     if isinstance(returned, Mapping):
-        return _from_dict(returned)
+        return _parse_dict(returned)
     if not isinstance(returned, Sequence):
         raise TypeError(f"configure_optimizers returned a {type(returned).__name__}; it may return {_FORMS}.")
     parts = list(returned)
@@ -76,11 +76,11 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
     if len(parts) == 2 and isinstance(parts[0], list | tuple) and isinstance(parts[1], list | tuple):
         if not parts[0]:
             raise ValueError("configure_optimizers returned two lists, and the first, of optimizers, is empty.")
-        return [_optimizer(o) for o in parts[0]], [_scheduler(s, None) for s in parts[1]]
+        return [_check_optimizer(o) for o in parts[0]], [_parse_scheduler(s, None) for s in parts[1]]
     if parts and all(isinstance(part, Mapping) for part in parts):
-        pairs = [_from_dict(part) for part in parts]
+        pairs = [_parse_dict(part) for part in parts]
         return [o for os, _ in pairs for o in os], [s for _, ss in pairs for s in ss]
-    return [_optimizer(part) for part in parts], []
+    return [_check_optimizer(part) for part in parts], []
 
 
 def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
@@ -89,9 +89,9 @@ def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: 
     Raises:
         ValueError: if one has nothing to do with the run, so that it would do nothing without a word.
     """
-    own = {id(parameter) for parameter in module.parameters()}
+    parameter_ids = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        if not any(id(parameter) in parameter_ids for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(
                 f"configure_optimizers returned a {type(optimizer).__name__} that holds none of "
                 f"{type(module).__name__}'s parameters, so nothing would be trained. Build it from self.parameters()."
@@ -105,7 +105,7 @@ def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: 
             )
 
 
-def _optimizer(value: Any) -> Optimizer:
+def _check_optimizer(value: Any) -> Optimizer:
     if isinstance(value, Optimizer):
         return value
     raise TypeError(
@@ -113,7 +113,7 @@ def _optimizer(value: Any) -> Optimizer:
     )
 
 
-def _from_dict(config: Mapping[str, Any]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def _parse_dict(config: Mapping[str, Any]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     valid = ("optimizer", "lr_scheduler", "monitor")
     for key in config:
         if key not in valid:
@@ -123,11 +123,11 @@ def _from_dict(config: Mapping[str, Any]) -> tuple[list[Optimizer], list[Schedul
     if "optimizer" not in config:
         raise ValueError("configure_optimizers returned a dict without 'optimizer'.")
     scheduler = config.get("lr_scheduler")
-    schedulers = [] if scheduler is None else [_scheduler(scheduler, config.get("monitor"))]
-    return [_optimizer(config["optimizer"])], schedulers
+    schedulers = [] if scheduler is None else [_parse_scheduler(scheduler, config.get("monitor"))]
+    return [_check_optimizer(config["optimizer"])], schedulers
 
 
-def _scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
+def _parse_scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
     if not isinstance(value, Mapping):
         return SchedulerConfig(scheduler=value, monitor=monitor)
     valid = [field.name for field in fields(SchedulerConfig)]

@@ -82,7 +82,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
         """What each loader's dataset holds, as far as it can be made now."""
         names = ("Train", "Validation", "Test", "Predict")
         pairs = zip(names, LOADERS, strict=True)
-        return "\n".join(f"{{{name} dataloader: {', '.join(_sizes(self, method))}}}" for name, method in pairs)
+        return "\n".join(f"{{{name} dataloader: {', '.join(_describe_sizes(self, method))}}}" for name, method in pairs)
 
     def on_exception(self, exception: BaseException) -> None:
         """Something raised during a stage."""
@@ -115,24 +115,24 @@ class DataModule(HyperparametersMixin, TransferHooks):
             kwargs: more for ``__init__``.
         """
 
-        def loader(dataset: Any, shuffle: bool) -> Any:
-            if isinstance(dataset, Dataset) or (hasattr(dataset, "__getitem__") and not _nested(dataset)):
+        def build_loader(dataset: Any, shuffle: bool) -> Any:
+            if isinstance(dataset, Dataset) or (hasattr(dataset, "__getitem__") and not _is_nested(dataset)):
                 shuffle = shuffle and not isinstance(dataset, IterableDataset)
                 return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers)
             if isinstance(dataset, Mapping):
-                return {name: loader(each, shuffle) for name, each in dataset.items()}
-            several = [loader(each, shuffle) for each in dataset]
-            return honor_type(dataset, several) if isinstance(dataset, list | tuple) else several
+                return {name: build_loader(part, shuffle) for name, part in dataset.items()}
+            loaders = [build_loader(part, shuffle) for part in dataset]
+            return honor_type(dataset, loaders) if isinstance(dataset, list | tuple) else loaders
 
-        own = inspect.signature(cls.__init__).parameters
-        also = {"batch_size": batch_size, "num_workers": num_workers}
-        if cls.__init__ is object.__init__ or not any(p.kind is p.VAR_KEYWORD for p in own.values()):
-            also = {name: value for name, value in also.items() if name in own}
-        module = cls(**{**also, **kwargs})
-        given = (train_dataset, val_dataset, test_dataset, predict_dataset)
-        for name, dataset in zip(LOADERS, given, strict=True):
+        init_parameters = inspect.signature(cls.__init__).parameters
+        init_arguments = {"batch_size": batch_size, "num_workers": num_workers}
+        if cls.__init__ is object.__init__ or not any(p.kind is p.VAR_KEYWORD for p in init_parameters.values()):
+            init_arguments = {name: value for name, value in init_arguments.items() if name in init_parameters}
+        module = cls(**{**init_arguments, **kwargs})
+        datasets = (train_dataset, val_dataset, test_dataset, predict_dataset)
+        for name, dataset in zip(LOADERS, datasets, strict=True):
             if dataset is not None:
-                setattr(module, name, lambda dataset=dataset, name=name: loader(dataset, name == LOADERS[0]))
+                setattr(module, name, lambda dataset=dataset, name=name: build_loader(dataset, name == LOADERS[0]))
         return module
 
     @classmethod
@@ -166,20 +166,20 @@ class DataModule(HyperparametersMixin, TransferHooks):
         return build_datamodule(cls, checkpoint_path, hparams_file, sha256, kwargs)
 
 
-def _nested(value: Any) -> bool:
+def _is_nested(value: Any) -> bool:
     return isinstance(value, list | tuple | Mapping)
 
 
-def _sizes(module: DataModule, method: str) -> Iterator[str]:
+def _describe_sizes(module: DataModule, method: str) -> Iterator[str]:
     """How many samples each of a method's loaders has; "None" where there is none, or none yet."""
     try:
-        found = getattr(module, method)()
+        loaders = getattr(module, method)()
     except Exception:  # the user's hook, which may need a setup() that has not been
-        found = None
-    if found is None:
+        loaders = None
+    if loaders is None:
         yield "None"
         return
-    combined = CombinedLoader(found) if is_collection(found) else found
+    combined = CombinedLoader(loaders) if is_collection(loaders) else loaders
     for loader in combined.flattened if isinstance(combined, CombinedLoader) else [combined]:
         size = get_length(getattr(loader, "dataset", None))
         yield "size=NA" if size is None else f"size={size}"

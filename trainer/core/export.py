@@ -46,12 +46,12 @@ class Exports(nn.Module):
         if kwargs.pop("dynamo", True) is not True:
             raise ValueError("dynamo=False is the export that torch has given up; leave it out.")
         with _for_export(self, "to_onnx"):
-            args, keywords = _arguments(self, "to_onnx", input_sample)
+            args, keywords = _prepare_arguments(self, "to_onnx", input_sample)
             expected = self(*args, **keywords)
             program = torch.onnx.export(self, args, kwargs=keywords, dynamo=True, **kwargs)
         assert program is not None
         shapes = [None if value.shape is None else list(value.shape) for value in program.model.graph.outputs]
-        _check_shapes("to_onnx", [list(t.shape) for t in _tensors(expected)], shapes)
+        _check_shapes("to_onnx", [list(t.shape) for t in _collect_tensors(expected)], shapes)
         if isinstance(file_path, str | os.PathLike):
             Path(file_path).parent.mkdir(parents=True, exist_ok=True)
             program.save(file_path)
@@ -75,11 +75,13 @@ class Exports(nn.Module):
         if file_path is not None and Path(file_path).suffix != ".pt2":
             raise ValueError(f"file_path={os.fspath(file_path)!r} must end in .pt2, by which torch knows such a file.")
         with _for_export(self, "to_torch_export"):
-            args, keywords = _arguments(self, "to_torch_export", input_sample)
+            args, keywords = _prepare_arguments(self, "to_torch_export", input_sample)
             expected = self(*args, **keywords)
             program = torch.export.export(self, args, keywords, **kwargs)
-            found = program.module()(*args, **keywords)
-        _check_shapes("to_torch_export", *([list(t.shape) for t in _tensors(output)] for output in (expected, found)))
+            actual = program.module()(*args, **keywords)
+        _check_shapes(
+            "to_torch_export", *([list(t.shape) for t in _collect_tensors(output)] for output in (expected, actual))
+        )
         if file_path is not None:
             Path(file_path).parent.mkdir(parents=True, exist_ok=True)
             torch.export.save(program, file_path)
@@ -144,7 +146,7 @@ def _refuse_shards(task: nn.Module, method: str) -> None:
         )
 
 
-def _arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _prepare_arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional arguments and keywords for ``forward``, where the task is."""
     sample = task.example_input_array if sample is None else sample
     if sample is None:
@@ -157,18 +159,18 @@ def _arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, ...], di
     return (tuple(sample) if isinstance(sample, tuple | list) else (sample,)), {}
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    apply_to_collection(output, Tensor, found.append)
-    return found
+def _collect_tensors(output: Any) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    apply_to_collection(output, Tensor, tensors.append)
+    return tensors
 
 
-def _check_shapes(method: str, expected: list[Any], found: list[Any]) -> None:
+def _check_shapes(method: str, expected: list[Any], actual: list[Any]) -> None:
     """Raise a ValueError unless the outputs are as many and of the same shapes; a name stands for any size."""
-    fits = len(expected) == len(found) and all(
+    fits = len(expected) == len(actual) and all(
         have is None
         or (len(want) == len(have) and all(not isinstance(n, int) or n == m for n, m in zip(have, want, strict=True)))
-        for want, have in zip(expected, found, strict=True)
+        for want, have in zip(expected, actual, strict=True)
     )
     if not fits:
-        raise ValueError(f"{method}: forward returns tensors of shapes {expected}, but what was made of it {found}.")
+        raise ValueError(f"{method}: forward returns tensors of shapes {expected}, but what was made of it {actual}.")

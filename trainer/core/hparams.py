@@ -60,24 +60,24 @@ class HyperparametersMixin:
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         caller = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
         if all(isinstance(name, str) for name in args):
-            values = _chosen(self, _init_arguments(self, caller), args)
+            values = _select_arguments(self, _collect_init_arguments(self, caller), args)
             self._keep({name: value for name, value in values.items() if name not in ignored})
         else:
             if len(args) != 1:
                 raise TypeError(f"save_hyperparameters takes names, or one object that holds them all, not {args!r}.")
-            self.hparams_kind = _kind_of(args[0])
-            arguments = _init_arguments(self, caller) or {}
-            self.hparams_name = next((name for name, one in arguments.items() if one is args[0]), None)
+            self.hparams_kind = _classify(args[0])
+            arguments = _collect_init_arguments(self, caller) or {}
+            self.hparams_name = next((name for name, value in arguments.items() if value is args[0]), None)
             self._keep_whole(args[0], ignored)
         for name in ignored.intersection(self.hparams):  # a base class has kept it
             del self.hparams[name]
-        self.__dict__["_hparams_initial"] = _snapshot(self.hparams, (Tensor, ndarray))  # large, and ours already
+        self.__dict__["_hparams_initial"] = _take_snapshot(self.hparams, (Tensor, ndarray))  # large, and ours already
         self.log_hyperparameters = logger
 
     def _keep(self, values: Mapping[str, Any]) -> None:
         if is_config(self.hparams):  # which takes values of a few types only
             self.__dict__["_hparams"] = AttributeDict(entries(self.hparams))
-        self.hparams.update(_snapshot(values))
+        self.hparams.update(_take_snapshot(values))
 
     def _keep_whole(self, whole: Any, ignored: set[str]) -> None:
         if is_config(whole) and not self.hparams:
@@ -99,26 +99,30 @@ class HyperparametersMixin:
     @property
     def hparams_initial(self) -> AttributeDict:
         """A copy of `hparams` as `save_hyperparameters` kept them, whatever was changed since."""
-        return _snapshot(self.__dict__.get("_hparams_initial", AttributeDict()))
+        return _take_snapshot(self.__dict__.get("_hparams_initial", AttributeDict()))
 
     def stored_hparams(self) -> Stored:
         """Return the form of `hparams` that checkpoints store."""
-        return stored(self.hparams, {name: one.default for name, one in signature(type(self)).arguments.items()})
+        return stored(
+            self.hparams, {name: argument.default for name, argument in signature(type(self)).arguments.items()}
+        )
 
     def plain_hparams(self) -> dict[str, Any]:
         """Return `hparams` as loggers get them: dicts, lists, text and numbers, without what can't be stored."""
         return plain({name: readable(value) for name, value in self.stored_hparams().values.items()})
 
-    def check_hparams(self, kept: Stored) -> None:
+    def check_hparams(self, stored_form: Stored) -> None:
         """Warn once of each hyperparameter that a checkpoint will not give back to the constructor."""
         checked: set[str] = self.__dict__.setdefault("_hparams_checked", set())
         lost: dict[str, str] = {}
         for name in self.hparams.keys() - checked:
-            if name in kept.left_out:
-                lost[name] = kept.left_out[name]
-            elif (argument := signature(type(self)).arguments.get(self.hparams_name or name)) and name in kept.values:
+            if name in stored_form.left_out:
+                lost[name] = stored_form.left_out[name]
+            elif (
+                argument := signature(type(self)).arguments.get(self.hparams_name or name)
+            ) and name in stored_form.values:
                 try:
-                    rebuild(kept.values[name], argument.type, argument.default, type(self).__module__)
+                    rebuild(stored_form.values[name], argument.type, argument.default, type(self).__module__)
                 except CannotRebuild as error:
                     lost[name] = f"{name} ({error})"
         checked.update(self.hparams)
@@ -131,7 +135,7 @@ class HyperparametersMixin:
             )
 
 
-def _kind_of(whole: Any) -> tuple[str, str]:
+def _classify(whole: Any) -> tuple[str, str]:
     """What the one object that holds all hyperparameters is, as a record names it.
 
     Raises:
@@ -149,18 +153,18 @@ def _kind_of(whole: Any) -> tuple[str, str]:
     )
 
 
-def _snapshot(values: Any, shared: tuple[type, ...] = ()) -> Any:
+def _take_snapshot(values: Any, shared: tuple[type, ...] = ()) -> Any:
     """A copy that later changes of what was passed do not reach. What is not data, or ``shared``, is not copied."""
     if is_config(values):
         return copy.deepcopy(values)
-    found = AttributeDict()
+    snapshot = AttributeDict()
     for name, value in values.items():
-        is_kept = isinstance(value, shared) or stored({name: value}, {}).left_out
-        found[name] = value if is_kept else copy.deepcopy(value)
-    return found
+        keeps_reference = isinstance(value, shared) or stored({name: value}, {}).left_out
+        snapshot[name] = value if keeps_reference else copy.deepcopy(value)
+    return snapshot
 
 
-def _chosen(instance: Any, arguments: dict[str, Any] | None, names: tuple[str, ...]) -> dict[str, Any]:
+def _select_arguments(instance: Any, arguments: dict[str, Any] | None, names: tuple[str, ...]) -> dict[str, Any]:
     """The arguments of these names, all of them without names."""
     if arguments is None:
         raise ValueError(
@@ -173,22 +177,22 @@ def _chosen(instance: Any, arguments: dict[str, Any] | None, names: tuple[str, .
     return {name: arguments[name] for name in names or arguments}
 
 
-def _init_arguments(instance: Any, frame: FrameType | None) -> dict[str, Any] | None:
+def _collect_init_arguments(instance: Any, frame: FrameType | None) -> dict[str, Any] | None:
     """The arguments of all of ``instance``'s ``__init__`` calls on the stack; None outside of them."""
     while frame is not None and not _is_init(frame, instance):  # it may be called in a helper
         frame = frame.f_back
     if frame is None:
         return None
-    found: list[dict[str, Any]] = []
+    frame_arguments: list[dict[str, Any]] = []
     while frame is not None and _is_init(frame, instance):
         names, _, variadic, local = inspect.getargvalues(frame)
-        values = {name: local[name] for name in [*names, *_keyword_only(frame)][1:] if name in local}
+        values = {name: local[name] for name in [*names, *_list_keyword_only(frame)][1:] if name in local}
         if variadic is not None:
             values.update(local.get(variadic, {}))
-        found.append(values)
+        frame_arguments.append(values)
         frame = frame.f_back
     merged: dict[str, Any] = {}
-    for values in found:  # those of the outermost class last
+    for values in frame_arguments:  # those of the outermost class last
         merged.update(values)
     return {name: value for name, value in merged.items() if name != "__class__"}
 
@@ -199,6 +203,6 @@ def _is_init(frame: FrameType, instance: Any) -> bool:
     return code.co_name == "__init__" and frame.f_locals.get(first) is instance
 
 
-def _keyword_only(frame: FrameType) -> tuple[str, ...]:
+def _list_keyword_only(frame: FrameType) -> tuple[str, ...]:
     code = frame.f_code
     return code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]

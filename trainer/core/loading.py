@@ -41,68 +41,71 @@ def build(
     hparams_file: str | Path | None,
     strict: bool | None,
     sha256: str | None,
-    given: dict[str, Any],
+    overrides: dict[str, Any],
 ) -> Any:
     """Build a task and load its weights; see `TaskModule.load_from_checkpoint`."""
     if map_location is not None and not isinstance(map_location, str | int | torch.device):
         raise TypeError(
             f"map_location={map_location!r:.100} must be a device to put the task on; leave it out for the CPU."
         )
-    beside = None if hparams_file is None else read_hparams_file(hparams_file)
-    with open_source(source, sha256) as found:
-        saved = found.checkpoint
+    file_hparams = None if hparams_file is None else read_hparams_file(hparams_file)
+    with open_source(source, sha256) as opened_source:
+        saved = opened_source.checkpoint
         if saved is not None:
             document = _read_hparams(saved, HPARAMS)
             if document and "hparams_kind" not in document:  # as they were stored at first: the values alone
                 document = {"hyper_parameters": document, "hparams_name": saved.manifest.info.get("hparams_name")}
-            if beside is not None:
-                document = _of_file(beside, document)
-            task = cls(**_arguments(cls, found.place, document, given))
+            if file_hparams is not None:
+                document = _replace_hparams(file_hparams, document)
+            task = cls(**_merge_arguments(cls, opened_source.place, document, overrides))
             task.configure_model()
-            task.on_load_checkpoint(_added_by_hooks(saved))
+            task.on_load_checkpoint(_read_hook_entries(saved))
         else:
-            document = {} if found.file is None else _document(found, found.file)
-            if beside is not None:
-                document |= _of_file(beside, {})
-            task = cls(**_arguments(cls, found.place, document, given))
+            document = {} if opened_source.file is None else _read_document(opened_source, opened_source.file)
+            if file_hparams is not None:
+                document |= _replace_hparams(file_hparams, {})
+            task = cls(**_merge_arguments(cls, opened_source.place, document, overrides))
             task.configure_model()
-            if found.file is not None:
+            if opened_source.file is not None:
                 task.on_load_checkpoint(document)
-                found = Opened(found.place, dict(document["state_dict"]))  # the hook may have changed it
-        load.put(task, found, task.strict_loading if strict is None else strict)
+                # The hook may have changed it.
+                opened_source = Opened(opened_source.place, dict(document["state_dict"]))
+        load.put(task, opened_source, task.strict_loading if strict is None else strict)
     return task if map_location is None else task.to(map_location)
 
 
 def build_datamodule(
-    cls: type[Any], source: Source, hparams_file: str | Path | None, sha256: str | None, given: dict[str, Any]
+    cls: type[Any], source: Source, hparams_file: str | Path | None, sha256: str | None, overrides: dict[str, Any]
 ) -> Any:
     """Build a data module and give it its state; see `DataModule.load_from_checkpoint`."""
-    beside = None if hparams_file is None else read_hparams_file(hparams_file)
+    file_hparams = None if hparams_file is None else read_hparams_file(hparams_file)
     document: dict[str, Any] = {}
     state: Any = None
-    with open_source(source, sha256) as found:
-        if (saved := found.checkpoint) is not None:
+    with open_source(source, sha256) as opened_source:
+        if (saved := opened_source.checkpoint) is not None:
             document = _read_hparams(saved, DATAMODULE_HPARAMS)
             state = load_into_memory(open_registered(saved).get("datamodule"), {}, {})
-        elif found.file is not None:
-            parts, _ = _parts(found.file)
+        elif opened_source.file is not None:
+            parts, _ = _read_parts(opened_source.file)
             document = {"hyper_parameters": parts.get("datamodule_hyper_parameters")}
             document["hparams_name"] = parts.get("datamodule_hparams_name")
             state = parts.get(cls.__qualname__)
         else:
             raise ValueError(
-                f"{found.place} holds weights only, and nothing of a data module: give a checkpoint of a run."
+                f"{opened_source.place} holds weights only, and nothing of a data module: give a checkpoint of a run."
             )
-        if beside is not None:
-            document = _of_file(beside, document)
-        takes = cls.__init__ is not object.__init__  # whose signature says that it takes anything
-        module = cls(**_arguments(cls, found.place, document, given) if takes else given)
+        if file_hparams is not None:
+            document = _replace_hparams(file_hparams, document)
+        takes_arguments = cls.__init__ is not object.__init__  # whose signature says that it takes anything
+        module = cls(
+            **_merge_arguments(cls, opened_source.place, document, overrides) if takes_arguments else overrides
+        )
         if state is not None:
             module.load_state_dict(state)
     return module
 
 
-def _added_by_hooks(opened: OpenCheckpoint) -> dict[str, Any]:
+def _read_hook_entries(opened: OpenCheckpoint) -> dict[str, Any]:
     """Return what the ``on_save_checkpoint`` hooks added to a checkpoint, with the counts they were given."""
     manifest = opened.manifest
     return load_into_memory(open_added(opened), {}, {}) | {"epoch": manifest.epoch, "global_step": manifest.step}
@@ -119,23 +122,25 @@ def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
     return document
 
 
-def _document(found: Opened, file: TorchFile) -> dict[str, Any]:
+def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
     """What Lightning would hand to ``on_load_checkpoint``: all that is data, tensors mapped onto the file."""
     try:
-        parts, dropped = _parts(file)
+        parts, dropped = _read_parts(file)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{found.place}: {error}.") from error
+        raise ValueError(f"{opened_source.place}: {error}.") from error
     arguments = {place: name for place, name in dropped.items() if place.startswith(("hyper_parameters.", "hparams."))}
     if arguments:
-        said = ", ".join(f"{place} (a {name})"[:150] for place, name in list(arguments.items())[:8])
+        dropped_text = ", ".join(f"{place} (a {name})"[:150] for place, name in list(arguments.items())[:8])
         warn(
-            f"{found.place}: {said} is no plain data, and no code is run to make it, so it is left out. If the task "
-            "needs it, pass it to load_from_checkpoint."
+            f"{opened_source.place}: {dropped_text} is no plain data, and no code is run to make it, so it is left "
+            "out. If the task needs it, pass it to load_from_checkpoint."
         )
-    return parts | {"state_dict": {name: read_tensor(piece) for name, piece in found.weights.items()} | found.others}
+    return parts | {
+        "state_dict": {name: read_tensor(piece) for name, piece in opened_source.weights.items()} | opened_source.others
+    }
 
 
-def _parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
+def _read_parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
     """The file's parts but the weights, and what in them is no data, by place."""
     raw = file.reader.container(file.document)
     parts: dict[str, Any] = {}
@@ -150,27 +155,29 @@ def _parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
         else:
             inside = file.reader.mapping({key: value}, "")
         check_extent(inside)
-        parts |= _with_tensors(file, inside)
+        parts |= _read_tensors(file, inside)
     return parts, dropped
 
 
-def _with_tensors(file: TorchFile, value: Any) -> Any:
+def _read_tensors(file: TorchFile, value: Any) -> Any:
     if isinstance(value, View):
         return read_tensor(file.piece(value))
     if isinstance(value, dict):
-        return {key: _with_tensors(file, item) for key, item in value.items()}
+        return {key: _read_tensors(file, item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_with_tensors(file, item) for item in value)
+        return type(value)(_read_tensors(file, item) for item in value)
     return value
 
 
-def _of_file(values: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def _replace_hparams(values: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Hyperparameters of a logger's file, in the place of those that were saved."""
     whole = {name: saved.get(name) for name in ("hparams_name", "hparams_kind")}
     return {**whole, "hyper_parameters": values, "left_out": {}, "from_text": True}
 
 
-def _arguments(cls: type[Any], place: str, document: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _merge_arguments(
+    cls: type[Any], place: str, document: Mapping[str, Any], overrides: dict[str, Any]
+) -> dict[str, Any]:
     """The arguments of ``__init__``: what was saved, as far as it takes that, and what is given.
 
     Raises:
@@ -178,72 +185,78 @@ def _arguments(cls: type[Any], place: str, document: Mapping[str, Any], given: d
     """
     saved: dict[str, Any] = {}
     for name in (*_OLD_NAMES, "hyper_parameters"):
-        found = document.get(name)
-        saved |= vars(found) if hasattr(found, "__dict__") else found or {}
+        section = document.get(name)
+        saved |= vars(section) if hasattr(section, "__dict__") else section or {}
     saved = {name: value for name, value in saved.items() if name not in ("_instantiator", "_class_path")}
     parameters = inspect.signature(cls.__init__).parameters
     names = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    lost = {name: words for name, words in (document.get("left_out") or {}).items() if name not in given}
+    lost = {name: words for name, words in (document.get("left_out") or {}).items() if name not in overrides}
     whole = document.get("hparams_name")
     if isinstance(whole, str) and whole in names:  # save_hyperparameters(hparams): one argument that holds all
         kind, name = document.get("hparams_kind") or ("mapping", "")
-        inside = {} if takes_all else {name: value for name, value in given.items() if name not in names}
-        given = {name: value for name, value in given.items() if name not in inside}
-        saved = {whole: Record(kind, name, {**saved, **inside})} if whole not in given else {}
-        if lost and whole not in given:
-            warn(f"{place}: {whole} lacks {_listed(lost)}, which can't be stored. {_how_to_pass(lost)}")
+        inside = {} if takes_all else {name: value for name, value in overrides.items() if name not in names}
+        overrides = {name: value for name, value in overrides.items() if name not in inside}
+        saved = {whole: Record(kind, name, {**saved, **inside})} if whole not in overrides else {}
+        if lost and whole not in overrides:
+            warn(f"{place}: {whole} lacks {_join_words(lost)}, which can't be stored. {_advise_passing(lost)}")
         lost = {}
     elif not takes_all:
-        unknown = [str(name) for name in saved if name not in names and name not in given]
+        unknown = [str(name) for name in saved if name not in names and name not in overrides]
         if unknown:
             warn(
                 f"{place}: {cls.__name__} takes no {', '.join(unknown[:8])}, which was saved with it; that is ignored."
             )
         saved = {name: value for name, value in saved.items() if name in names}
         lost = {name: words for name, words in lost.items() if name in names}
-    saved, more = _rebuilt(cls, {name: value for name, value in saved.items() if name not in {*lost, *given}}, document)
-    lost |= more
-    _check_missing(cls, place, {*saved, *given}, lost)
-    return {**saved, **given}
+    saved, not_rebuilt = _rebuild_arguments(
+        cls, {name: value for name, value in saved.items() if name not in {*lost, *overrides}}, document
+    )
+    lost |= not_rebuilt
+    _check_missing(cls, place, {*saved, *overrides}, lost)
+    return {**saved, **overrides}
 
 
-def _rebuilt(
+def _rebuild_arguments(
     cls: type[Any], saved: Mapping[str, Any], document: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The arguments that were saved, as the constructor takes them; and those that can't be rebuilt, in words."""
     arguments = signature(cls).arguments
-    found: dict[str, Any] = {}
+    rebuilt: dict[str, Any] = {}
     lost: dict[str, str] = {}
     for name, value in saved.items():
         argument = arguments.get(name) or Argument(name)
         try:
             from_text = bool(document.get("from_text"))
-            found[name] = rebuild(value, argument.type, argument.default, cls.__module__, from_text)
+            rebuilt[name] = rebuild(value, argument.type, argument.default, cls.__module__, from_text)
         except CannotRebuild as error:
             lost[name] = f"{name} ({error})"
-    return found, lost
+    return rebuilt, lost
 
 
-def _check_missing(cls: type[Any], place: str, known: set[str], lost: Mapping[str, str]) -> None:
+def _check_missing(cls: type[Any], place: str, available: set[str], lost: Mapping[str, str]) -> None:
     """Raise a TypeError for an argument that is needed; warn of one whose default stands for what was not stored."""
-    needed = [
+    missing = [
         name
-        for name, one in inspect.signature(cls).parameters.items()
-        if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and name not in known
+        for name, parameter in inspect.signature(cls).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and name not in available
     ]
-    if needed:
-        words = {name: lost.get(name, name) for name in needed}
-        raise TypeError(f"{place} does not hold {_listed(words)}, which {cls.__name__} needs. {_how_to_pass(words)}")
+    if missing:
+        words = {name: lost.get(name, name) for name in missing}
+        raise TypeError(
+            f"{place} does not hold {_join_words(words)}, which {cls.__name__} needs. {_advise_passing(words)}"
+        )
     if lost:
-        warn(f"{place} does not hold {_listed(lost)}, so {cls.__name__} gets its default. {_how_to_pass(lost)}")
+        warn(f"{place} does not hold {_join_words(lost)}, so {cls.__name__} gets its default. {_advise_passing(lost)}")
 
 
-def _listed(words: Mapping[str, str]) -> str:
+def _join_words(words: Mapping[str, str]) -> str:
     return ", ".join(words.values())
 
 
-def _how_to_pass(names: Iterable[str]) -> str:
+def _advise_passing(names: Iterable[str]) -> str:
     return f"Pass {', '.join(f'{name}=...' for name in names)} to load_from_checkpoint."
 
 
@@ -263,16 +276,16 @@ def read_hparams_file(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"hparams_file={str(path)!r} is longer than {_MAX_HPARAMS_BYTES:,} bytes.")
     try:
         text = path.read_text(encoding="utf-8")
-        found = _from_csv(text) if ending == ".csv" else _from_yaml(text)
-        check_extent(found)
+        hparams = _parse_csv(text) if ending == ".csv" else _parse_yaml(text)
+        check_extent(hparams)
     except (ValueError, RecursionError, csv.Error, TypeError, LookupError, OverflowError) as error:
         raise ValueError(f"hparams_file={str(path)!r} can't be read as plain data: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    if not isinstance(hparams, dict) or not all(isinstance(name, str) for name in hparams):
         raise ValueError(f"hparams_file={str(path)!r} holds no names with values.")
-    return found
+    return hparams
 
 
-def _from_yaml(text: str) -> Any:
+def _parse_yaml(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -286,14 +299,14 @@ def _from_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _from_csv(text: str) -> dict[str, Any]:
+def _parse_csv(text: str) -> dict[str, Any]:
     rows = [row for row in csv.reader(text.splitlines()) if row]
     if any(len(row) != 2 for row in rows):
         raise ValueError("each line must be a key and a value")
-    return {key: _value(word) for key, word in rows[1:]}
+    return {key: _parse_value(word) for key, word in rows[1:]}
 
 
-def _value(word: str) -> Any:
+def _parse_value(word: str) -> Any:
     """Numbers, lists and the like from their text; what is none of these is text."""
     named = {"None": None, "True": True, "False": False, "": None}
     if word in named:

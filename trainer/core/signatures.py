@@ -54,48 +54,75 @@ class Signature:
 def signature(target: Callable[..., Any]) -> Signature:
     """What ``target``, a class or function, takes. A class that hands ``**kwargs`` up takes what its bases take."""
     if not isinstance(target, type):
-        return _own(target, bound=False)
+        return _read_signature(target, bound=False)
     chain = [cls for cls in target.__mro__ if "__init__" in vars(cls)]
     if not chain or chain == [object]:
-        new = vars(target).get("__new__")
-        return Signature({}) if new is None else _own(getattr(new, "__func__", new), bound=True)
-    found = Signature({})
+        constructor = vars(target).get("__new__")
+        return (
+            Signature({})
+            if constructor is None
+            else _read_signature(getattr(constructor, "__func__", constructor), bound=True)
+        )
+    merged = Signature({})
     settled: set[str] = set()  # what a class on the way gives its base itself
     for number, cls in enumerate(chain):
         if cls is object or cls.__module__ in _HAND_ON:
             continue
-        own = _own(vars(cls)["__init__"], bound=True)
-        more = {name: one for name, one in own.arguments.items() if name not in {*settled, *found.arguments}}
-        first = found if number else own
-        found = Signature({**found.arguments, **more}, own.open, first.positional, first.by_place_only)
-        handed = _handed_up(vars(cls)["__init__"]) if own.open else None
-        if handed is None:
+        class_signature = _read_signature(vars(cls)["__init__"], bound=True)
+        new_arguments = {
+            name: argument
+            for name, argument in class_signature.arguments.items()
+            if name not in {*settled, *merged.arguments}
+        }
+        positional_source = merged if number else class_signature
+        merged = Signature(
+            {**merged.arguments, **new_arguments},
+            class_signature.open,
+            positional_source.positional,
+            positional_source.by_place_only,
+        )
+        forwarded = _find_forwarded(vars(cls)["__init__"]) if class_signature.open else None
+        if forwarded is None:
             break
-        base = next((one for one in chain[number + 1 :] if one.__module__ not in _HAND_ON), object)
-        settled |= {*handed.keywords, *_own(vars(base)["__init__"], bound=True).positional[: handed.by_place]}
-        found = replace(found, open=False)
-    return found
+        base = next((base_class for base_class in chain[number + 1 :] if base_class.__module__ not in _HAND_ON), object)
+        settled |= {
+            *forwarded.keywords,
+            *_read_signature(vars(base)["__init__"], bound=True).positional[: forwarded.by_place],
+        }
+        merged = replace(merged, open=False)
+    return merged
 
 
-def _own(function: Any, bound: bool) -> Signature:
+def _read_signature(function: Any, bound: bool) -> Signature:
     """A function's own arguments; those of one that nobody can look into may be any."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError):
         return Signature({}, open=True)
     parameters = parameters[1:] if bound else parameters
-    hints = _hints(function)
+    hints = _make_annotation_finder(function)
     arguments: dict[str, Argument] = {}
-    for one in parameters:
-        if one.kind is not one.VAR_KEYWORD:
-            several = one.kind is one.VAR_POSITIONAL
-            arguments[one.name] = Argument(one.name, hints(one.name), () if several else one.default, several)
-    only = sum(one.kind is one.POSITIONAL_ONLY for one in parameters)
-    positional = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    return Signature(arguments, any(one.kind is one.VAR_KEYWORD for one in parameters), tuple(positional), only)
+    for parameter in parameters:
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            several = parameter.kind is parameter.VAR_POSITIONAL
+            arguments[parameter.name] = Argument(
+                parameter.name, hints(parameter.name), () if several else parameter.default, several
+            )
+    positional_only_count = sum(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters)
+    positional = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return Signature(
+        arguments,
+        any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
+        tuple(positional),
+        positional_only_count,
+    )
 
 
-def _hints(function: Any) -> Callable[[str], Any]:
+def _make_annotation_finder(function: Any) -> Callable[[str], Any]:
     """Finds an argument's annotation by name; one that can't be evaluated is ``Any``, and the others are not lost."""
     function = inspect.unwrap(function)
     raw = getattr(function, "__annotations__", {})
@@ -114,7 +141,7 @@ def _hints(function: Any) -> Callable[[str], Any]:
 
 
 @dataclass(frozen=True)
-class _Handed:
+class _ForwardedArguments:
     """What a constructor gives ``super().__init__`` itself, beside its ``**kwargs``.
 
     Attributes:
@@ -126,7 +153,7 @@ class _Handed:
     by_place: int
 
 
-def _handed_up(init: Any) -> _Handed | None:
+def _find_forwarded(init: Any) -> _ForwardedArguments | None:
     """What goes with ``**kwargs`` in ``super().__init__(..., **kwargs)``; None if a constructor uses them otherwise."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(init)))
@@ -141,12 +168,14 @@ def _handed_up(init: Any) -> _Handed | None:
         node
         for node in ast.walk(function)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__"
-        for one in node.keywords
-        if one.arg is None and isinstance(one.value, ast.Name) and one.value.id == name
+        for keyword in node.keywords
+        if keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == name
     ]
-    if not calls or len(calls) != uses or any(isinstance(one, ast.Starred) for one in calls[0].args):
+    if not calls or len(calls) != uses or any(isinstance(argument, ast.Starred) for argument in calls[0].args):
         return None
-    return _Handed({one.arg for one in calls[0].keywords if one.arg is not None}, len(calls[0].args))
+    return _ForwardedArguments(
+        {keyword.arg for keyword in calls[0].keywords if keyword.arg is not None}, len(calls[0].args)
+    )
 
 
 def described(target: Any) -> dict[str, str]:
@@ -155,11 +184,11 @@ def described(target: Any) -> dict[str, str]:
     if isinstance(target, type):
         texts.append(inspect.getdoc(vars(target).get("__init__")) or "")
         texts += [inspect.getdoc(base) or "" for base in target.__mro__[1:] if base is not object]
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for text in texts:
-        for name, words in _arguments_in(text):
-            found.setdefault(name, words)
-    return found
+        for name, words in _parse_arguments(text):
+            descriptions.setdefault(name, words)
+    return descriptions
 
 
 _HEAD = re.compile(r"^(Args|Arguments|Parameters|Attributes|Keyword Args):?\s*$")
@@ -167,12 +196,12 @@ _GOOGLE = re.compile(r"^(\s+)([*\w, ]+?)\s*(?:\([^)]*\))?:\s+(.*)$")
 _SPHINX = re.compile(r"^\s*:param\s+(?:[\w.\[\]]+\s+)?(\w+):\s*(.*)$")
 
 
-def _arguments_in(text: str) -> list[tuple[str, str]]:
-    found: list[tuple[list[str], list[str]]] = []
+def _parse_arguments(text: str) -> list[tuple[str, str]]:
+    entries: list[tuple[list[str], list[str]]] = []
     inside, indent = False, 0
     for line in text.splitlines():
         if sphinx := _SPHINX.match(line):
-            found.append(([sphinx[1]], [sphinx[2]]))
+            entries.append(([sphinx[1]], [sphinx[2]]))
             continue
         if _HEAD.match(line):
             inside, indent = True, 0
@@ -186,7 +215,7 @@ def _arguments_in(text: str) -> list[tuple[str, str]]:
         google = _GOOGLE.match(line)
         if google and (not indent or depth == indent):
             indent = depth
-            found.append(([name.strip(" *") for name in google[2].split(",")], [google[3]]))
-        elif found and depth > indent:
-            found[-1][1].append(line.strip())
-    return [(name, " ".join(words)) for names, words in found for name in names]
+            entries.append(([name.strip(" *") for name in google[2].split(",")], [google[3]]))
+        elif entries and depth > indent:
+            entries[-1][1].append(line.strip())
+    return [(name, " ".join(words)) for names, words in entries for name in names]

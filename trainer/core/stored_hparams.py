@@ -28,7 +28,7 @@ from ...engine.checkpoint import MAX_DEPTH, Record, encode
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _PLAIN = (str, int, float, bool, type(None))
-_MEANT_AS_TEXT = re.compile(r"(\\*)\$\{")  # OmegaConf halves the backslashes before it
+_REFERENCE_START = re.compile(r"(\\*)\$\{")  # OmegaConf halves the backslashes before it
 _NOTHING: Any = object()
 
 
@@ -107,13 +107,13 @@ def entries(config: Any) -> dict[Any, Any]:
 
     written = OmegaConf.to_container(config)
     assert isinstance(written, dict)
-    found = {}
+    values = {}
     for name in written:
         try:
-            found[name] = _item(config, name)
+            values[name] = _get_item(config, name)
         except _NoData:
-            found[name] = written[name]
-    return found
+            values[name] = written[name]
+    return values
 
 
 def class_name(kind: type) -> str:
@@ -127,7 +127,7 @@ def readable(value: Any) -> Any:
         name = value.name.partition(":")[2]
         return f"{name}.{value.content}" if value.kind == "enum" else readable(value.content)
     if type(value) is dict:
-        return {_readable_key(key): readable(item) for key, item in value.items()}
+        return {_make_readable_key(key): readable(item) for key, item in value.items()}
     if type(value) in (list, tuple, set, frozenset):
         return [readable(item) for item in value]
     if type(value) is Namespace:
@@ -135,7 +135,7 @@ def readable(value: Any) -> Any:
     return value
 
 
-def _readable_key(key: Any) -> Any:
+def _make_readable_key(key: Any) -> Any:
     name = readable(key)
     return name if isinstance(name, Hashable) else str(key)
 
@@ -155,17 +155,17 @@ class _Flattener:
         self._open: set[int] = set()  # the containers being walked through
 
     def mapping(self, value: Any, place: tuple[str, ...]) -> dict[Any, Any]:
-        found = {}
+        flattened = {}
         for key in value:
             name = self.data(key, place)
             if type(name) is not str:
                 _check({name: None})
             inside = (*place, str(key))
             try:
-                found[name] = self.data(_item(value, key), inside)
+                flattened[name] = self.data(_get_item(value, key), inside)
             except _NoData as error:
                 self.left_out[inside] = str(error)
-        return found
+        return flattened
 
     def data(self, value: Any, place: tuple[str, ...]) -> Any:
         if type(value) in _PLAIN:
@@ -175,14 +175,14 @@ class _Flattener:
                 raise _NoData(f"{value}, which is not one member of {type(value).__name__}")
             return Record("enum", class_name(type(value)), value.name)
         with self._inside(value, place):
-            return self._container(value, place)
+            return self._flatten_container(value, place)
 
-    def _container(self, value: Any, place: tuple[str, ...]) -> Any:
+    def _flatten_container(self, value: Any, place: tuple[str, ...]) -> Any:
         kind = type(value)
         if is_config(value):
-            return Record(kind.__name__, "", self._config(value, place))
+            return Record(kind.__name__, "", self._flatten_config(value, place))
         if _is_dataclass(value):
-            names = _fields(kind)
+            names = _list_fields(kind)
             return Record("dataclass", class_name(kind), self.mapping({n: getattr(value, n) for n in names}, place))
         if kind in _DICTS:
             return self.mapping(value, place)
@@ -196,7 +196,7 @@ class _Flattener:
             return _check(kind(self.data(item, place) for item in value))
         return _check(value, f"class {value.__qualname__}" if isinstance(value, type) else kind.__qualname__)
 
-    def _config(self, value: Any, place: tuple[str, ...]) -> Any:
+    def _flatten_config(self, value: Any, place: tuple[str, ...]) -> Any:
         """The content of a configuration, its references filled in; what has no value yet stays ``"???"``."""
         from omegaconf import OmegaConf
 
@@ -206,17 +206,17 @@ class _Flattener:
         if isinstance(whole, str):
             raise _NoData(f"{type(value).__name__} {whole}")
         if isinstance(whole, dict):
-            return self._plain_records(self.mapping(value, place))
-        items = [self.data(_item(value, number), (*place, str(number))) for number in range(len(whole))]
-        return self._plain_records(items)
+            return self._unwrap_records(self.mapping(value, place))
+        items = [self.data(_get_item(value, number), (*place, str(number))) for number in range(len(whole))]
+        return self._unwrap_records(items)
 
-    def _plain_records(self, content: Any) -> Any:
+    def _unwrap_records(self, content: Any) -> Any:
         """Configurations within one as plain dicts and lists, which become such again with it."""
         if isinstance(content, Record) and content.kind in ("DictConfig", "ListConfig"):
             return content.content
         if type(content) is dict:
-            return {key: self._plain_records(item) for key, item in content.items()}
-        return [self._plain_records(item) for item in content] if type(content) is list else content
+            return {key: self._unwrap_records(item) for key, item in content.items()}
+        return [self._unwrap_records(item) for item in content] if type(content) is list else content
 
     @contextmanager
     def _inside(self, value: Any, place: tuple[str, ...]) -> Iterator[None]:
@@ -240,7 +240,7 @@ def _check(value: Any, words: str = "") -> Any:
     return value
 
 
-def _item(container: Any, key: Any) -> Any:
+def _get_item(container: Any, key: Any) -> Any:
     """The item of a dict, or of a configuration, whose references may fail."""
     if not is_config(container):
         return container[key]
@@ -257,12 +257,16 @@ def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type | Record | nn.Module)
 
 
-def _fields(kind: type) -> list[str]:
+def _list_fields(kind: type) -> list[str]:
     """The names of what a dataclass is made from."""
     names = [field.name for field in dataclasses.fields(kind) if field.init]
-    needed = [one.name for one in inspect.signature(kind).parameters.values() if one.default is one.empty]
-    if more := [name for name in needed if name not in names]:
-        raise _NoData(f"{kind.__qualname__}, which is made from {more[0]!r} and does not keep it")
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(kind).parameters.values()
+        if parameter.default is parameter.empty
+    ]
+    if dropped := [name for name in needed if name not in names]:
+        raise _NoData(f"{kind.__qualname__}, which is made from {dropped[0]!r} and does not keep it")
     return names
 
 
@@ -286,10 +290,10 @@ def rebuild(value: Any, annotation: Any, default: Any, home: str, from_text: boo
     Raises:
         CannotRebuild: if the class of an object in it is not known.
     """
-    known = [*_classes_in(annotation)]
+    allowed = [*_iterate_classes(annotation)]
     if isinstance(default, enum.Enum) or _is_dataclass(default):
-        known.append(type(default))
-    return _Rebuilder(home, from_text).value(value, tuple(known))
+        allowed.append(type(default))
+    return _Rebuilder(home, from_text).value(value, tuple(allowed))
 
 
 class _Rebuilder:
@@ -299,75 +303,77 @@ class _Rebuilder:
         self.home = home
         self.from_text = from_text
 
-    def value(self, value: Any, known: tuple[type, ...]) -> Any:
+    def value(self, value: Any, allowed: tuple[type, ...]) -> Any:
         kind = type(value)
         if kind is Record:
-            return self._object(value, known)
+            return self._build_object(value, allowed)
         if kind in (list, tuple, set, frozenset):
-            return kind([self.value(item, known) for item in value])
+            return kind([self.value(item, allowed) for item in value])
         if kind is dict:
-            found = {self.value(key, known): self.value(item, known) for key, item in value.items()}
-            return self._meant(found, known) if self.from_text else found
+            rebuilt = {self.value(key, allowed): self.value(item, allowed) for key, item in value.items()}
+            return self._interpret(rebuilt, allowed) if self.from_text else rebuilt
         if kind is Namespace:
-            return Namespace(**{name: self.value(item, known) for name, item in vars(value).items()})
-        return self._meant(value, known) if self.from_text else value
+            return Namespace(**{name: self.value(item, allowed) for name, item in vars(value).items()})
+        return self._interpret(value, allowed) if self.from_text else value
 
-    def _object(self, record: Record, known: tuple[type, ...]) -> Any:
+    def _build_object(self, record: Record, allowed: tuple[type, ...]) -> Any:
         if record.kind == "enum":
-            return self._member(record, known)
+            return self._find_member(record, allowed)
         if record.kind == "dataclass":
-            return self._dataclass(record, known)
-        content = self.value(record.content, known)
+            return self._build_dataclass(record, allowed)
+        content = self.value(record.content, allowed)
         if record.kind == "mapping" and type(content) is dict:
             return AttributeDict(content)
         if record.kind == "Namespace" and type(content) is dict:
             return Namespace(**content)
         if record.kind in ("DictConfig", "ListConfig"):
-            return config_of(content)
+            return build_config(content)
         raise CannotRebuild(f"this version of Treadle writes no {record.kind!r:.40}")
 
-    def _member(self, record: Record, known: tuple[type, ...]) -> Any:
+    def _find_member(self, record: Record, allowed: tuple[type, ...]) -> Any:
         module, _, name = record.name.partition(":")
-        classes = [one for one in known if one.__qualname__ == name]
-        classes += [_loaded(one, name) for one in (module, self.home)]
-        for one in classes:
-            if isinstance(one, type) and issubclass(one, enum.Enum) and record.content in one.__members__:
-                return one.__members__[record.content]
+        classes = [cls for cls in allowed if cls.__qualname__ == name]
+        classes += [_look_up(module_name, name) for module_name in (module, self.home)]
+        for cls in classes:
+            if isinstance(cls, type) and issubclass(cls, enum.Enum) and record.content in cls.__members__:
+                return cls.__members__[record.content]
         raise CannotRebuild(f"{name}.{record.content}, an enum that is not found")
 
-    def _dataclass(self, record: Record, known: tuple[type, ...]) -> Any:
+    def _build_dataclass(self, record: Record, allowed: tuple[type, ...]) -> Any:
         name = record.name.partition(":")[2]
-        bases = [one for one in known if dataclasses.is_dataclass(one)]
-        found = next((one for base in bases for one in _family(base) if one.__qualname__ == name), None)
-        if found is None or not isinstance(record.content, dict):
+        bases = [cls for cls in allowed if dataclasses.is_dataclass(cls)]
+        matching_class = next(
+            (cls for base in bases for cls in _iterate_subclasses(base) if cls.__qualname__ == name), None
+        )
+        if matching_class is None or not isinstance(record.content, dict):
             raise CannotRebuild(f"a {name}, a class that no annotation of the argument names")
-        return self._filled(found, record.content)
+        return self._instantiate(matching_class, record.content)
 
-    def _filled(self, kind: type, content: Mapping[str, Any]) -> Any:
+    def _instantiate(self, kind: type, content: Mapping[str, Any]) -> Any:
         try:
             hints = typing.get_type_hints(kind)
         except Exception:  # a name imported for type checkers only, or whatever an annotation may raise
             hints = {}
-        values = {name: self.value(item, tuple(_classes_in(hints.get(name)))) for name, item in content.items()}
+        values = {name: self.value(item, tuple(_iterate_classes(hints.get(name)))) for name, item in content.items()}
         try:
             return kind(**values)
         except TypeError as error:
             raise CannotRebuild(f"a {kind.__qualname__} as it was saved: {error}") from error
 
-    def _meant(self, value: Any, known: tuple[type, ...]) -> Any:
+    def _interpret(self, value: Any, allowed: tuple[type, ...]) -> Any:
         """What a text or a dict means where the annotation wants neither."""
-        if type(value) in known or not known:
+        if type(value) in allowed or not allowed:
             return value
-        for kind in known:
+        for kind in allowed:
             if isinstance(value, dict) and dataclasses.is_dataclass(kind):
-                return self._filled(kind, value)
+                return self._instantiate(kind, value)
             if isinstance(value, dict) and kind.__module__.startswith("omegaconf"):
-                return config_of(value)
+                return build_config(value)
             if not isinstance(value, dict) and issubclass(kind, enum.Enum):
                 names = [str(value), str(value).removeprefix(f"{kind.__name__}.")]
-                found = [one for one in kind if one.name in names or one.value == value]
-                if found:
-                    return found[0]
+                members = [member for member in kind if member.name in names or member.value == value]
+                if members:
+                    return members[0]
             if isinstance(value, str) and issubclass(kind, Path):
                 return Path(value)
             if isinstance(value, str) and kind in (date, datetime, time):
@@ -378,7 +384,7 @@ class _Rebuilder:
         return value
 
 
-def config_of(content: Any) -> Any:
+def build_config(content: Any) -> Any:
     """A configuration of OmegaConf with such content, in which no text is a reference: none was stored."""
     from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -386,38 +392,38 @@ def config_of(content: Any) -> Any:
         return DictConfig(None)
     if not isinstance(content, dict | list):
         raise CannotRebuild(f"{type(content).__name__} is no content of a configuration")
-    made = OmegaConf.create(_escaped(content), flags={"allow_objects": True})
-    assert isinstance(made, DictConfig | ListConfig)
-    return made
+    config = OmegaConf.create(_escape_references(content), flags={"allow_objects": True})
+    assert isinstance(config, DictConfig | ListConfig)
+    return config
 
 
-def _escaped(content: Any) -> Any:
+def _escape_references(content: Any) -> Any:
     if isinstance(content, str):
-        return _MEANT_AS_TEXT.sub(lambda found: found[1] * 2 + "\\${", content)
+        return _REFERENCE_START.sub(lambda match: match[1] * 2 + "\\${", content)
     if type(content) is dict:
-        return {key: _escaped(item) for key, item in content.items()}
-    return [_escaped(item) for item in content] if type(content) in (list, tuple) else content
+        return {key: _escape_references(item) for key, item in content.items()}
+    return [_escape_references(item) for item in content] if type(content) in (list, tuple) else content
 
 
-def _classes_in(annotation: Any) -> Iterator[type]:
+def _iterate_classes(annotation: Any) -> Iterator[type]:
     """Every class that an annotation names, however deep in it."""
     inner = typing.get_args(annotation)
     if isinstance(annotation, type) and not inner and annotation not in (Any, object):
         yield annotation
-    for one in inner:
-        yield from _classes_in(one)
+    for argument in inner:
+        yield from _iterate_classes(argument)
 
 
-def _family(kind: type) -> Iterator[type]:
+def _iterate_subclasses(kind: type) -> Iterator[type]:
     yield kind
-    extensions: list[type] = type.__subclasses__(kind)
-    for one in extensions:
-        yield from _family(one)
+    subclasses: list[type] = type.__subclasses__(kind)
+    for subclass in subclasses:
+        yield from _iterate_subclasses(subclass)
 
 
-def _loaded(module: str, name: str) -> Any:
+def _look_up(module: str, name: str) -> Any:
     """What a name stands for in a module that is loaded: looked up, so that nothing is imported or run."""
-    found: Any = sys.modules.get(module)
+    target: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    return found
+        target = vars(target).get(part) if hasattr(target, "__dict__") else None
+    return target

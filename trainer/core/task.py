@@ -195,8 +195,8 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             TypeError, ValueError: for a value that is no number, with its shape or type.
         """
         if is_dynamo_compiling():  # in a step that the user has compiled: called between two graphs
-            kept = (name, value, prog_bar, logger, on_step, on_epoch, reduce_fx)
-            _log_outside(self, *kept, batch_size=batch_size, add_dataloader_idx=add_dataloader_idx)
+            log_arguments = (name, value, prog_bar, logger, on_step, on_epoch, reduce_fx)
+            _log_outside(self, *log_arguments, batch_size=batch_size, add_dataloader_idx=add_dataloader_idx)
             return
         metrics = self._metrics
         if metrics is None:
@@ -277,12 +277,12 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     def toggle_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Give gradients to no other optimizer's parameters, until `untoggle_optimizer`."""
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if self._toggled:
             raise RuntimeError("toggle_optimizer was called before: call untoggle_optimizer first.")
         for other in self.trainer.optimizers:
             for parameter in (p for group in other.param_groups for p in group["params"]):
-                if id(parameter) not in own and parameter.requires_grad:
+                if id(parameter) not in parameter_ids and parameter.requires_grad:
                     parameter.requires_grad = False
                     self._toggled.append(parameter)
 

@@ -120,8 +120,8 @@ class History(Mapping[str, Curve]):
         try:
             return self.curves[name]
         except KeyError:
-            known = ", ".join(self.curves) or "nothing"
-            raise KeyError(f"{name!r} was not logged; {known} was.{nearest(name, self.curves)}") from None
+            logged_names = ", ".join(self.curves) or "nothing"
+            raise KeyError(f"{name!r} was not logged; {logged_names} was.{nearest(name, self.curves)}") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self.curves
@@ -171,11 +171,11 @@ class History(Mapping[str, Curve]):
         self._switch(self._part)
 
     def _switch(self, part: str | None) -> None:
-        now, waited = time.perf_counter(), self._cursor.waited
+        current_time, waited = time.perf_counter(), self._cursor.waited
         if self._part is not None:
-            self.spent[self._part] = self.spent.get(self._part, 0.0) + now - self._since
+            self.spent[self._part] = self.spent.get(self._part, 0.0) + current_time - self._since
             self.waits[self._part] = self.waits.get(self._part, 0.0) + waited - self._waited_since
-        self._part, self._since, self._waited_since = part, now, waited
+        self._part, self._since, self._waited_since = part, current_time, waited
 
     # -- keeping and showing -------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class History(Mapping[str, Curve]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         for name in ("curves", "rates"):
-            setattr(self, name, {key: _curve(state) for key, state in state_dict[name].items()})
+            setattr(self, name, {key: _load_curve(state) for key, state in state_dict[name].items()})
 
     def plot(self, *names: str, show: bool = False) -> Figure:
         """Draw curves with matplotlib; returns the figure, with one plot for names that end alike (``..._loss``).
@@ -238,7 +238,7 @@ def _add(curves: dict[str, Curve], row: Mapping[str, float], step: int) -> None:
         curve.add(step, value)
 
 
-def _curve(state: Mapping[str, Any]) -> Curve:
+def _load_curve(state: Mapping[str, Any]) -> Curve:
     curve = Curve()
     curve.load_state_dict(state)
     return curve

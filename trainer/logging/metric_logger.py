@@ -84,12 +84,12 @@ class Logbook:
 
     def update_epoch(self, metrics: Metrics) -> dict[str, float]:
         """Reduce the epoch's values; returns them by name. All processes must call it."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         names: set[str] = set()
         self._epoch_row = {}
         for entry, value in metrics.epoch_values(self.data_world):
             name = entry.label("epoch")
-            found[name] = value
+            values[name] = value
             names |= {name, entry.name}
             self.callback_values[name] = self.callback_values[entry.name] = value
             if entry.prog_bar:
@@ -97,7 +97,7 @@ class Logbook:
             if entry.logger:
                 self._epoch_row[name] = value
         self.newest = frozenset(names)
-        return found
+        return values
 
     def write_batches(self, metrics: Metrics, counts: list[int], step: int, *, keep_counting: bool) -> None:
         """Hand the loggers what the single batches of an evaluation logged. All processes must call it.
@@ -125,7 +125,7 @@ class Logbook:
                 self.logged_values.update(row)
                 self.call("log_metrics", {EVALUATED_AT: step, **row}, step=before[loader] + batch + 1)
         if keep_counting:
-            self.evaluated = [one + more for one, more in zip(before, counts, strict=False)]
+            self.evaluated = [previous + count for previous, count in zip(before, counts, strict=False)]
 
     def keep_step_values(self, metrics: Metrics, newer: Container[str] = ()) -> None:
         """Agree on the epoch's last step values, for those who read them later. All processes must call it.
@@ -180,18 +180,18 @@ class Logbook:
             if method == "log_metrics":
                 self._written.add(id(logger))
 
-    def _use(self, logger: Logger, what: str, use: Callable[[], Any]) -> None:
+    def _use(self, logger: Logger, action: str, use: Callable[[], Any]) -> None:
         try:
             use()
         except Exception as error:
             self._failed.add(id(logger))
-            warn(f"{type(logger).__name__}.{what} failed and gets nothing more: {type(error).__name__}: {error}")
+            warn(f"{type(logger).__name__}.{action} failed and gets nothing more: {type(error).__name__}: {error}")
 
     def places(self) -> list[str]:
         """Where rank zero's loggers have written metrics: a directory, or the run of a service."""
         # Not of others: to ask a logger that has written nothing for its directory claims one.
         written = [logger for logger in self.loggers if id(logger) in self._written - self._failed]
-        places = (one.log_dir or f"{type(one).__name__}, {one.name}/{one.version}" for one in written)
+        places = (logger.log_dir or f"{type(logger).__name__}, {logger.name}/{logger.version}" for logger in written)
         return list(dict.fromkeys(map(str, places)))
 
     def clear(self) -> None:
@@ -210,15 +210,17 @@ class Logbook:
         merged: dict[str, Any] = {}
         for owner in (task, datamodule) if hyperparameters and self.loggers else ():
             if owner is not None and owner.log_hyperparameters:
-                own = owner.plain_hparams()
-                if differs := [name for name in own if name in merged and repr(merged[name]) != repr(own[name])]:
+                hparams = owner.plain_hparams()
+                if differs := [
+                    name for name in hparams if name in merged and repr(merged[name]) != repr(hparams[name])
+                ]:
                     name = differs[0]
                     raise ValueError(
                         f"hyperparameter {name!r}: {type(task).__name__} has {merged[name]!r:.100}, "
-                        f"{type(owner).__name__} {own[name]!r:.100}, and loggers keep one value of a name. Rename one, "
-                        f"or leave it out with save_hyperparameters(ignore=[{name!r}]) or (logger=False)."
+                        f"{type(owner).__name__} {hparams[name]!r:.100}, and loggers keep one value of a name. Rename "
+                        f"one, or leave it out with save_hyperparameters(ignore=[{name!r}]) or (logger=False)."
                     )
-                merged |= own
+                merged |= hparams
         if merged:
             self.call("log_hyperparams", merged)
         self.call("log_graph", task)
@@ -228,8 +230,8 @@ class Logbook:
         if self.world.size == 1:
             return  # reading a version claims its directory; that can wait until something is logged
         # At once, as the other ranks may have no logger.
-        own = [getattr(logger, "version", None) for logger in self.loggers] if self.world.is_main else None
-        for logger, version in zip(self.loggers, self.world.broadcast(own), strict=False):
+        versions = [getattr(logger, "version", None) for logger in self.loggers] if self.world.is_main else None
+        for logger, version in zip(self.loggers, self.world.broadcast(versions), strict=False):
             if getattr(logger, "version", None) != version:
                 logger.version = version
 
@@ -253,13 +255,13 @@ class Logbook:
 
     def folder_of_runs(self, root: str) -> str:
         """Where the folders of runs stand whose loggers have none: in ``root``, named after the experiment."""
-        return os.path.join(root, _file_name(self.loggers[0].name) or "treadle_logs")
+        return os.path.join(root, _make_file_name(self.loggers[0].name) or "treadle_logs")
 
     def known_folder(self, root: str) -> str | None:
         """The run's folder where no logger has one, as far as it is known without beginning a run. For rank zero."""
         logger = self.loggers[0]
         if self.folder is None and type(logger).version is Logger.version and isinstance(logger.version, str):
-            return os.path.join(self.folder_of_runs(root), _file_name(logger.version))
+            return os.path.join(self.folder_of_runs(root), _make_file_name(logger.version))
         return self.folder
 
     def _make_folder(self, root: str) -> str | None:
@@ -284,6 +286,6 @@ def tensors_by_name(values: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: torch.as_tensor(value, dtype=torch.get_default_dtype()) for name, value in values.items()}
 
 
-def _file_name(name: str | None) -> str:
+def _make_file_name(name: str | None) -> str:
     """A name without what would lead into another folder, as the ``/`` of Databricks' experiments would."""
     return re.sub(r"[^\w.=@+-]+", "_", name or "").strip("._")

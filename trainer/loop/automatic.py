@@ -65,9 +65,9 @@ class Steps:
         self.step = trainer.accelerator.method(model, "training_step")
         self.takes_index = count_positional(task.training_step) > 1
         self.clips = trainer.gradient_clip_val is not None or overrides(task, "configure_gradient_clipping")
-        self.own_backward = task.backward if overrides(task, "backward") else None
-        self.own_step = task.optimizer_step if overrides(task, "optimizer_step") else None
-        self.own_zero_grad = task.optimizer_zero_grad if overrides(task, "optimizer_zero_grad") else None
+        self.custom_backward = task.backward if overrides(task, "backward") else None
+        self.custom_step = task.optimizer_step if overrides(task, "optimizer_step") else None
+        self.custom_zero_grad = task.optimizer_zero_grad if overrides(task, "optimizer_zero_grad") else None
         self.alone = trainer.accelerator.num_processes == 1
         self.skip_rest = False
 
@@ -113,7 +113,7 @@ class Steps:
                 self.agreement.watch(loss)
                 if last and not self.alone:
                     self.agreement.stop_vote = self.wants_to_stop()
-                accumulation.backward(loss, weight=weight, by=self.own_backward)
+                accumulation.backward(loss, weight=weight, by=self.custom_backward)
                 for hook in hooks.on_after_backward:
                     hook()
             progress.batch = index + 1
@@ -144,16 +144,16 @@ class Steps:
             hook(optimizer.optimizer)
         if self.clips:
             self.clip()
-        taken, skipped = optimizer.steps_taken, optimizer.skipped
-        if self.own_step is None:
+        steps_before, skipped_before = optimizer.steps_taken, optimizer.skipped
+        if self.custom_step is None:
             optimizer.step()
         else:  # the gradients are there already, so all that is left of the closure is its loss
-            self.own_step(progress.epoch, index, optimizer, loss.detach)
+            self.custom_step(progress.epoch, index, optimizer, loss.detach)
         for hook in hooks.on_before_zero_grad:
             hook(optimizer.optimizer)
         self.zero_grad(index)
-        progress.skipped += optimizer.skipped - skipped
-        if optimizer.steps_taken != taken:
+        progress.skipped += optimizer.skipped - skipped_before
+        if optimizer.steps_taken != steps_before:
             progress.step += 1
             if self.schedules.by_step:
                 self.schedules.after_step()
@@ -181,7 +181,7 @@ class Steps:
                 with accumulation.accumulate(self.model):
                     output = self.step(batch, index) if self.takes_index else self.step(batch)
                     loss, weight = (output, None) if isinstance(output, Tensor) else loss_in(output)
-                    accumulation.backward(loss, weight=weight, by=self.own_backward)
+                    accumulation.backward(loss, weight=weight, by=self.custom_backward)
                 cursor.micro = micro
         accumulation.agree()
         agreement.settle()
@@ -217,13 +217,19 @@ class Steps:
         """
         world = self.accelerator.world
         # Where votes are read one step late, the others are elsewhere by now.
-        every = world.gather_objects(index) if self.agreement.immediate else {world.rank: index}.items()
-        asked = [(rank, at) for rank, at in (enumerate(every) if isinstance(every, list) else every) if at is not None]
-        where = ", ".join(f"rank {rank} (micro-batch {at})" for rank, at in asked) or "some rank"
+        rank_indices = world.gather_objects(index) if self.agreement.immediate else {world.rank: index}.items()
+        leaving = [
+            (rank, batch_index)
+            for rank, batch_index in (enumerate(rank_indices) if isinstance(rank_indices, list) else rank_indices)
+            if batch_index is not None
+        ]
+        leaving_text = (
+            ", ".join(f"rank {rank} (micro-batch {batch_index})" for rank, batch_index in leaving) or "some rank"
+        )
         raise ValueError(
-            f"on_train_batch_start returned -1 on {where} in epoch {self.progress.epoch}, and not on every rank: the "
-            "ranks leave an epoch with the same step. Decide by what is the same on all of them, such as the index of "
-            "the batch, global_step or a logged metric."
+            f"on_train_batch_start returned -1 on {leaving_text} in epoch {self.progress.epoch}, and not on every "
+            "rank: the ranks leave an epoch with the same step. Decide by what is the same on all of them, such as the "
+            "index of the batch, global_step or a logged metric."
         )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -249,10 +255,10 @@ class Steps:
     def zero_grad(self, index: int) -> None:
         """Drop the gradients, the task's way if it has one."""
         assert self.optimizer is not None
-        if self.own_zero_grad is None:
+        if self.custom_zero_grad is None:
             self.optimizer.zero_grad()
         else:
-            self.own_zero_grad(self.progress.epoch, index, self.optimizer)
+            self.custom_zero_grad(self.progress.epoch, index, self.optimizer)
 
     def refuse(self) -> None:
         """The loss is not finite on some process; every process comes here after the same step.
@@ -262,14 +268,14 @@ class Steps:
         """
         ranks = self.accumulation.not_finite_on()
         step, epoch, batch = self.progress.step + 1, self.progress.epoch, self.progress.batch - 1
-        what = f"the loss is not finite on rank {', '.join(map(str, ranks))}"
-        where = f"optimizer step {step} (epoch {epoch}, micro-batch {batch})"
+        problem = f"the loss is not finite on rank {', '.join(map(str, ranks))}"
+        location = f"optimizer step {step} (epoch {epoch}, micro-batch {batch})"
         if self.trainer.on_nonfinite == "raise":
             raise ValueError(
-                f"{what} in {where}. Look at that batch, lower the learning rate or clip the gradients; "
+                f"{problem} in {location}. Look at that batch, lower the learning rate or clip the gradients; "
                 "Trainer(on_nonfinite='skip') leaves such steps out."
             )
-        announce(f"{what}: {where} is skipped")
+        announce(f"{problem}: {location} is skipped")
         self.progress.skipped += 1
         if self.optimizer is not None:
             self.optimizer.zero_grad()

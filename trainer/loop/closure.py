@@ -31,20 +31,20 @@ class ClosureSteps(Steps):
     def take(self, group: Iterable[Any]) -> None:
         """See `Steps.take`. The hooks of backward and of the optimizer's step are called in each evaluation."""
         hooks, progress, cursor = self.hooks, self.progress, self.cursor
-        held: list[tuple[Any, Any]] = []
+        micro_batches: list[tuple[Any, Any]] = []
         for batch in group:
             progress.phase = Phase.IN_STEP
-            held.append((batch, cursor.micro))
+            micro_batches.append((batch, cursor.micro))
             self.metrics.weight = cursor.micro.samples  # type: ignore[union-attr]
             for hook in hooks.on_train_batch_start:
-                if hook(batch, progress.batch + len(held) - 1) == -1:
+                if hook(batch, progress.batch + len(micro_batches) - 1) == -1:
                     self.skip_rest = True
             if self.skip_rest:
                 break
-        if not held:
+        if not micro_batches:
             return
         if self.voting:
-            self.vote_to_leave(progress.batch + len(held) - 1)
+            self.vote_to_leave(progress.batch + len(micro_batches) - 1)
         if self.skip_rest:
             progress.phase = Phase.BETWEEN_STEPS
             return
@@ -54,27 +54,29 @@ class ClosureSteps(Steps):
 
         def closure() -> Tensor:
             with torch.enable_grad():
-                results[:] = self._evaluate(held, first)
-            return self._mean_loss([(loss, micro) for (_, loss), (_, micro) in zip(results, held, strict=True)])
+                results[:] = self._evaluate(micro_batches, first)
+            return self._compute_mean_loss(
+                [(loss, micro) for (_, loss), (_, micro) in zip(results, micro_batches, strict=True)]
+            )
 
-        taken, index = optimizer.steps_taken, first + len(held) - 1
-        if self.own_step is None:
+        steps_before, index = optimizer.steps_taken, first + len(micro_batches) - 1
+        if self.custom_step is None:
             optimizer.step(closure)
         else:
-            self.own_step(progress.epoch, index, optimizer, closure)
+            self.custom_step(progress.epoch, index, optimizer, closure)
         optimizer.optimizer.zero_grad()
-        progress.batch, progress.batches = index + 1, progress.batches + len(held)
-        progress.samples += held[-1][1].group_samples
-        stepped = optimizer.steps_taken != taken
+        progress.batch, progress.batches = index + 1, progress.batches + len(micro_batches)
+        progress.samples += micro_batches[-1][1].group_samples
+        stepped = optimizer.steps_taken != steps_before
         progress.step += stepped
         progress.phase = Phase.STEP_TAKEN if stepped else Phase.ENDING_STEP
         if self.schedules.by_step and stepped:
             self.schedules.after_step()
         for number, (output, _) in enumerate(results if hooks.on_train_batch_end else ()):
             for hook in hooks.on_train_batch_end:
-                hook(for_hooks(output), held[number][0], first + number)
+                hook(for_hooks(output), micro_batches[number][0], first + number)
 
-    def _evaluate(self, held: list[tuple[Any, Any]], first: int) -> list[tuple[Any, Tensor]]:
+    def _evaluate(self, micro_batches: list[tuple[Any, Any]], first: int) -> list[tuple[Any, Tensor]]:
         """The gradients of the whole group, agreed on and clipped; what each ``training_step`` returned."""
         accumulation, optimizer = self.accumulation, self.optimizer
         assert optimizer is not None
@@ -83,8 +85,10 @@ class ClosureSteps(Steps):
         accumulation.sync_gradients = True  # as after a group: the group before may have ended elsewhere
         self.zero_grad(first)
         results = []
-        for number, batch in enumerate(self.metrics.counted(self._each(held), self.cursor, self.task)):
-            results.append(self._forward_and_backward(batch, first + number, held[number][1].last))
+        for number, batch in enumerate(
+            self.metrics.counted(self._replay_batches(micro_batches), self.cursor, self.task)
+        ):
+            results.append(self._forward_and_backward(batch, first + number, micro_batches[number][1].last))
         if accumulation.always_agree or accumulation.unfinished:
             accumulation.agree()
         if not self.agreement.finite:
@@ -95,8 +99,8 @@ class ClosureSteps(Steps):
             self.clip()
         return results
 
-    def _each(self, held: list[tuple[Any, Any]]) -> Iterator[Any]:
-        for batch, micro in held:
+    def _replay_batches(self, micro_batches: list[tuple[Any, Any]]) -> Iterator[Any]:
+        for batch, micro in micro_batches:
             self.cursor.micro, self.metrics.weight = micro, micro.samples
             yield batch
 
@@ -114,12 +118,12 @@ class ClosureSteps(Steps):
             self.agreement.watch(loss)
             if last and not self.alone:
                 self.agreement.stop_vote = self.wants_to_stop()
-            accumulation.backward(loss, by=self.own_backward)
+            accumulation.backward(loss, by=self.custom_backward)
             for hook in hooks.on_after_backward:
                 hook()
         return output, loss
 
-    def _mean_loss(self, losses: list[tuple[Tensor, Any]]) -> Tensor:
+    def _compute_mean_loss(self, losses: list[tuple[Tensor, Any]]) -> Tensor:
         """The group's loss over all processes, each process's share of the samples weighed as in the gradient."""
         total = torch.stack([loss.detach() * micro.scale for loss, micro in losses]).sum()
         return self.accelerator.data_world.all_reduce(total, "mean")

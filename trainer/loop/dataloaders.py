@@ -27,30 +27,30 @@ class Sources:
     Args:
         task: the user's task.
         datamodule: the user's data module, or None.
-        given: by kind (``"train"``, ``"val"``, ``"test"``, ``"predict"``), what was passed to the entry point.
+        passed_loaders: by kind (``"train"``, ``"val"``, ``"test"``, ``"predict"``), what was passed to the entry point.
         accelerator: prepares the loaders.
         limits: by kind, the checked ``limit_*_batches``.
         shard: whether to share each loader out over the processes.
-        one_order: training and validation read the same batches in each epoch, and shuffle nothing.
+        fixed_order: training and validation read the same batches in each epoch, and shuffle nothing.
     """
 
     def __init__(
         self,
         task: TaskModule,
         datamodule: DataModule | None,
-        given: Mapping[str, Any],
+        passed_loaders: Mapping[str, Any],
         accelerator: Accelerator,
         limits: Mapping[str, int | float],
         shard: bool,
-        one_order: bool = False,
+        fixed_order: bool = False,
     ) -> None:
         self.task = task
         self.datamodule = datamodule
-        self.given = given
+        self.given = passed_loaders
         self.limits = limits
         self._accelerator = accelerator
         self._shard = shard
-        self._one_order = one_order
+        self._fixed_order = fixed_order
         self._epoch = 0
         self._warned: set[str] = set()
         self._watch: Callable[[str, Any], None] | None = None
@@ -81,10 +81,10 @@ class Sources:
     def evaluation(self, kind: str) -> list[Loader]:
         """The prepared loaders of ``"val"``, ``"test"`` or ``"predict"``; empty where there are none."""
         if kind not in self._evaluation:
-            several = list(_one_by_one(self._find(kind)))
-            world, count = self._accelerator.world, {f"{kind} loaders": len(several)}
+            sources = list(_split_sources(self._find(kind)))
+            world, count = self._accelerator.world, {f"{kind} loaders": len(sources)}
             check_values_match("the ranks have different loaders", count, world)
-            loaders = [self._prepare(kind, each, number) for number, each in enumerate(several)]
+            loaders = [self._prepare(kind, source, number) for number, source in enumerate(sources)]
             self._empty[kind] = [loader for loader in loaders if world.all(loader.length == 0)]
             self._evaluation[kind] = loaders
         return self._evaluation[kind]
@@ -100,9 +100,9 @@ class Sources:
             return
         loaders = self.evaluation("val")
         for loader in self.empty("val"):
-            which = f" {loaders.index(loader)} (of {len(loaders)})" if len(loaders) > 1 else ""
+            position = f" {loaders.index(loader)} (of {len(loaders)})" if len(loaders) > 1 else ""
             reason = explain_empty(loader, self._accelerator.num_processes)
-            warn(f"validation loader{which} is empty: nothing is validated on it. {reason}")
+            warn(f"validation loader{position} is empty: nothing is validated on it. {reason}")
 
     @property
     def asked(self) -> list[Loader]:
@@ -157,23 +157,23 @@ class Sources:
     def _prepare(self, kind: str, source: Any, number: int) -> Loader:
         if self._watch is not None:
             self._watch(kind, source)
-        for each in source.flattened if isinstance(source, CombinedLoader) else [source]:
-            _refuse_what_yields_no_batches(kind, each)
+        for single_source in source.flattened if isinstance(source, CombinedLoader) else [source]:
+            _refuse_non_loaders(kind, single_source)
         loader = self._accelerator.prepare_data_loader(
-            source, shard=self._shard, evaluation=kind != "train", move=self._mover(number)
+            source, shard=self._shard, evaluation=kind != "train", move=self._choose_transfer(number)
         )
-        one_by_one = isinstance(loader, JointLoader) and loader.mode == "sequential"
-        for each in loader.loaders if one_by_one else [loader]:  # type: ignore[attr-defined]
-            count = arguments.limited(f"limit_{kind}_batches", self.limits[kind], each.length)
-            each.limit = each.limit if count is None or count == each.length else count
-        if self._one_order and kind in ("train", "val") and loader.keep_order() and kind not in self._warned:
+        is_sequential = isinstance(loader, JointLoader) and loader.mode == "sequential"
+        for single_loader in loader.loaders if is_sequential else [loader]:  # type: ignore[attr-defined]
+            count = arguments.limited(f"limit_{kind}_batches", self.limits[kind], single_loader.length)
+            single_loader.limit = single_loader.limit if count is None or count == single_loader.length else count
+        if self._fixed_order and kind in ("train", "val") and loader.keep_order() and kind not in self._warned:
             self._warned.add(kind)
             warn(
                 f"overfit_batches: the {kind} loader would shuffle; its batches come in one order, the same each epoch."
             )
         return loader
 
-    def _mover(self, number: int) -> Callable[[Any], Any] | None:
+    def _choose_transfer(self, number: int) -> Callable[[Any], Any] | None:
         """The user's own way to the device, or None for the accelerator's."""
         owners = [owner for owner in (self.datamodule, self.task) if owner is not None]
         # Each hook for itself: a data module may augment while the task moves.
@@ -227,7 +227,7 @@ def _overrides(owner: TransferHooks, name: str) -> bool:
     return getattr(type(owner), name) is not getattr(TransferHooks, name)
 
 
-def _refuse_what_yields_no_batches(kind: str, source: Any) -> None:
+def _refuse_non_loaders(kind: str, source: Any) -> None:
     """Things that can be iterated over and are no loaders: each would train on something else than batches."""
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
         raise TypeError(
@@ -240,7 +240,7 @@ def _refuse_what_yields_no_batches(kind: str, source: Any) -> None:
         )
 
 
-def _one_by_one(source: Any) -> Iterable[Any]:
+def _split_sources(source: Any) -> Iterable[Any]:
     """Evaluation's loaders in order; one that combines several otherwise than in sequence is one."""
     if source is None or (isinstance(source, list | tuple | Mapping) and not source):
         return []

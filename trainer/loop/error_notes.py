@@ -36,7 +36,7 @@ _BACKWARD = (
 )
 _SHOWN, _DEPTH = 8, 3
 # Functions that work through batches, whose variable ``index`` is the newest batch's.
-_AT_WORK = {
+_BATCH_CODES = {
     step.__code__
     for step in (
         FitLoop._epoch,
@@ -47,24 +47,24 @@ _AT_WORK = {
     )
 }
 # What fails before these is the call, or a hook that the traceback names.
-_BEGUN = {FitLoop.run.__code__, EvaluationLoop.run.__code__}
+_RUN_CODES = {FitLoop.run.__code__, EvaluationLoop.run.__code__}
 
 
 def annotate(error: BaseException, trainer: Trainer) -> None:
     """Add to an error, as notes, where the run was, and its cause where torch's own words do not tell it."""
     world = trainer.accelerator.world
-    where = place(trainer, str(trainer.stage), error)
+    location = place(trainer, str(trainer.stage), error)
     if world.size > 1:
-        error.add_note(f"on rank {world.rank} of {world.size}, {where}")
-    elif not _BEGUN.isdisjoint(frame.f_code for frame in _frames(error)):
-        error.add_note(where)
+        error.add_note(f"on rank {world.rank} of {world.size}, {location}")
+    elif not _RUN_CODES.isdisjoint(frame.f_code for frame in _iterate_frames(error)):
+        error.add_note(location)
     if is_out_of_memory(error):
         error.add_note(_MEMORY)
     elif isinstance(error, RuntimeError) and _TWICE in str(error):
         error.add_note(_BACKWARD)
     elif isinstance(error, RuntimeError) and trainer.task is not None and _MISMATCH.search(str(error)):
         with contextlib.suppress(Exception):  # what the user's objects do when looked at may not hide the error
-            error.add_note(_mismatch(error, trainer.task))
+            error.add_note(_describe_mismatch(error, trainer.task))
 
 
 def place(trainer: Trainer, stage: str, error: BaseException) -> str:
@@ -75,16 +75,16 @@ def place(trainer: Trainer, stage: str, error: BaseException) -> str:
     words = [f"in {stage}"]
     if stage == "fit":
         words += [f"epoch {trainer.progress.epoch}", f"after optimizer step {trainer.progress.step}"]
-    return ", ".join([*words, *_batch(trainer.progress.batch, stage == "fit", list(_frames(error)))])
+    return ", ".join([*words, *_describe_batch(trainer.progress.batch, stage == "fit", list(_iterate_frames(error)))])
 
 
-def _batch(next_batch: int, within_fit: bool, frames: Sequence[FrameType]) -> Iterator[str]:
+def _describe_batch(next_batch: int, within_fit: bool, frames: Sequence[FrameType]) -> Iterator[str]:
     """Which batch is being worked on or read, and whose; nothing between batches."""
     codes = [frame.f_code for frame in frames]
     kind = ""
     if within_fit and EvaluationLoop.run.__code__ in codes:
         kind = "sanity check" if Fit.sanity_check.__code__ in codes else "validation"
-    position = max((n for n, code in enumerate(codes) if code in _AT_WORK), default=None)
+    position = max((n for n, code in enumerate(codes) if code in _BATCH_CODES), default=None)
     if position is None or (kind and codes[position] is not EvaluationLoop._run_loader.__code__):
         if kind:
             yield f"in {kind}"
@@ -101,38 +101,46 @@ def _batch(next_batch: int, within_fit: bool, frames: Sequence[FrameType]) -> It
         yield f"loader {variables['number']}"
 
 
-def _mismatch(error: BaseException, task: nn.Module) -> str:
+def _describe_mismatch(error: BaseException, task: nn.Module) -> str:
     """Formats and devices where it happened: of the innermost of the task's modules, and of what it works on."""
     names = {id(module): name for name, module in task.named_modules()}
-    found = [frame for frame in _frames(error) if id(frame.f_locals.get("self")) in names]
-    if not found:
+    task_frames = [frame for frame in _iterate_frames(error) if id(frame.f_locals.get("self")) in names]
+    if not task_frames:
         return "look for tensors of different formats or devices."
-    frame = found[-1]
+    frame = task_frames[-1]
     module = frame.f_locals["self"]
     name = names[id(module)]
-    where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-    own = sorted({_form(p) for p in module.parameters()})
-    lines = [f"in {where}.{frame.f_code.co_name}: its parameters are {' and '.join(own)}"] if own else [f"in {where}"]
-    given = [f"{key}: {_form(value)}" for name, local in frame.f_locals.items() for key, value in _tensors(name, local)]
-    return "\n  ".join([*lines, *given[:_SHOWN]])
+    module_label = f"{name} ({type(module).__name__})" if name else type(module).__name__
+    formats = sorted({_describe_format(p) for p in module.parameters()})
+    lines = (
+        [f"in {module_label}.{frame.f_code.co_name}: its parameters are {' and '.join(formats)}"]
+        if formats
+        else [f"in {module_label}"]
+    )
+    tensor_lines = [
+        f"{key}: {_describe_format(value)}"
+        for name, local in frame.f_locals.items()
+        for key, value in _iterate_tensors(name, local)
+    ]
+    return "\n  ".join([*lines, *tensor_lines[:_SHOWN]])
 
 
-def _frames(error: BaseException) -> Iterator[FrameType]:
+def _iterate_frames(error: BaseException) -> Iterator[FrameType]:
     trace = error.__traceback__
     while trace is not None:
         yield trace.tb_frame
         trace = trace.tb_next
 
 
-def _tensors(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+def _iterate_tensors(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
     """The tensors in a local variable, with how to write them: ``batch['labels']``."""
     if isinstance(value, Tensor):
         yield name, value
     elif depth < _DEPTH and isinstance(value, Mapping | list | tuple):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
-            yield from _tensors(f"{name}[{key!r}]", item, depth + 1)
+            yield from _iterate_tensors(f"{name}[{key!r}]", item, depth + 1)
 
 
-def _form(tensor: Tensor) -> str:
+def _describe_format(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

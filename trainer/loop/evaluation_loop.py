@@ -112,7 +112,7 @@ class EvaluationLoop:
             if entry.metric is not None:
                 entry.metric.reset()
         trainer.metrics.evaluation = None
-        return Evaluation(_by_loader(values, len(self.loaders)), predictions)
+        return Evaluation(_split_by_loader(values, len(self.loaders)), predictions)
 
     def _run_loader(self, number: int) -> list[Any]:
         """Work through the batches of the ``number``-th loader; returns the predictions, if they are to be kept."""
@@ -120,7 +120,7 @@ class EvaluationLoop:
         metrics.suffix = f"/dataloader_idx_{number}" if len(self.loaders) > 1 else ""
         step = trainer.accelerator.local_method(task, f"{self.name}_step")
         takes = step_arguments(getattr(task, f"{self.name}_step"), len(self.loaders))
-        on_start, on_end = self._hooks("batch_start"), self._hooks("batch_end")
+        on_start, on_end = self._get_hooks("batch_start"), self._get_hooks("batch_end")
         cursor = trainer.accelerator.cursor
         predictions: list[Any] = []
         index = -1
@@ -149,7 +149,7 @@ class EvaluationLoop:
         metrics.suffix = ""
         metrics.between_batches(True)
         # With several ranks always, as the hook may be on some of them only.
-        if self._hooks("epoch_end") or trainer.world_size > 1:
+        if self._get_hooks("epoch_end") or trainer.world_size > 1:
             trainer.logbook.update_epoch(metrics)  # what the steps have logged, they may want to read
             self._fire("epoch_end")
         values = trainer.logbook.update_epoch(metrics)
@@ -158,11 +158,11 @@ class EvaluationLoop:
             trainer.logbook.write_epoch(trainer.progress.step, trainer.progress.epoch)
         return values
 
-    def _hooks(self, moment: str) -> tuple[Any, ...]:
+    def _get_hooks(self, moment: str) -> tuple[Any, ...]:
         return getattr(self.hooks, f"on_{self.name}_{moment}")
 
     def _fire(self, moment: str) -> None:
-        for hook in self._hooks(moment):
+        for hook in self._get_hooks(moment):
             hook()
 
 
@@ -203,7 +203,7 @@ def step_arguments(step: Callable[..., Any], loaders: int) -> int:
     return min(count, 3)
 
 
-def _by_loader(values: dict[str, float], loaders: int) -> list[dict[str, float]]:
+def _split_by_loader(values: dict[str, float], loaders: int) -> list[dict[str, float]]:
     if loaders <= 1:
         return [values]
     marks = [f"/dataloader_idx_{number}" for number in range(loaders)]

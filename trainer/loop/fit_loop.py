@@ -96,7 +96,7 @@ class FitLoop:
         self.deadline: float | None = None
         self.total = loader.length
         self.started = 0.0
-        self.validation_every = self._validation_interval()
+        self.validation_every = self._compute_validation_interval()
         self.clock: AgreedInterval | None = None
         if trainer.val_check_seconds is not None and trainer.has_validation:
             self.clock = AgreedInterval(timedelta(seconds=trainer.val_check_seconds))
@@ -127,7 +127,7 @@ class FitLoop:
             )
         with trainer.history.spending("training"):
             trainer.history.begin(progress, read_learning_rates(trainer))
-            while not self._finished():
+            while not self._is_finished():
                 self._epoch()
         progress.seconds = time.monotonic() - self.started
         with trainer.logging_to(None):  # the last values are out
@@ -138,16 +138,16 @@ class FitLoop:
         trainer, progress = self.trainer, self.progress
         return 0 <= trainer.max_epochs <= progress.epoch or 0 <= trainer.max_steps <= progress.step
 
-    def _finished(self) -> bool:
+    def _is_finished(self) -> bool:
         if self._is_complete():
             return True
         trainer = self.trainer
         return self._may_stop(trainer.accelerator.world.any(self._wants_to_stop()))
 
-    def _may_stop(self, wanted: bool) -> bool:
+    def _may_stop(self, requested: bool) -> bool:
         """Whether to stop now: someone wants to, as every process knows, and the minimum is reached."""
         trainer, progress = self.trainer, self.progress
-        return wanted and progress.epoch >= trainer.min_epochs and progress.step >= trainer.min_steps
+        return requested and progress.epoch >= trainer.min_epochs and progress.step >= trainer.min_steps
 
     def _epoch(self) -> None:
         trainer, progress, metrics, hooks = self.trainer, self.progress, self.metrics, self.hooks
@@ -160,7 +160,7 @@ class FitLoop:
             for hook in hooks.on_train_epoch_start:
                 hook()
         metrics.between_batches(False)
-        groups = self._groups()
+        groups = self._iterate_groups()
         if progress.step_is_unfinished:  # where a resume begins; its validation is the first that is to come
             groups = itertools.chain(((),), groups)
         for group in groups:
@@ -175,7 +175,7 @@ class FitLoop:
                 break
         else:
             if not progress.batch:
-                raise ValueError(f"the training loader yielded no batch. {self._why_empty()}")
+                raise ValueError(f"the training loader yielded no batch. {self._explain_empty()}")
             if not progress.epoch_is_trained:  # a loader without a length ends only when it ends
                 self._close_epoch()
         if self.steps.skip_rest or progress.epoch_is_trained:
@@ -203,9 +203,9 @@ class FitLoop:
         self.loader = sources.train
         self.total = self.loader.length
         sources.warn_of_empty_validation()
-        self.validation_every = self._validation_interval()
+        self.validation_every = self._compute_validation_interval()
 
-    def _why_empty(self) -> str:
+    def _explain_empty(self) -> str:
         return explain_empty(self.loader, self.trainer.world_size)
 
     def _wants_to_stop(self) -> bool:
@@ -235,7 +235,7 @@ class FitLoop:
             if self.clock is not None:
                 due = self.clock.is_over(trainer)
             else:
-                due = self.validation_every is not None and self._passed(self.validation_every)
+                due = self.validation_every is not None and self._has_passed(self.validation_every)
             if due:
                 self._validate()
                 stop = trainer.accelerator.world.any(self._wants_to_stop())
@@ -250,14 +250,14 @@ class FitLoop:
 
     # -- validation and schedulers -------------------------------------------------------------------------------
 
-    def _groups(self) -> Iterator[Iterable[Any]]:
+    def _iterate_groups(self) -> Iterator[Iterable[Any]]:
         groups = self.loader.groups()
         for group in itertools.islice(groups, 1):
             self.total = self.loader.length  # a stream's first batch tells whether it is shared out
             yield group
         yield from groups
 
-    def _validation_interval(self) -> int | None:
+    def _compute_validation_interval(self) -> int | None:
         """Micro-batches between validations within an epoch; None for at its end only."""
         trainer = self.trainer
         interval, total = self.trainer.val_check_interval, self.total
@@ -279,23 +279,23 @@ class FitLoop:
             )
         return max(1, int(total * interval))
 
-    def _validation_epoch(self) -> bool:
+    def _is_validation_epoch(self) -> bool:
         every = self.trainer.check_val_every_n_epoch
         return every is None or (self.progress.epoch + 1) % every == 0
 
     def _validate(self) -> None:
-        if self._validation_epoch():
+        if self._is_validation_epoch():
             self.validate()
         self.progress.validated = self.progress.batches
 
-    def _validation_is_due(self) -> bool:
+    def _is_validation_due(self) -> bool:
         """At an epoch's end."""
         if self.clock is not None:
             return self.clock.is_over(self.trainer)
         progress, every = self.progress, self.validation_every
-        return progress.batches > progress.validated if every is None else self._passed(every)
+        return progress.batches > progress.validated if every is None else self._has_passed(every)
 
-    def _passed(self, every: int) -> bool:
+    def _has_passed(self, every: int) -> bool:
         """Whether another multiple of ``every`` micro-batches, of the epoch or of the run, lies behind us."""
         progress = self.progress
         begin = 0 if self.trainer.check_val_every_n_epoch is None else progress.batches - progress.batch
@@ -303,7 +303,7 @@ class FitLoop:
 
     def _close_epoch(self) -> None:
         """After the epoch's last step: validate if due, then the schedulers by epoch."""
-        if self.trainer.has_validation and self._validation_is_due():
+        if self.trainer.has_validation and self._is_validation_due():
             self._validate()
         self.schedules.after_epoch()
         self.progress.phase = Phase.EPOCH_TRAINED

@@ -26,18 +26,18 @@ class Hooks:
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule, callbacks: Iterable[Callback]) -> None:
-        for owner, known in ((task, _OF_TASK), *((callback, _OF_CALLBACK) for callback in callbacks)):
-            _refuse_lost_hooks(owner, known)
+        for owner, valid_names in ((task, _OF_TASK), *((callback, _OF_CALLBACK) for callback in callbacks)):
+            _refuse_lost_hooks(owner, valid_names)
         chosen = sorted(callbacks, key=lambda callback: callback.after_task)  # stable: equal numbers stay as given
         for name in HOOKS:
             before = [
                 self._bind(c, name, trainer, task) for c in chosen if not c.after_task and callback_overrides(c, name)
             ]
             after = [self._bind(c, name, trainer, task) for c in chosen if c.after_task and callback_overrides(c, name)]
-            own = [getattr(task, name)] if task_overrides(task, name) else []
+            task_hooks = [getattr(task, name)] if task_overrides(task, name) else []
             if name == "on_train_epoch_end":  # what was logged in it, those that monitor want to see
-                own.append(trainer.update_train_epoch_values)
-            setattr(self, name, (*before, *own, *after))
+                task_hooks.append(trainer.update_train_epoch_values)
+            setattr(self, name, (*before, *task_hooks, *after))
 
     @staticmethod
     def _bind(callback: Callback, name: str, trainer: Trainer, task: TaskModule) -> Hook:
@@ -70,13 +70,13 @@ _OF_TASK = {name for name in vars(TaskHooks) if name.startswith("on_")} | set(_T
 _OF_CALLBACK = set(HOOKS)
 
 
-def _refuse_lost_hooks(owner: object, known: set[str]) -> None:
+def _refuse_lost_hooks(owner: object, valid_names: set[str]) -> None:
     """Raise a ValueError for a method that looks like a hook and that nobody will call."""
     kind = type(owner)
     for name in dir(kind):
         if name in _LOST:
             raise ValueError(f"{kind.__name__}.{name} is a hook that is never called here: {_LOST[name]}.")
-        if name.startswith("on_") and name not in known and (close := closest_name(name, known, 0.9)):
+        if name.startswith("on_") and name not in valid_names and (close := closest_name(name, valid_names, 0.9)):
             raise ValueError(f"{kind.__name__}.{name} is no hook. Did you mean {close!r}?")
 
 

@@ -48,7 +48,7 @@ class Schedules:
         for config in configs:
             if config.frequency != 1 and count % config.frequency:
                 continue
-            metric = self._monitored(config) if config.reduce_on_plateau else None
+            metric = self._read_monitor(config) if config.reduce_on_plateau else None
             if config.reduce_on_plateau and metric is None:
                 continue
             try:
@@ -62,7 +62,7 @@ class Schedules:
                 _explain(config.scheduler, error)
                 raise
 
-    def _monitored(self, config: SchedulerConfig) -> float | None:
+    def _read_monitor(self, config: SchedulerConfig) -> float | None:
         trainer = self._trainer
         keep = trainer.logbook.watch.just_measured(trainer)
         return read_monitored_metric(trainer, config.monitor or "", "the scheduler's monitor", config.strict, keep)
@@ -71,12 +71,12 @@ class Schedules:
 def _explain(scheduler: Any, error: Exception) -> None:
     """Raise a ValueError if a scheduler can't step because its optimizer has got more groups since it was made."""
     parts = [scheduler, *getattr(scheduler, "_schedulers", ())]  # of a sequence
-    known = min((len(part.base_lrs) for part in parts if hasattr(part, "base_lrs")), default=0)
-    now = len(getattr(getattr(scheduler, "optimizer", None), "param_groups", ()))
-    if 0 < known < now:
+    rate_count = min((len(part.base_lrs) for part in parts if hasattr(part, "base_lrs")), default=0)
+    group_count = len(getattr(getattr(scheduler, "optimizer", None), "param_groups", ()))
+    if 0 < rate_count < group_count:
         name = type(scheduler).__name__
         raise ValueError(
-            f"{name} was made for {known} of the {now} groups of parameters that its optimizer has by now (a callback "
-            f"such as BackboneFinetuning adds some) and has no rates for the others: {error}. Take one that goes by "
-            "each group's own rate, such as ExponentialLR or StepLR."
+            f"{name} was made for {rate_count} of the {group_count} groups of parameters that its optimizer has by now "
+            f"(a callback such as BackboneFinetuning adds some) and has no rates for the others: {error}. Take one "
+            "that goes by each group's own rate, such as ExponentialLR or StepLR."
         ) from error

@@ -35,7 +35,7 @@ class ManualSteps(Steps):
         self.accumulation.always_agree = False  # not in each backward, but once, after the step
         self.voting = self.may_leave()
         hooked = optimizers if self.hooks.on_before_optimizer_step else []
-        self._handles = [one.optimizer.register_step_pre_hook(self._before_step) for one in hooked]
+        self._handles = [optimizer.optimizer.register_step_pre_hook(self._before_step) for optimizer in hooked]
 
     def close(self) -> None:
         """Let go of the optimizers, which a user may keep for another run."""
@@ -63,14 +63,14 @@ class ManualSteps(Steps):
                 progress.phase = Phase.BETWEEN_STEPS
                 return
             accumulation.sync_gradients = True
-            taken, skipped = self._counts()
+            steps_before, skipped_before = self._count_steps()
             output = self.step(batch, index) if self.takes_index else self.step(batch)
             progress.batch, progress.batches = index + 1, progress.batches + 1
             self._agree()
-            now_taken, now_skipped = self._counts()
-            stepped = now_taken != taken
+            steps_after, skipped_after = self._count_steps()
+            stepped = steps_after != steps_before
             progress.step += stepped
-            progress.skipped += now_skipped != skipped and not stepped
+            progress.skipped += skipped_after != skipped_before and not stepped
             progress.samples += micro.group_samples  # type: ignore[union-attr]
             progress.phase = Phase.STEP_TAKEN if stepped else Phase.ENDING_STEP
             if hooks.on_train_batch_end:
@@ -83,14 +83,16 @@ class ManualSteps(Steps):
         for hook in self.hooks.on_before_backward:
             hook(loss)
         self.agreement.watch(loss)
-        self.accumulation.backward(loss, by=self.own_backward, **kwargs)
+        self.accumulation.backward(loss, by=self.custom_backward, **kwargs)
         self.accumulation.unreduced.update(self.optimizers)
         for hook in self.hooks.on_after_backward:
             hook()
 
-    def _counts(self) -> tuple[list[int], list[int]]:
+    def _count_steps(self) -> tuple[list[int], list[int]]:
         """Each optimizer's steps that happened, and those that a float16 overflow prevented."""
-        return [one.steps_taken for one in self.optimizers], [one.skipped for one in self.optimizers]
+        return [optimizer.steps_taken for optimizer in self.optimizers], [
+            optimizer.skipped for optimizer in self.optimizers
+        ]
 
     def _agree(self) -> None:
         if self.votes:
@@ -107,13 +109,13 @@ class ManualSteps(Steps):
 
 def _refuse_flags(trainer: Any) -> None:
     """Raise a ValueError for what the loop can't do where the task drives its optimizers."""
-    instead = {
+    conflicts = {
         "gradient_clip_val": (trainer.gradient_clip_val is not None, "call self.clip_gradients(optimizer, ...)"),
         "accumulate_grad_batches": (trainer.accumulate_grad_batches != 1, "step every so many batches"),
         "on_nonfinite='skip'": (trainer.on_nonfinite == "skip", "look at the loss before the step"),
     }
-    for flag, (given, fix) in instead.items():
-        if given:
+    for flag, (is_set, fix) in conflicts.items():
+        if is_set:
             raise ValueError(
                 f"Trainer({flag}) has no effect with automatic_optimization=False: leave it out, and {fix} in "
                 "training_step."

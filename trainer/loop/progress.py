@@ -98,12 +98,12 @@ class Progress:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, of this version or an earlier one."""
-        state = _with_phase(state_dict) if state_dict else {}
+        state = _add_phase(state_dict) if state_dict else {}
         for name, value in state.items():
             setattr(self, name, value)
 
 
-def _with_phase(state: dict[str, Any]) -> dict[str, Any]:
+def _add_phase(state: dict[str, Any]) -> dict[str, Any]:
     """Return a saved state with its phase, which earlier versions stored as several flags."""
     if "phase" in state:
         return {**state, "phase": Phase(state["phase"])}

@@ -52,10 +52,10 @@ def check_loss(loss: Tensor) -> None:
 def _check_weight(weight: Any) -> None:
     number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < float("inf")
     if not number and not (isinstance(weight, Tensor) and weight.numel() == 1):
-        what = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+        weight_text = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
         raise ValueError(
-            f"training_step returned the weight {what}; it must be one number of at least 0: what the loss is a mean "
-            "over, such as the batch's number of tokens."
+            f"training_step returned the weight {weight_text}; it must be one number of at least 0: what the loss is a "
+            "mean over, such as the batch's number of tokens."
         )
 
 

@@ -25,18 +25,24 @@ _OF_VALIDATION = {"val", "valid", "validation", "eval"}
 
 def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
     """Warn of parameters that require gradients and are in no optimizer, and of modules that are not registered."""
-    held = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
-    names = [strip_compile_prefix(name) for name, p in task.named_parameters() if p.requires_grad and id(p) not in held]
-    if names and held:  # without an optimizer, that is meant
+    optimized_ids = {
+        id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]
+    }
+    names = [
+        strip_compile_prefix(name)
+        for name, p in task.named_parameters()
+        if p.requires_grad and id(p) not in optimized_ids
+    ]
+    if names and optimized_ids:  # without an optimizer, that is meant
         warn(
-            f"in no optimizer, though they require gradients: {_few(names)}. They are not trained. Add them in "
+            f"in no optimizer, though they require gradients: {_join_first(names)}. They are not trained. Add them in "
             "configure_optimizers, or freeze them with requires_grad_(False)."
         )
     if hidden := list(hidden_modules(task)):
         warn(
-            f"not registered in {type(task).__name__}, as they are in plain lists or dicts: {_few(hidden)}. Their "
-            "parameters are in no checkpoint, are not moved to the device, and self.parameters() leaves them out. Use "
-            "nn.ModuleList, nn.ModuleDict or nn.ParameterList; freeze what is hidden on purpose."
+            f"not registered in {type(task).__name__}, as they are in plain lists or dicts: {_join_first(hidden)}. "
+            "Their parameters are in no checkpoint, are not moved to the device, and self.parameters() leaves them "
+            "out. Use nn.ModuleList, nn.ModuleDict or nn.ParameterList; freeze what is hidden on purpose."
         )
 
 
@@ -46,10 +52,10 @@ def hidden_modules(task: nn.Module) -> Iterator[str]:
     for path, module in task.named_modules():
         for name, value in vars(module).items():
             if name not in _REGISTERED and isinstance(value, list | tuple | dict):
-                yield from _hidden(f"{path}.{name}" if path else name, value, registered, _DEEPEST)
+                yield from _iterate_hidden(f"{path}.{name}" if path else name, value, registered, _DEEPEST)
 
 
-def _hidden(place: str, value: Any, registered: set[int], depth: int) -> Iterator[str]:
+def _iterate_hidden(place: str, value: Any, registered: set[int], depth: int) -> Iterator[str]:
     if isinstance(value, nn.Module | nn.Parameter):
         parameters: Iterable[nn.Parameter] = value.parameters() if isinstance(value, nn.Module) else [value]
         if any(p.requires_grad and id(p) not in registered for p in parameters):
@@ -57,7 +63,7 @@ def _hidden(place: str, value: Any, registered: set[int], depth: int) -> Iterato
     elif depth and isinstance(value, list | tuple | dict) and len(value) <= _LONGEST:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
-            yield from _hidden(f"{place}[{key!r}]", item, registered, depth - 1)
+            yield from _iterate_hidden(f"{place}[{key!r}]", item, registered, depth - 1)
 
 
 def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
@@ -73,26 +79,26 @@ def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
     Raises:
         ValueError: where nothing is ever logged, and the monitor has to be.
     """
-    monitors = list(_monitors(trainer))
+    monitors = list(_iterate_monitors(trainer))
     if trainer.barebones:
-        for who, name, strict in monitors:
+        for owner, name, strict in monitors:
             if strict:
                 raise ValueError(
-                    f"{who} {name!r} is never logged: barebones=True turns self.log off. Leave out one of the two."
+                    f"{owner} {name!r} is never logged: barebones=True turns self.log off. Leave out one of the two."
                 )
     if logged is None:
         return
     names = sorted(logged)
-    for who, name, _ in monitors:
+    for owner, name, _ in monitors:
         if name not in names and _OF_VALIDATION & set(re.split(r"[^a-z]+", name.lower())):
             warn(
-                f"{who} {name!r} was not logged by the validation of the sanity check, which logged "
+                f"{owner} {name!r} was not logged by the validation of the sanity check, which logged "
                 f"{', '.join(names) or 'nothing'}.{nearest(name, names)} If nothing else logs it, the run will fail at "
                 "the first check."
             )
 
 
-def _monitors(trainer: Trainer) -> Iterator[tuple[str, str, bool]]:
+def _iterate_monitors(trainer: Trainer) -> Iterator[tuple[str, str, bool]]:
     watching: list[EarlyStopping | ModelCheckpoint] = [*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks]
     for callback in watching:
         if callback.monitor is not None:
@@ -102,6 +108,6 @@ def _monitors(trainer: Trainer) -> Iterator[tuple[str, str, bool]]:
             yield f"{type(config.scheduler).__name__}'s monitor", config.monitor, config.strict
 
 
-def _few(names: list[str]) -> str:
+def _join_first(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"

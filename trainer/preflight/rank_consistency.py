@@ -79,23 +79,23 @@ def check_same_optimizers(
     values: dict[str, Any] = {"optimizers": [type(optimizer).__name__ for optimizer in optimizers]}
     for number, optimizer in enumerate(optimizers):
         for position, group in enumerate(optimizer.param_groups):
-            where = f"optimizer {number}, group {position}"
-            values[f"{where}, params"] = [names.get(id(parameter), "?") for parameter in group["params"]]
+            label = f"optimizer {number}, group {position}"
+            values[f"{label}, params"] = [names.get(id(parameter), "?") for parameter in group["params"]]
             for key, value in group.items():
                 if key != "params":
-                    values[f"{where}, {key}"] = _plain(value)
+                    values[f"{label}, {key}"] = _make_comparable(value)
     values["schedulers"] = [
-        (type(one.scheduler).__name__, one.interval, one.frequency, one.monitor) for one in schedulers
+        (type(config.scheduler).__name__, config.interval, config.frequency, config.monitor) for config in schedulers
     ]
     check_values_match(
         f"{type(task).__name__}.configure_optimizers returned different things on the ranks", values, world
     )
 
 
-def _plain(value: Any) -> Any:
+def _make_comparable(value: Any) -> Any:
     """What ranks can compare of a value; of an object that is its class, as its ``repr`` may name its address."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_make_comparable(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__

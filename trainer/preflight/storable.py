@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from ...engine.checkpoint import check_tensor, encode
 from ...strategies.distributed import is_sharded
-from ..checkpointing import own_states
+from ..checkpointing import collect_callback_states
 
 if TYPE_CHECKING:
     from ..core import TaskModule
     from ..trainer import Trainer
 
-_OWN = ("progress", "logged", "metrics", "callbacks")  # registered by the Trainer; callbacks are looked at one by one
+# Registered by the Trainer; callbacks are looked at one by one.
+_TRAINER_ENTRIES = ("progress", "logged", "metrics", "callbacks")
 
 
 def check_storable(trainer: Trainer, task: TaskModule) -> None:
@@ -32,7 +33,7 @@ def check_storable(trainer: Trainer, task: TaskModule) -> None:
     if not any(callback.saves for callback in trainer.checkpoint_callbacks):
         return
     with trainer.accelerator.world.together():
-        for owner, state in _states(trainer, task):
+        for owner, state in _iterate_states(trainer, task):
             try:
                 encode(state)
             except (TypeError, ValueError) as error:
@@ -40,19 +41,19 @@ def check_storable(trainer: Trainer, task: TaskModule) -> None:
         _check_weights(task)
 
 
-def _states(trainer: Trainer, task: TaskModule) -> Iterator[tuple[str, Any]]:
+def _iterate_states(trainer: Trainer, task: TaskModule) -> Iterator[tuple[str, Any]]:
     accelerator = trainer.accelerator
     for owner in (task, trainer.datamodule):
         if owner is not None:
-            kept = owner.stored_hparams()
-            owner.check_hparams(kept)
-            yield f"{type(owner).__name__}.hparams", kept.values
-    for name, state in own_states(trainer.callbacks).items():
+            stored_form = owner.stored_hparams()
+            owner.check_hparams(stored_form)
+            yield f"{type(owner).__name__}.hparams", stored_form.values
+    for name, state in collect_callback_states(trainer.callbacks).items():
         yield f"the state of the callback {name}", state
     for name, value in accelerator.registered.items():
         if name == "datamodule":
             yield f"the state of {type(trainer.datamodule).__name__}", value.state_dict()
-        elif name not in _OWN:
+        elif name not in _TRAINER_ENTRIES:
             yield f"the state of what is registered as {name!r}", value.state_dict()
     for scheduler in accelerator.schedulers:
         yield f"the state of {type(scheduler).__name__}", scheduler.state_dict()

@@ -46,7 +46,7 @@ class Profiled:
         accelerator, profiler = trainer.accelerator, self.profiler
         profiler.device, profiler.model = accelerator.device, trainer.task
         root = trainer.default_root_dir
-        folder = trainer.logbook.agree_on_directory(root) if _writes(profiler) else root
+        folder = trainer.logbook.agree_on_directory(root) if _needs_directory(profiler) else root
         profiler.setup(stage, trainer.global_rank, folder)
         for owner, names in (
             (accelerator, _ACCELERATOR),
@@ -57,12 +57,12 @@ class Profiled:
             for method, action in names.items():
                 self._measure(owner, method, action)
         for method in ("method", "local_method"):
-            self._replace(accelerator, method, functools.partial(self._method, getattr(accelerator, method)))
-        self._replace(accelerator, "prepare_data_loader", self._loading(accelerator.prepare_data_loader))
-        self._replace(accelerator, "prepare_optimizer", self._optimizing(accelerator.prepare_optimizer))
+            self._replace(accelerator, method, functools.partial(self._measure_method, getattr(accelerator, method)))
+        self._replace(accelerator, "prepare_data_loader", self._measure_loaders(accelerator.prepare_data_loader))
+        self._replace(accelerator, "prepare_optimizer", self._measure_optimizers(accelerator.prepare_optimizer))
         for name, functions in list(vars(hooks).items()):
             if isinstance(functions, tuple):
-                setattr(hooks, name, tuple(self._hook(name, function) for function in functions))
+                setattr(hooks, name, tuple(self._measure_hook(name, function) for function in functions))
         self._follow_steps(hooks)
 
     def end(self, stage: str) -> None:
@@ -89,11 +89,11 @@ class Profiled:
         self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
-    def _method(self, find: Callable[..., Any], model: Any, name: str) -> Any:
+    def _measure_method(self, find: Callable[..., Any], model: Any, name: str) -> Any:
         """In the place of ``Accelerator.method``: a step that is measured."""
         return measured(self.profiler, _STEPS.get(name, name), find(model, name))
 
-    def _optimizing(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+    def _measure_optimizers(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
         def prepare_optimizer(*args: Any, **kwargs: Any) -> Any:
             prepared = prepare(*args, **kwargs)
             if "step" not in vars(prepared):
@@ -103,7 +103,7 @@ class Profiled:
 
         return prepare_optimizer
 
-    def _loading(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+    def _measure_loaders(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
         def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
             loader = prepare(*args, **kwargs)
             if "_begin" not in vars(loader):
@@ -123,9 +123,9 @@ class Profiled:
         self._replace(loader, "_begin", batches)
         if loader.move is not None:
             self._measure(loader, "move", f"transfer{part}")
-        self.profiler.advice[action] = _advice(loader)
+        self.profiler.advice[action] = _advise(loader)
 
-    def _hook(self, name: str, function: Any) -> Any:
+    def _measure_hook(self, name: str, function: Any) -> Any:
         if function == self.trainer.update_train_epoch_values:
             return function  # it is the logbook's, which is measured
         text = name_of(function)
@@ -171,11 +171,11 @@ def measured(profiler: Profiler, action: str, function: Callable[..., Any]) -> C
     return run
 
 
-def _writes(profiler: Profiler) -> bool:
+def _needs_directory(profiler: Profiler) -> bool:
     return profiler.dirpath is None and profiler.needs_directory
 
 
-def _advice(loader: Loader) -> str:
+def _advise(loader: Loader) -> str:
     """What could shorten the wait for this loader."""
     workers = getattr(loader.source, "num_workers", None)
     if workers is None:

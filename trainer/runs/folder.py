@@ -52,8 +52,8 @@ class RunFolder:
         self._facts = facts
         self._before = float(facts.get("seconds", 0.0))
         self._began = time.monotonic()
-        self._earlier: dict[str, bytes] | None = None  # the files of a run that is gone on with
-        self._aside: Path | None = None  # where the configuration among them is kept
+        self._previous_files: dict[str, bytes] | None = None  # the files of a run that is gone on with
+        self._previous_config: Path | None = None  # where the configuration among them is kept
         self._watch: RunRecord | None = None
 
     @classmethod
@@ -73,13 +73,13 @@ class RunFolder:
             OSError: the folder can't be made; the text says where.
         """
         check_name(name)
-        world = _world(settings)
+        world = _open_world(settings)
         lock: RunLock | None = None
         facts: dict[str, Any] = {}
         path = Path()
         with world.together():
             if world.is_main:
-                path = _claim(_absolute(directory) / name)
+                path = _claim(_resolve_path(directory) / name)
                 lock, facts = _lock(path), {"format": 1, "name": name, "number": int(path.name), "began": time.time()}
         return cls._begin(world, path, lock, facts)
 
@@ -95,22 +95,22 @@ class RunFolder:
             ValueError: it is not a run's folder, or another job holds it.
             OSError: it can't be written to.
         """
-        world = _world(settings)
+        world = _open_world(settings)
         lock: RunLock | None = None
         facts: dict[str, Any] = {}
         earlier: dict[str, bytes] = {}
-        found = _absolute(path)
+        folder_path = _resolve_path(path)
         with world.together():
             if world.is_main:
-                read(found)  # before anything is written into a folder that may be someone else's
-                lock = _lock(found)
-                run = read(found)
-                files = [found / name for name in DESCRIPTIONS if (found / name).is_file()]
+                read(folder_path)  # before anything is written into a folder that may be someone else's
+                lock = _lock(folder_path)
+                run = read(folder_path)
+                files = [folder_path / name for name in DESCRIPTIONS if (folder_path / name).is_file()]
                 earlier = {file.name: file.read_bytes() for file in files}
                 # A record that can't be read is no reason to lose the checkpoints that stand beside it.
                 began = {"format": 1, "name": run.name, "number": run.number, "began": run.began or time.time()}
                 facts = {**began, **run.facts, "resumed": time.time(), "ended": None, "note": None, "error": None}
-        return cls._begin(world, found, lock, facts, earlier)
+        return cls._begin(world, folder_path, lock, facts, earlier)
 
     @classmethod
     def _begin(
@@ -122,7 +122,7 @@ class RunFolder:
         earlier: dict[str, bytes] | None = None,
     ) -> RunFolder:
         folder = cls(Path(world.broadcast(str(path))), lock, facts)
-        folder._earlier = earlier
+        folder._previous_files = earlier
         try:
             with world.together():
                 if lock is not None:
@@ -130,7 +130,7 @@ class RunFolder:
                     from ...engine import environment
 
                     folder._write(ENVIRONMENT, json.dumps(environment(), indent=2, ensure_ascii=False))
-                    folder.record({"state": "running", "host": lock.own.host, "pid": lock.own.pid})
+                    folder.record({"state": "running", "host": lock.holder.host, "pid": lock.holder.pid})
                     announce(f"run {path.parent.name}/{path.name}: {path}")
         except BaseException:
             folder.release()
@@ -157,7 +157,7 @@ class RunFolder:
         self._watch = RunRecord(self.record)
         flags = dict(settings or {})
         root = flags.get("default_root_dir")
-        if root is not None and _absolute(root) != self.path:
+        if root is not None and _resolve_path(root) != self.path:
             raise ValueError(
                 f"default_root_dir={os.fspath(root)!r}, but what this run writes goes into its folder, {self.path}. "
                 "Leave default_root_dir out; where runs' folders stand is said when they are made."
@@ -168,23 +168,24 @@ class RunFolder:
             from ...loggers import TensorBoardLogger
 
             flags["logger"] = TensorBoardLogger(self.path, name="", version="")
-        flags["callbacks"] = [*self._callbacks(flags, plain), self._watch]
+        flags["callbacks"] = [*self._complete_callbacks(flags, plain), self._watch]
         return flags
 
-    def _callbacks(self, flags: Mapping[str, Any], plain: bool) -> list[Callback]:
+    def _complete_callbacks(self, flags: Mapping[str, Any], plain: bool) -> list[Callback]:
         from ...callbacks import ModelCheckpoint, OnExceptionCheckpoint, RunReport
         from ..default_callbacks import as_callbacks
 
         callbacks = as_callbacks("callbacks", flags.get("callbacks"))
-        saves = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
-        reports = [one for one in callbacks if isinstance(one, RunReport)]
-        for given in saves:
-            given.dirpath = self._place(given) or str(self.path / CHECKPOINTS)
+        saves = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+        reports = [callback for callback in callbacks if isinstance(callback, RunReport)]
+        for checkpoint_callback in saves:
+            checkpoint_callback.dirpath = self._place(checkpoint_callback) or str(self.path / CHECKPOINTS)
         for report in reports:
             report.dirpath = self._place(report) or self.path
-        steady = [one for one in saves if not isinstance(one, OnExceptionCheckpoint)]
-        if not any(one.keeps_newest for one in steady):  # a resume should not fall back to the best checkpoint
-            for saver in [one for one in steady if not one.save_weights_only][:1]:
+        steady = [callback for callback in saves if not isinstance(callback, OnExceptionCheckpoint)]
+        # A resume should not fall back to the best checkpoint.
+        if not any(callback.keeps_newest for callback in steady):
+            for saver in [callback for callback in steady if not callback.save_weights_only][:1]:
                 saver.keep_last_by_default()
         if plain and flags.get("enable_checkpointing") is not False and not steady:
             callbacks.append(ModelCheckpoint(self.path / CHECKPOINTS))
@@ -195,7 +196,7 @@ class RunFolder:
     def _place(self, callback: ModelCheckpoint | RunReport) -> Any:
         """Where a callback was told to write, which may not be another run's folder: it would write over that."""
         if callback.dirpath is not None:
-            place = _absolute(callback.dirpath)
+            place = _resolve_path(callback.dirpath)
             for folder in (place, place.parent):
                 if folder != self.path and (folder / RECORD).is_file():
                     raise ValueError(
@@ -210,10 +211,10 @@ class RunFolder:
         """Keep what the run was configured with, as YAML. Where it goes on, what it began with is ``config.1.yaml``."""
         if self.lock is None:
             return
-        if (old := (self._earlier or {}).get(CONFIG)) is not None and old != text.encode():
+        if (old := (self._previous_files or {}).get(CONFIG)) is not None and old != text.encode():
             free = next(name for n in itertools.count(1) if not (self.path / (name := f"config.{n}.yaml")).exists())
             self._write(free, old)
-            self._aside = self.path / free
+            self._previous_config = self.path / free
         self._write(CONFIG, text)
 
     def record(self, facts: Mapping[str, Any], charts: Mapping[str, Mapping[str, Points]] | None = None) -> None:
@@ -240,10 +241,10 @@ class RunFolder:
             self._facts["best"] = {**best, "checkpoint": saved.relative_to(self.path).as_posix()}
         if charts is not None:
             drawn = {
-                title: {name: _curve(*points) for name, points in lines.items()} for title, lines in charts.items()
+                title: {name: _thin_curve(*points) for name, points in lines.items()} for title, lines in charts.items()
             }
             self._write(CURVES, json.dumps({"format": 1, "charts": drawn}, separators=(",", ":")), durable=False)
-        self._write(RECORD, json.dumps(_plain(self._facts), indent=2, ensure_ascii=False), durable=False)
+        self._write(RECORD, json.dumps(_make_plain(self._facts), indent=2, ensure_ascii=False), durable=False)
 
     def finish(self, state: str = "finished", **facts: Any) -> None:
         """Note how the run ended, and let go of the folder.
@@ -275,8 +276,8 @@ class RunFolder:
                     self._write(name, earlier[name])
                 else:
                     (self.path / name).unlink(missing_ok=True)
-            if self._aside is not None:
-                self._aside.unlink(missing_ok=True)
+            if self._previous_config is not None:
+                self._previous_config.unlink(missing_ok=True)
             self.release()
 
     def release(self) -> None:
@@ -293,8 +294,8 @@ class RunFolder:
         """Note what ended the block, if that is not known, and let go of the folder. An error goes its way."""
         from ...callbacks.reporting import describe_error
 
-        if self._earlier is not None and self._watch is not None and not self._watch.began:
-            self._put_back(self._earlier)
+        if self._previous_files is not None and self._watch is not None and not self._watch.began:
+            self._put_back(self._previous_files)
             return
         if isinstance(error, SystemExit) and not error.code:
             error = None
@@ -366,32 +367,32 @@ def _lock(folder: Path) -> RunLock:
         raise OSError(error.errno, f"can't lock {folder / LOCK}: {error.strerror or error}.") from error
 
 
-def _world(settings: Mapping[str, Any] | None) -> World:
+def _open_world(settings: Mapping[str, Any] | None) -> World:
     """The job's processes, those that a Trainer with these flags has."""
     from ...strategies import open_world
 
-    known = ("accelerator", "devices", "num_nodes")
-    return open_world(**{name: settings[name] for name in known if settings and settings.get(name) is not None})
+    flag_names = ("accelerator", "devices", "num_nodes")
+    return open_world(**{name: settings[name] for name in flag_names if settings and settings.get(name) is not None})
 
 
-def _absolute(path: str | Path) -> Path:
+def _resolve_path(path: str | Path) -> Path:
     return Path(os.path.abspath(os.path.expandvars(os.path.expanduser(path))))
 
 
-def _curve(steps: Any, values: Any) -> dict[str, Any]:
+def _thin_curve(steps: Any, values: Any) -> dict[str, Any]:
     from ...callbacks.reporting import thin_points
 
-    kept = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
-    drawn_steps, drawn = thin_points(kept, _MOST_POINTS)
-    return {"steps": drawn_steps, "values": [float(f"{v:.7g}") for v in drawn], "missing": len(steps) - len(kept)}
+    points = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
+    drawn_steps, drawn = thin_points(points, _MOST_POINTS)
+    return {"steps": drawn_steps, "values": [float(f"{v:.7g}") for v in drawn], "missing": len(steps) - len(points)}
 
 
-def _plain(value: Any) -> Any:
+def _make_plain(value: Any) -> Any:
     """Facts as strict JSON has them, which has no number that is not finite."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _make_plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_make_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, str | int | float | bool | None) else str(value)

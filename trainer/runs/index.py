@@ -79,8 +79,13 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """All of that as plain data."""
-        own = {"path": str(self.path), "name": self.name, "number": self.number, "state": self.state}
-        return {**self.facts, **own, "seconds": self.seconds, **({"problem": self.problem} if self.problem else {})}
+        identity = {"path": str(self.path), "name": self.name, "number": self.number, "state": self.state}
+        return {
+            **self.facts,
+            **identity,
+            "seconds": self.seconds,
+            **({"problem": self.problem} if self.problem else {}),
+        }
 
 
 def read(path: Path) -> Run:
@@ -96,26 +101,26 @@ def read(path: Path) -> Run:
         raise ValueError(f"{path} is not a run's folder: there is no {RECORD} in it.")
     number = int(path.name) if path.name.isascii() and path.name.isdigit() else 0
     try:
-        facts = _checked(_json(path / RECORD))
+        facts = _select_facts(_read_json(path / RECORD))
     except ValueError as error:
-        held = holder(path) is not None
-        return Run(path, path.parent.name, number, "running" if held else "unreadable", {}, f"{RECORD}: {error}")
+        is_locked = holder(path) is not None
+        return Run(path, path.parent.name, number, "running" if is_locked else "unreadable", {}, f"{RECORD}: {error}")
     state = facts.pop("state", "unreadable")
     if state == "running" and holder(path) is None:
         state = "killed"
     if state == "killed" or state.startswith("failed"):
-        first = _first_error(path)  # another process may have failed before rank zero did, or was killed
-        state = first.pop("state", state)
-        facts |= first
+        first_error = _read_first_error(path)  # another process may have failed before rank zero did, or was killed
+        state = first_error.pop("state", state)
+        facts |= first_error
     return Run(path, path.parent.name, number, state, facts)
 
 
-def _first_error(path: Path) -> dict[str, str]:
+def _read_first_error(path: Path) -> dict[str, str]:
     try:
-        found = _json(path / ERROR)
+        record = _read_json(path / ERROR)
     except ValueError:
         return {}
-    return {name: found[name] for name in ("state", "error") if isinstance(found.get(name), str)}
+    return {name: record[name] for name in ("state", "error") if isinstance(record.get(name), str)}
 
 
 def find(directory: Path) -> list[Run]:
@@ -129,62 +134,64 @@ def find(directory: Path) -> list[Run]:
     except OSError as error:
         raise ValueError(f"{directory} can't be read: {error.strerror or error}. Say where runs are kept.") from error
     folders = [Path(directory)] + [Path(directory, name) for name in names if not name.startswith(".")]
-    runs = [run for folder in folders for run in _numbered(folder)]
+    runs = [run for folder in folders for run in _read_numbered_runs(folder)]
     return sorted(runs, key=lambda run: (run.began, run.name, run.number))
 
 
-def _numbered(folder: Path) -> list[Run]:
-    found = []
+def _read_numbered_runs(folder: Path) -> list[Run]:
+    runs = []
     try:
         numbers = [name for name in os.listdir(folder) if name.isascii() and name.isdigit()]
     except OSError:
         return []
     for number in numbers:
         try:
-            found.append(read(folder / number))
+            runs.append(read(folder / number))
         except (ValueError, OSError):
             continue  # somebody else's
-    return found
+    return runs
 
 
-def locate(wanted: str | None, directory: Path, name: str | None = None) -> Path:
+def locate(reference: str | None, directory: Path, name: str | None = None) -> Path:
     """The path that a command means by a run: the one resolver of all commands.
 
     Args:
-        wanted: a number, a name and number (``"digits/3"``), or a path: of a run's folder, or something in it, such as
-            a checkpoint. None for the newest run.
+        reference: a number, a name and number (``"digits/3"``), or a path: of a run's folder, or something in it, such
+            as a checkpoint. None for the newest run.
         directory: where runs are kept.
         name: consider runs of this name only.
 
     Raises:
         ValueError: nothing is meant by it, or several runs are.
     """
-    is_number = wanted is not None and wanted.isascii() and wanted.isdigit()
-    if wanted is not None and not is_number:
-        for path in (Path(wanted), directory / wanted):
+    is_number = reference is not None and reference.isascii() and reference.isdigit()
+    if reference is not None and not is_number:
+        for path in (Path(reference), directory / reference):
             if os.path.lexists(path):
                 return path
-        raise ValueError(f"there is no run {wanted!r}: give its number, its name and number (default/3), or its path.")
+        raise ValueError(
+            f"there is no run {reference!r}: give its number, its name and number (default/3), or its path."
+        )
     runs = [run for run in find(directory) if name in (None, run.name)] if directory.is_dir() or not is_number else []
-    if wanted is None and runs:
+    if reference is None and runs:
         return runs[-1].path
-    found = [run for run in runs if run.number == int(wanted or 0)]
-    if len(found) > 1:
-        names = ", ".join(run.label for run in found)
-        raise ValueError(f"{wanted} is the number of {names}: give the name too.")
-    if found:
-        return found[0].path
-    if is_number and Path(str(wanted)).is_dir():
-        return Path(str(wanted))
+    matches = [run for run in runs if run.number == int(reference or 0)]
+    if len(matches) > 1:
+        names = ", ".join(run.label for run in matches)
+        raise ValueError(f"{reference} is the number of {names}: give the name too.")
+    if matches:
+        return matches[0].path
+    if is_number and Path(str(reference)).is_dir():
+        return Path(str(reference))
     if not runs:
         raise ValueError(f"there are no runs in {directory}.")
-    raise ValueError(f"there is no run {wanted} in {directory}; `treadle runs {directory}` lists those there are.")
+    raise ValueError(f"there is no run {reference} in {directory}; `treadle runs {directory}` lists those there are.")
 
 
 def holding(path: Path) -> Path:
     """The run's folder that a path lies in; the path itself where there is none."""
     path = Path(os.path.abspath(path))
-    return next((one for one in (path, *path.parents) if os.path.lexists(one / RECORD)), path)
+    return next((folder for folder in (path, *path.parents) if os.path.lexists(folder / RECORD)), path)
 
 
 def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
@@ -196,21 +203,22 @@ def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
     if not os.path.lexists(run.path / CURVES):
         return {}
     try:
-        given = _json(run.path / CURVES)["charts"]
+        saved_charts = _read_json(run.path / CURVES)["charts"]
         return {
-            str(title): {str(name): _points(curve) for name, curve in lines.items()} for title, lines in given.items()
+            str(title): {str(name): _parse_points(curve) for name, curve in lines.items()}
+            for title, lines in saved_charts.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{CURVES} can't be read: {error}") from error
 
 
-def _points(curve: Any) -> tuple[Points, int]:
+def _parse_points(curve: Any) -> tuple[Points, int]:
     steps, values = curve["steps"], curve["values"]
-    kept = [(s, float(v)) for s, v in zip(steps, values, strict=True) if _is_number(s) and _is_number(v)]
-    kept = sorted((step, value) for step, value in kept if abs(step) <= LARGEST and abs(value) <= LARGEST)
+    points = [(s, float(v)) for s, v in zip(steps, values, strict=True) if _is_number(s) and _is_number(v)]
+    points = sorted((step, value) for step, value in points if abs(step) <= LARGEST and abs(value) <= LARGEST)
     missing = curve.get("missing", 0)
-    left = len(steps) - len(kept) + (missing if _is_number(missing) else 0)
-    return ([step for step, _ in kept], [value for _, value in kept]), int(left)
+    left = len(steps) - len(points) + (missing if _is_number(missing) else 0)
+    return ([step for step, _ in points], [value for _, value in points]), int(left)
 
 
 def environment(run: Run) -> dict[str, str]:
@@ -222,10 +230,10 @@ def environment(run: Run) -> dict[str, str]:
     if not os.path.lexists(run.path / ENVIRONMENT):
         return {}
     try:
-        found = _json(run.path / ENVIRONMENT)
+        entries = _read_json(run.path / ENVIRONMENT)
     except ValueError as error:
         raise ValueError(f"{ENVIRONMENT} can't be read: {error}") from error
-    return {str(name): str(value) for name, value in found.items()}
+    return {str(name): str(value) for name, value in entries.items()}
 
 
 def config(run: Run) -> str:
@@ -237,12 +245,12 @@ def config(run: Run) -> str:
     if not os.path.lexists(run.path / CONFIG):
         return ""
     try:
-        return _text(run.path / CONFIG)
+        return _read_text(run.path / CONFIG)
     except ValueError as error:
         raise ValueError(f"{CONFIG} can't be read: {error}") from error
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """A file's text.
 
     Raises:
@@ -262,28 +270,28 @@ def _text(path: Path) -> str:
     return data.decode("utf-8")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(_text(path), parse_constant=_no_constant)
+        document = json.loads(_read_text(path), parse_constant=_refuse_constant)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}, not an object")
-    return found
+    if not isinstance(document, dict):
+        raise ValueError(f"it holds a {type(document).__name__}, not an object")
+    return document
 
 
-def _no_constant(text: str) -> Any:
+def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
-def _checked(found: dict[str, Any]) -> dict[str, Any]:
+def _select_facts(record: dict[str, Any]) -> dict[str, Any]:
     """The facts of a record whose values are of the right kinds."""
-    facts = {name: found[name] for name in _NUMBERS if _is_number(found.get(name)) and 0 <= found[name] < 1e15}
-    facts |= {name: found[name] for name in _WORDS if isinstance(found.get(name), str)}
-    metrics = found.get("metrics")
+    facts = {name: record[name] for name in _NUMBERS if _is_number(record.get(name)) and 0 <= record[name] < 1e15}
+    facts |= {name: record[name] for name in _WORDS if isinstance(record.get(name), str)}
+    metrics = record.get("metrics")
     if isinstance(metrics, dict):
         facts["metrics"] = {name: value for name, value in metrics.items() if _is_value(value)}
-    best = found.get("best")
+    best = record.get("best")
     if isinstance(best, dict) and isinstance(best.get("metric"), str) and _is_value(best.get("value")):
         words = {name: best[name] for name in ("mode", "checkpoint") if isinstance(best.get(name), str)}
         facts["best"] = {"metric": best["metric"], "value": best["value"], **words}

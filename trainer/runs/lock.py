@@ -57,16 +57,16 @@ class Holder:
         return f"process {self.pid} on {self.host}, since {since}"
 
     @classmethod
-    def own(cls, by: str) -> Holder:
+    def from_current_process(cls, by: str) -> Holder:
         """This process."""
         pid = os.getpid()
-        began = "" if sys.platform == "win32" else _began(pid) or ""
-        return cls(socket.gethostname(), pid, time.time(), _place(), began, uuid.uuid4().hex, by)
+        began = "" if sys.platform == "win32" else _read_start_time(pid) or ""
+        return cls(socket.gethostname(), pid, time.time(), _describe_place(), began, uuid.uuid4().hex, by)
 
     def is_alive(self, file: Path) -> bool:
         """Whether it goes on, as far as can be told from here: exactly in its own place, elsewhere by its signs."""
-        if self.place == _place() and sys.platform != "win32":  # which has no harmless way to ask
-            return _began(self.pid) in ("", self.began)
+        if self.place == _describe_place() and sys.platform != "win32":  # which has no harmless way to ask
+            return _read_start_time(self.pid) in ("", self.began)
         if self.by == "system":
             return True  # it gives no signs, and this machine does not see its lock
         try:
@@ -78,19 +78,19 @@ class Holder:
 def holder(folder: Path) -> Holder | None:
     """Who holds the lock of a folder now; None if nobody does."""
     file = folder / LOCK
-    found = _read(file)
-    if found is None or found.by == "beat" or fcntl is None:
-        return found if found is not None and found.is_alive(file) else None
+    occupant = _read_holder(file)
+    if occupant is None or occupant.by == "beat" or fcntl is None:
+        return occupant if occupant is not None and occupant.is_alive(file) else None
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
-        return found if found.is_alive(file) else None
+        return occupant if occupant.is_alive(file) else None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return found
+        return occupant
     except OSError:
-        return found if found.is_alive(file) else None
+        return occupant if occupant.is_alive(file) else None
     finally:
         os.close(descriptor)  # which lets go of it again
     return None
@@ -108,7 +108,7 @@ class RunLock:
         folder: what is locked; the lock is a file in it.
 
     Attributes:
-        own: what the file says of this process.
+        holder: what the file says of this process.
 
     Raises:
         ValueError: another job holds it; the text says which.
@@ -120,18 +120,18 @@ class RunLock:
         self.file = folder / LOCK
         self._descriptor: int | None = None
         self._ended = threading.Event()
-        self.own = Holder.own("beat" if fcntl is None else "system")
+        self.holder = Holder.from_current_process("beat" if fcntl is None else "system")
         if fcntl is None or not self._take_from_system():
-            self.own = replace(self.own, by="beat")
+            self.holder = replace(self.holder, by="beat")
             self._take_by_beat()
 
     def release(self) -> None:
         """Let go; nothing happens if that was done, or in a process forked since."""
-        if self.own.pid != os.getpid() or self._ended.is_set():
+        if self.holder.pid != os.getpid() or self._ended.is_set():
             return
         self._ended.set()
         with contextlib.suppress(OSError):
-            if _read(self.file) == self.own:
+            if _read_holder(self.file) == self.holder:
                 os.truncate(self.file, 0)
         self._close()
 
@@ -153,13 +153,13 @@ class RunLock:
                     break
                 except BlockingIOError:
                     if not rest:
-                        raise self._in_use(_read(self.file), certain=True) from None
+                        raise self._make_in_use_error(_read_holder(self.file), certain=True) from None
                 time.sleep(0.025)  # who only looks whether it is free holds it for a moment
-            before = _read(self.file)
+            before = _read_holder(self.file)
             if before is not None and before.by == "beat" and before.is_alive(self.file):
-                raise self._in_use(before)  # from a machine that has no locks here
+                raise self._make_in_use_error(before)  # from a machine that has no locks here
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, _text(self.own), 0)
+            os.pwrite(descriptor, _encode_holder(self.holder), 0)
         except OSError as error:
             os.close(descriptor)
             if error.errno in _NO_LOCKS:
@@ -182,8 +182,8 @@ class RunLock:
     # -- kept by signs of life -----------------------------------------------------------------------------------
 
     def _take_by_beat(self) -> None:
-        part = self.folder / f".{LOCK}-{self.own.token}"
-        part.write_bytes(_text(self.own))
+        part = self.folder / f".{LOCK}-{self.holder.token}"
+        part.write_bytes(_encode_holder(self.holder))
         try:
             try:
                 os.link(part, self.file)  # fails if it is there, and is never seen half-written
@@ -195,9 +195,9 @@ class RunLock:
 
     def _take_over(self, part: Path) -> None:
         """Put ``part`` in the place of a lock that nobody holds. Of several jobs that try, one succeeds."""
-        before = _read(self.file)
+        before = _read_holder(self.file)
         if before is not None and before.is_alive(self.file):
-            raise self._in_use(before)
+            raise self._make_in_use_error(before)
         mark = self.folder / f".{LOCK}-after-{before.token if before is not None else 'release'}"
         try:
             os.mkdir(mark)
@@ -206,8 +206,8 @@ class RunLock:
                 f"{self.folder}: another job is taking it over just now; if there is none, delete {mark}."
             ) from None
         try:
-            if (now := _read(self.file)) != before:
-                raise self._in_use(now)  # someone was faster
+            if (latest := _read_holder(self.file)) != before:
+                raise self._make_in_use_error(latest)  # someone was faster
             os.replace(part, self.file)
         finally:
             os.rmdir(mark)
@@ -217,37 +217,37 @@ class RunLock:
             with contextlib.suppress(OSError):
                 os.utime(self.file)
 
-    def _in_use(self, found: Holder | None, certain: bool = False) -> ValueError:
+    def _make_in_use_error(self, occupant: Holder | None, certain: bool = False) -> ValueError:
         """The error; where that process may be gone for all that is known here, with what helps."""
-        who = "another job" if found is None else str(found)
+        occupant_text = "another job" if occupant is None else str(occupant)
         hint = ""
-        if not certain and found is not None and found.place != _place():
+        if not certain and occupant is not None and occupant.place != _describe_place():
             hint = f" If that process is gone, which can't be seen from here, delete {self.file}."
-        return ValueError(f"{self.folder} is in use by {who}. Wait for it, or begin a new run.{hint}")
+        return ValueError(f"{self.folder} is in use by {occupant_text}. Wait for it, or begin a new run.{hint}")
 
 
-def _text(holder: Holder) -> bytes:
+def _encode_holder(holder: Holder) -> bytes:
     return json.dumps(asdict(holder)).encode()
 
 
-def _read(file: Path) -> Holder | None:
+def _read_holder(file: Path) -> Holder | None:
     """Who the file says; None if it is empty, missing or of someone else's making."""
     try:
         descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would make us wait for ever
         try:
-            found = json.loads(os.read(descriptor, 65536))
+            document = json.loads(os.read(descriptor, 65536))
         finally:
             os.close(descriptor)
-        known = {field.name: found[field.name] for field in fields(Holder)}
-        words = all(known[name].isprintable() for name in ("host", "place", "began", "by"))
-        if words and known["token"].isalnum() and 0 < int(known["pid"]) < 2**31 and 0 <= known["since"] < 1e11:
-            return Holder(**known)
+        values = {field.name: document[field.name] for field in fields(Holder)}
+        words = all(values[name].isprintable() for name in ("host", "place", "began", "by"))
+        if words and values["token"].isalnum() and 0 < int(values["pid"]) < 2**31 and 0 <= values["since"] < 1e11:
+            return Holder(**values)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     return None
 
 
-def _place() -> str:
+def _describe_place() -> str:
     """This machine since it was started, and its space of process ids."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
@@ -257,7 +257,7 @@ def _place() -> str:
     return " ".join(parts)
 
 
-def _began(pid: int) -> str | None:
+def _read_start_time(pid: int) -> str | None:
     """When the system started a process, in its own measure; "" where it does not say, None if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

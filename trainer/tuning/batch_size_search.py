@@ -50,7 +50,7 @@ class BatchSizeSearch:
             )
         limit, samples = finder.max_val, None
         if finder.keep_global_batch and trainer.stage == "fit":
-            samples = self._samples_per_step()
+            samples = self._count_samples_per_step()
             limit = min(limit, samples)
         attempts = Attempts()
 
@@ -79,7 +79,7 @@ class BatchSizeSearch:
         more = "" if finder.accumulate is None else f", accumulate_grad_batches={finder.accumulate}"
         announce(f"BatchSizeFinder: {finder.batch_arg_name}={finder.optimal_batch_size}{more}")
 
-    def _samples_per_step(self) -> int:
+    def _count_samples_per_step(self) -> int:
         """Return the samples of an optimizer step, of this process, as the attribute and the flag say."""
         name, task = self.finder.batch_arg_name, self.trainer.task
         size = get_attribute(self.trainer, name)
@@ -102,7 +102,7 @@ class BatchSizeSearch:
             inner.sources.limits = dict.fromkeys(inner.sources.limits, 1.0)
             loader = self._train(inner) if inner.stage == "fit" else self._evaluate(inner)
             self._check_use(loader, size)
-            return self._most_samples(loader)
+            return self._count_most_samples(loader)
 
     def _train(self, inner: Trainer) -> Loader:
         """Train and validate for a few steps; returns the training loader."""
@@ -146,7 +146,7 @@ class BatchSizeSearch:
                 f"not use the attribute. Write DataLoader(..., batch_size=self.{name}) there."
             )
 
-    def _most_samples(self, loader: Loader) -> int:
+    def _count_most_samples(self, loader: Loader) -> int:
         """Return how many samples the data has for one batch of one process; a huge number where that is unknown."""
         dataset = getattr(loader.source, "dataset", None)
         try:

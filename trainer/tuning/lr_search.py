@@ -37,7 +37,7 @@ class LRSearch:
             ValueError: for an attribute that nothing has, or a task that steps its optimizers itself.
         """
         trainer, finder = self.trainer, self.finder
-        name, task = self._attribute_name(), trainer.task
+        name, task = self._choose_attribute_name(), trainer.task
         assert task is not None
         if not task.automatic_optimization:
             raise ValueError(
@@ -46,7 +46,7 @@ class LRSearch:
             )
         curve = _LRFinder(finder.mode, finder.min_lr, finder.max_lr, finder.num_training_steps)
         with rehearsal(trainer) as inner:
-            self._range_test(inner, curve)
+            self._run_range_test(inner, curve)
             finder.optimal_lr = curve
             suggested = curve.suggestion()
             if name is not None and suggested is not None:
@@ -56,12 +56,12 @@ class LRSearch:
     def apply(self) -> None:
         """Set the rate that was found, now or before a resume."""
         assert self.finder.optimal_lr is not None
-        rate, name = self.finder.optimal_lr.suggestion(), self._attribute_name()
+        rate, name = self.finder.optimal_lr.suggestion(), self._choose_attribute_name()
         if rate is not None and name is not None:
             set_attribute(self.trainer, name, rate)
         self.finder.say(rate, name)
 
-    def _attribute_name(self) -> str | None:
+    def _choose_attribute_name(self) -> str | None:
         """Return the name of the attribute to set; None if none is."""
         trainer, finder = self.trainer, self.finder
         if finder.attr_name:
@@ -77,7 +77,7 @@ class LRSearch:
             )
         return name
 
-    def _range_test(self, inner: Trainer, curve: _LRFinder) -> None:
+    def _run_range_test(self, inner: Trainer, curve: _LRFinder) -> None:
         """Take the steps, each with its learning rate, until they are done or the loss diverges."""
         losses, rates, threshold = _StepLoss(), _RisingRate(inner, curve), self.finder.early_stop_threshold
         with torch.enable_grad():
@@ -94,7 +94,7 @@ def _check_rate_is_used(inner: Trainer, name: str, rate: float) -> None:
     for value in (rate, 2 * rate):
         set_attribute(inner, name, value)
         optimizers, _ = configure(inner.task)
-        rates.append([_base_rate(group) for group in optimizers[0].param_groups])
+        rates.append([_get_base_rate(group) for group in optimizers[0].param_groups])
     if rates[0] == rates[1]:
         warn(
             f"{type(inner.task).__name__}.configure_optimizers does not use {name}, which LearningRateFinder sets: the "
@@ -122,8 +122,8 @@ class _RisingRate:
             raise ValueError(f"{name}.configure_optimizers returned no optimizer to find a rate for.")
         groups = optimizers[0].param_groups
         if not self._shares:
-            base = [_base_rate(group) for group in groups]
-            self._shares = [each / max(base) if max(base) > 0 else 1.0 for each in base]
+            base = [_get_base_rate(group) for group in groups]
+            self._shares = [group_rate / max(base) if max(base) > 0 else 1.0 for group_rate in base]
         for group, share in zip(groups, self._shares, strict=True):
             rate = self._curve.rate(step) * share
             if isinstance(group["lr"], Tensor):
@@ -163,6 +163,6 @@ class _StepLoss(Callback):
         return total / weight if weight else float("nan")
 
 
-def _base_rate(group: dict[str, Any]) -> float:
+def _get_base_rate(group: dict[str, Any]) -> float:
     """Return a group's rate before its scheduler, which may begin at 0, has changed it."""
     return float(group.get("initial_lr", group["lr"]))

@@ -47,7 +47,7 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
     scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
     accumulate = accelerator.gradient_accumulation_steps
     with isolated_random_state(), ExitStack() as put_back, _in_host_memory(trainer.task):
-        inner = _understudy(trainer, put_back)
+        inner = _make_understudy(trainer, put_back)
         for name, value in settings.items():
             set_attribute(inner, name, value)
         try:
@@ -73,7 +73,7 @@ def _leave(put_back: ExitStack, kind: str, source: Any) -> None:
         put_back.enter_context(preserve_loader_state(loader))
 
 
-def _understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
+def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
     """A Trainer that works in the place of ``trainer``, and keeps to itself."""
     inner, accelerator, sources = copy.copy(trainer), trainer.accelerator, trainer.sources
     assert trainer.task is not None
@@ -89,8 +89,8 @@ def _understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
     inner.log_every_n_steps, inner.on_nonfinite = 0, "ignore"
     inner.ckpt_path = inner.opened_checkpoint = None
     inner.lr_scheduler_configs = []
-    inner.datamodule = _copied_datamodule(trainer)
-    task = inner.task = _copied_task(trainer, inner.datamodule)
+    inner.datamodule = _copy_datamodule(trainer)
+    task = inner.task = _copy_task(trainer, inner.datamodule)
     task.trainer = inner
     if inner.datamodule is not None:
         inner.datamodule.trainer = inner
@@ -99,25 +99,25 @@ def _understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
     return inner
 
 
-def _copied_datamodule(trainer: Trainer) -> DataModule | None:
+def _copy_datamodule(trainer: Trainer) -> DataModule | None:
     """A copy with attributes of its own; data is shared, and what can't be copied (an open file)."""
     datamodule = trainer.datamodule
     if datamodule is None:
         return None
-    memo = _shared_by_copies(trainer, [datamodule])
+    memo = _collect_shared(trainer, [datamodule])
     memo[id(trainer.task)] = trainer.task
     copied = memo[id(datamodule)] = copy.copy(datamodule)
     for name, value in vars(datamodule).items():
-        known = set(memo)
+        ids_before = set(memo)
         try:
             copied.__dict__[name] = copy.deepcopy(value, memo)
         except Exception:
-            for half_copied in memo.keys() - known:
+            for half_copied in memo.keys() - ids_before:
                 del memo[half_copied]
     return copied
 
 
-def _copied_task(trainer: Trainer, datamodule: DataModule | None) -> TaskModule:
+def _copy_task(trainer: Trainer, datamodule: DataModule | None) -> TaskModule:
     """A whole copy, which shares nothing with the task but datasets, loaders, and the parts of the Trainer."""
     task, name = trainer.task, type(trainer.task).__name__
     assert task is not None
@@ -126,7 +126,7 @@ def _copied_task(trainer: Trainer, datamodule: DataModule | None) -> TaskModule:
             f"this {name} was sharded by an earlier stage, so no search can work on a copy of it: search before that, "
             "or build the model anew and load the weights."
         )
-    memo = _shared_by_copies(trainer, task.modules())
+    memo = _collect_shared(trainer, task.modules())
     memo[id(trainer.datamodule)] = datamodule
     try:
         return copy.deepcopy(task, memo)
@@ -138,13 +138,13 @@ def _copied_task(trainer: Trainer, datamodule: DataModule | None) -> TaskModule:
         ) from error
 
 
-def _shared_by_copies(trainer: Trainer, owners: Iterable[Any]) -> dict[int, Any]:
+def _collect_shared(trainer: Trainer, owners: Iterable[Any]) -> dict[int, Any]:
     """What ``deepcopy`` is to put into a copy as it is: parts of the Trainer, and the data that its owners hold.
 
     A module's tensors are no data, but a data module's are.
     """
     shared = [trainer, trainer.accelerator, *trainer.callbacks, *trainer.loggers]
-    memo: dict[int, Any] = {id(each): each for each in shared}
+    memo: dict[int, Any] = {id(part): part for part in shared}
     for owner in owners:
         kinds = (Dataset, DataLoader) if isinstance(owner, nn.Module) else (Dataset, DataLoader, Tensor, np.ndarray)
         for value in vars(owner).values():

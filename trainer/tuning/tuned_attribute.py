@@ -41,9 +41,9 @@ def check_attribute(trainer: Trainer, finder: Callback, name: str, argument: str
     if attribute_owners(trainer, name):
         return
     modules = [module for module in (trainer.task, trainer.datamodule) if module is not None]
-    known = {key for module in modules for key in (*vars(module), *module.hparams) if not key.startswith("_")}
+    valid_names = {key for module in modules for key in (*vars(module), *module.hparams) if not key.startswith("_")}
     places = " or ".join(f"{type(module).__name__} or its hparams" for module in modules)
     raise ValueError(
         f"{type(finder).__name__}({argument}={name!r}): there is no such attribute in {places}. Set it in __init__ "
-        f"and use it where it is meant for.{nearest(name, known)}"
+        f"and use it where it is meant for.{nearest(name, valid_names)}"
     )

@@ -60,8 +60,8 @@ class Tuner:
         if method != "fit":
             raise ValueError(f"lr_find(method={method!r}): only 'fit' has a learning rate.")
         finder = LearningRateFinder(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
-        given = _given(method, train_dataloaders, val_dataloaders, dataloaders)
-        self._search(finder, method, model, given, datamodule)
+        loaders_by_kind = _map_loaders(method, train_dataloaders, val_dataloaders, dataloaders)
+        self._search(finder, method, model, loaders_by_kind, datamodule)
         return finder.optimal_lr
 
     def scale_batch_size(
@@ -111,11 +111,13 @@ class Tuner:
             max_val,
             keep_global_batch=keep_global_batch,
         )
-        given = _given(method, train_dataloaders, val_dataloaders, dataloaders)
-        self._search(finder, method, model, given, datamodule)
+        loaders_by_kind = _map_loaders(method, train_dataloaders, val_dataloaders, dataloaders)
+        self._search(finder, method, model, loaders_by_kind, datamodule)
         return finder.optimal_batch_size
 
-    def _search(self, finder: Callback, method: str, model: TaskModule, given: dict[str, Any], data: Any) -> None:
+    def _search(
+        self, finder: Callback, method: str, model: TaskModule, loaders_by_kind: dict[str, Any], data: Any
+    ) -> None:
         trainer, kind = self.trainer, type(finder)
         if any(isinstance(callback, kind) for callback in trainer.callbacks):
             raise ValueError(
@@ -127,12 +129,12 @@ class Tuner:
         trainer.callbacks = [finder, *(callback for callback in before if not isinstance(callback, finders))]
         try:
             with isolated_random_state():
-                Stage(trainer, method, model, given, data).run(None)
+                Stage(trainer, method, model, loaders_by_kind, data).run(None)
         finally:
             trainer.callbacks = before
 
 
-def _given(method: str, train: Any, val: Any, other: Any) -> dict[str, Any]:
+def _map_loaders(method: str, train: Any, val: Any, other: Any) -> dict[str, Any]:
     """What was passed, by kind."""
     if method == "fit":
         if other is not None:

@@ -137,7 +137,7 @@ def test_the_flag_shows_every_frame(monkeypatch):
     monkeypatch.setenv("TREADLE_FULL_TRACEBACK", "1")
     error = failed(ValueError("mine"))
     assert sys.excepthook is sys.__excepthook__
-    assert tracebacks.formatted(error, error.__traceback__) == "".join(traceback.format_exception(error))
+    assert tracebacks.format_error(error, error.__traceback__) == "".join(traceback.format_exception(error))
 
 
 def test_a_hook_of_the_users_is_kept():
@@ -173,7 +173,7 @@ def reports(kinds, patience):
     world = open_world("cpu")
     hook = sys.excepthook
     assert isinstance(hook, tracebacks.Uncaught)
-    hook._let_go_first = lambda earlier: None  # in this test no process ends
+    hook._await_reporter_exit = lambda earlier: None  # in this test no process ends
     kind = kinds[world.rank]
     if kind is None:  # it claims the report, and is killed before it makes it
         hook._claim(ValueError(), "ValueError: ")

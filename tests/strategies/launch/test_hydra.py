@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 from processes import clean_environment, python
-from treadle.strategies.launch.supervisor import _quoted
+from treadle.strategies.launch.supervisor import _quote
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="starts processes as the other tests of the launcher do"
@@ -80,7 +80,7 @@ def application(folder, source, *arguments):
 
 def test_one_run_one_folder(tmp_path):
     folder = tmp_path / "it's here, {now}"
-    lines = application(tmp_path, FOLDERS, f"hydra.run.dir={_quoted(folder.name)}", "hydra.job.chdir=true", "+lr=1")
+    lines = application(tmp_path, FOLDERS, f"hydra.run.dir={_quote(folder.name)}", "hydra.job.chdir=true", "+lr=1")
     assert sorted(lines) == [f"{rank} rank: {folder} {folder} 1" for rank in (0, 1, "no")]
     assert sorted(os.listdir(folder / ".hydra")) == ["config.yaml", "hydra.yaml", "overrides.yaml"]
     assert "output_subdir: .hydra" in (folder / ".hydra" / "hydra.yaml").read_text()  # the supervisor's, not a rank's
@@ -104,4 +104,4 @@ def test_each_job_of_a_multirun_trains_on_both_ranks(tmp_path):
 def test_any_path_is_a_value_of_hydras_grammar(text):
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    assert OverridesParser.create().parse_override(f"key={_quoted(text)}").value() == text
+    assert OverridesParser.create().parse_override(f"key={_quote(text)}").value() == text

@@ -259,7 +259,7 @@ def test_command_survives_changed_directory_and_used_up_arguments(tmp_path: Path
     os.chdir("/")
     sys.argv = sys.argv[:1]
     assert launch.has_script()
-    print(launch.own_command(2)[1:])
+    print(launch.build_relaunch_command(2)[1:])
     """
     (tmp_path / "train.py").write_text(textwrap.dedent(source))
     command = [sys.executable, "-X", "dev", "-uO", "train.py", "--epochs", "3"]

@@ -208,7 +208,7 @@ def test_a_second_job_is_refused_with_words_until_the_first_is_killed(tmp_path):
 
 def test_no_one_is_told_to_remove_a_lock_that_the_system_holds(tmp_path, monkeypatch):
     with RunFolder.create(tmp_path) as folder:
-        monkeypatch.setattr(lock, "_place", lambda: "another container on this machine")
+        monkeypatch.setattr(lock, "_describe_place", lambda: "another container on this machine")
         assert holder(folder.path) is not None
         with pytest.raises(ValueError, match="in use by process") as caught:
             RunFolder.open(folder.path)
@@ -348,7 +348,7 @@ def test_a_holder_elsewhere_lives_by_its_signs(without_locks, tmp_path):
     held.release()
     (tmp_path / LOCK).unlink()
     other = Holder("far", 1, time.time(), "far 0", "", "1" * 32, "beat")
-    (tmp_path / LOCK).write_bytes(lock._text(other))
+    (tmp_path / LOCK).write_bytes(lock._encode_holder(other))
     with pytest.raises(ValueError, match=r"process 1 on far.*can't be seen from here, delete .*lock"):
         RunLock(tmp_path)
     silent = time.time() - lock.SILENCE - 1
@@ -359,7 +359,7 @@ def test_a_holder_elsewhere_lives_by_its_signs(without_locks, tmp_path):
 
 def test_who_can_not_see_a_system_lock_leaves_it_alone(without_locks, tmp_path):
     other = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "system")
-    (tmp_path / LOCK).write_bytes(lock._text(other))
+    (tmp_path / LOCK).write_bytes(lock._encode_holder(other))
     os.utime(tmp_path / LOCK, (0, 0))
     with pytest.raises(ValueError, match="process 1 on far"):
         RunLock(tmp_path)
@@ -367,7 +367,7 @@ def test_who_can_not_see_a_system_lock_leaves_it_alone(without_locks, tmp_path):
 
 def test_who_has_system_locks_respects_one_that_has_not(tmp_path):
     other = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat")
-    (tmp_path / LOCK).write_bytes(lock._text(other))
+    (tmp_path / LOCK).write_bytes(lock._encode_holder(other))
     with pytest.raises(ValueError, match="process 1 on far"):
         RunLock(tmp_path)
     os.utime(tmp_path / LOCK, (0, 0))
@@ -382,7 +382,7 @@ def test_of_many_jobs_one_takes_over_a_dead_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "fcntl", None)
     monkeypatch.setattr(Holder, "is_alive", judged)
     dead = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat")
-    (tmp_path / LOCK).write_bytes(lock._text(dead))
+    (tmp_path / LOCK).write_bytes(lock._encode_holder(dead))
 
     def take():
         try:
