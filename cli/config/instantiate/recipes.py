@@ -130,7 +130,7 @@ class ObjectRecipe(Recipe):
         return built_object
 
     def _take_positional(self, arguments: dict[str, Any]) -> list[Any]:
-        """What has to be passed by position, taken out of ``arguments``: also what stands before ``*args``, if given."""
+        """What must be passed by position, taken out of ``arguments``: also what stands before ``*args``, if given."""
         variadic_name = next(
             (argument.name for argument in self.signature.arguments.values() if argument.several), None
         )
