@@ -92,9 +92,8 @@ class LastStep:
 
     def note(self) -> None:
         """Remember the run as it is: a step is complete."""
-        registered = (
-            self._collect_registered()
-        )  # asked on every process: a user's object may exchange something to know it
+        # Asked on every process: a user's object may exchange something to know it.
+        registered = self._collect_registered()
         if self._alone is None:
             return
         trainer, accelerator = self._trainer, self._trainer.accelerator

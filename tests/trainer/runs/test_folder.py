@@ -331,7 +331,7 @@ def test_without_locks_a_second_job_is_refused_until_the_first_is_killed(without
         kill(child)
     assert holder(tmp_path) is None
     held = RunLock(tmp_path)
-    assert holder(tmp_path) == held.own
+    assert holder(tmp_path) == held.holder
     held.release()
     assert holder(tmp_path) is None
     RunLock(tmp_path).release()
