@@ -30,7 +30,7 @@ class Strategy:
         name: the registry name.
         distributed: whether it can run on more than one process.
         sharded: whether a process holds only parts of the parameters.
-        own_buffers: whether a process's buffers go on from what they were, rather than from rank zero's.
+        has_rank_buffers: whether a process's buffers go on from what they were, rather than from rank zero's.
         delays_sync: whether `set_gradient_sync` does anything, so that the loop may skip the call.
         device_mesh: the processes on a grid with named dimensions, where the strategy uses one.
     """
@@ -38,7 +38,7 @@ class Strategy:
     name: ClassVar[str] = "base"
     distributed: ClassVar[bool] = False
     sharded: ClassVar[bool] = False
-    own_buffers: bool = False
+    has_rank_buffers: bool = False
     delays_sync: bool = False
     device_mesh: DeviceMesh | None = None
 

@@ -170,7 +170,7 @@ class Trainer(LightningAliases):
         **unknown: Any,
     ) -> None:
         report_uncaught()  # also what is wrong with the flags
-        self.flags_given = arguments.select_changed_flags(locals(), Trainer.__init__.__kwdefaults__)
+        self.changed_flags = arguments.select_changed_flags(locals(), Trainer.__init__.__kwdefaults__)
         fast = arguments.check_batches("fast_dev_run", fast_dev_run)
         self.barebones = arguments.check_bool("barebones", barebones)
         if barebones:
@@ -554,7 +554,7 @@ class Trainer(LightningAliases):
         settings["loggers"] = ", ".join(type(logger).__name__ for logger in self.loggers) or None
         settings["callbacks"] = ", ".join(type(callback).__name__ for callback in self.callbacks) or None
         for field in fields(TrainerSettings):
-            value = getattr(self, field.name, self.flags_given.get(field.name, settings))
+            value = getattr(self, field.name, self.changed_flags.get(field.name, settings))
             if isinstance(value, int | float | str | None):
                 settings[field.name] = value
         if self.val_check_seconds is not None:
@@ -565,10 +565,10 @@ class Trainer(LightningAliases):
         return settings
 
     @property
-    def settings_given(self) -> set[str]:
+    def changed_settings(self) -> set[str]:
         """The names in `settings` of the flags that were given another value than their default."""
         renamed = {"accelerator": "device", "logger": "loggers"}
-        return {renamed.get(name, name) for name in self.flags_given}
+        return {renamed.get(name, name) for name in self.changed_flags}
 
     # -- callbacks -----------------------------------------------------------------------------------------------
 

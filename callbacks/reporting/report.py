@@ -133,7 +133,7 @@ class RunReport(BestEffortCallback):
         history, task = trainer.history, trainer.task
         history.tick()
         settings = _flatten_settings(trainer.settings)
-        defaults = {name: text for name, text in settings.items() if name not in trainer.settings_given}
+        defaults = {name: text for name, text in settings.items() if name not in trainer.changed_settings}
         texts = {}
         if ended_well is not None and isinstance(trainer.profiler, SimpleProfiler):
             texts["Profile"] = trainer.profiler.summary()
@@ -148,7 +148,7 @@ class RunReport(BestEffortCallback):
             tables={
                 "Checkpoints": _list_checkpoints(trainer),
                 **self._hyperparameters,
-                "Settings": {name: text for name, text in settings.items() if name in trainer.settings_given},
+                "Settings": {name: text for name, text in settings.items() if name in trainer.changed_settings},
                 "Environment": environment(),
             },
             folded={"Settings": (f"{len(defaults)} as they are by default", defaults)},

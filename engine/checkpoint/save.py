@@ -159,7 +159,7 @@ def collect(accelerator: Accelerator, target: Path, parts: dict[str, Any], weigh
         with attempts:  # asked on every process: what is registered may exchange something to know its state
             files |= encode_part(STATE, _collect_shared_state(accelerator), rank)
         with attempts:
-            has_rank_buffers = rank > 0 and accelerator.strategy.own_buffers
+            has_rank_buffers = rank > 0 and accelerator.strategy.has_rank_buffers
             files |= encode_rank_state(
                 rank, collect_rank_random_state(accelerator), _collect_buffers(accelerator) if has_rank_buffers else []
             )

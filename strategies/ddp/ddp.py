@@ -165,7 +165,7 @@ class DDP(Strategy):
             "bucket_cap_mb": bucket_cap_mb,
             "broadcast_buffers": broadcast_buffers,
         }
-        self.own_buffers = not broadcast_buffers
+        self.has_rank_buffers = not broadcast_buffers
         self.comm_hook = CommHook(arguments["comm_hook"], arguments["comm_state"], arguments["comm_wrapper"])
         self.sync_batchnorm = sync_batchnorm
         self.zero = zero

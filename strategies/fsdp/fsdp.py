@@ -67,7 +67,7 @@ class FSDP(Strategy):
     name = "fsdp"
     distributed = True
     sharded = True
-    own_buffers = True
+    has_rank_buffers = True
 
     def __init__(
         self,

@@ -223,7 +223,9 @@ class CheckpointResolver:
                 continue
             # To ask for a version that nobody has set would claim the next free one.
             has_version = logger is not None and getattr(logger, "_version", None) is not None
-            folder = trainer.logbook.known_folder(root) if logger is None else logger.log_dir if has_version else None
+            folder = (
+                trainer.logbook.existing_folder(root) if logger is None else logger.log_dir if has_version else None
+            )
             if folder:
                 run_folders[Path(os.path.abspath(folder)) / CHECKPOINTS] = None
                 continue

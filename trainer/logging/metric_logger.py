@@ -257,7 +257,7 @@ class Logbook:
         """Where the folders of runs stand whose loggers have none: in ``root``, named after the experiment."""
         return os.path.join(root, _make_file_name(self.loggers[0].name) or "treadle_logs")
 
-    def known_folder(self, root: str) -> str | None:
+    def existing_folder(self, root: str) -> str | None:
         """The run's folder where no logger has one, as far as it is known without beginning a run. For rank zero."""
         logger = self.loggers[0]
         if self.folder is None and type(logger).version is Logger.version and isinstance(logger.version, str):
@@ -270,7 +270,7 @@ class Logbook:
         if type(logger).version is Logger.version and logger.version is None:  # one of its own may never change
             self._use(logger, "experiment", lambda: logger.experiment)  # which begins the run
         try:
-            folder = self.known_folder(root)
+            folder = self.existing_folder(root)
             if folder is None:
                 above = self.folder_of_runs(root)
                 return os.path.join(above, f"version_{claim_version(above)}")

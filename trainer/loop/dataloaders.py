@@ -46,7 +46,7 @@ class Sources:
     ) -> None:
         self.task = task
         self.datamodule = datamodule
-        self.given = passed_loaders
+        self.passed_loaders = passed_loaders
         self.limits = limits
         self._accelerator = accelerator
         self._shard = shard
@@ -105,10 +105,10 @@ class Sources:
             warn(f"validation loader{position} is empty: nothing is validated on it. {reason}")
 
     @property
-    def asked(self) -> list[Loader]:
+    def hook_loaders(self) -> list[Loader]:
         """The training and validation loaders that come from a hook."""
-        train = [] if self.given.get("train") is not None else [self.train]
-        return train + ([] if self.given.get("val") is not None else self.evaluation("val"))
+        train = [] if self.passed_loaders.get("train") is not None else [self.train]
+        return train + ([] if self.passed_loaders.get("val") is not None else self.evaluation("val"))
 
     def reload(self, epoch: int) -> None:
         """Ask the hooks anew for the training and validation loaders, as of now; what was passed is kept.
@@ -117,14 +117,14 @@ class Sources:
             epoch: the one that comes.
         """
         self._epoch = epoch
-        for loader in self.asked:
+        for loader in self.hook_loaders:
             loader.close()
             self._accelerator.loaders.remove(loader)
-        if self.given.get("train") is None:
+        if self.passed_loaders.get("train") is None:
             self._train = None
-        if self.given.get("val") is None:
+        if self.passed_loaders.get("val") is None:
             self._evaluation.pop("val", None)
-        for loader in self.asked:
+        for loader in self.hook_loaders:
             loader.set_epoch(epoch)
 
     def for_another(
@@ -143,8 +143,8 @@ class Sources:
         return other
 
     def _find(self, kind: str) -> Any:
-        if self.given.get(kind) is not None:
-            return self.given[kind]
+        if self.passed_loaders.get(kind) is not None:
+            return self.passed_loaders[kind]
         method = f"{kind}_dataloader"
         for owner, base in ((self.datamodule, DataModule), (self.task, TaskModule)):
             if owner is None:

@@ -13,7 +13,7 @@ from ...common.messages import warn
 from ...engine import isolated_random_state, list_unused
 from ..checkpointing import LastStep
 from ..core import SchedulerConfig, TaskModule, check_ownership, endless, parse_optimizers
-from ..preflight import check_monitors, check_same_optimizers, check_storable, warn_of_untrained
+from ..preflight import check_monitors, check_optimizers_match, check_storable, warn_of_untrained
 from ..profiling import measured
 from .dataloaders import Sources
 from .evaluation_loop import EvaluationLoop
@@ -95,7 +95,7 @@ class Fit:
         loader.set_epoch(trainer.progress.epoch)
         self._check_validation()
         trainer.checkpointer.register()
-        initial_states = [(source, source.state_dict()) for source in (sources.asked if reloads else [])]
+        initial_states = [(source, source.state_dict()) for source in (sources.hook_loaders if reloads else [])]
         random_state = trainer.checkpointer.restore_run(trainer.opened_checkpoint, self.schedule)
         trainer.opened_checkpoint = None  # all is restored: nothing of it has to stay in memory
         if reloads:
@@ -121,7 +121,7 @@ class Fit:
         every, progress = trainer.reload_dataloaders_every_n_epochs, trainer.progress
         if not every:
             return False
-        if sources.given.get("train") is not None and sources.given.get("val") is not None:
+        if sources.passed_loaders.get("train") is not None and sources.passed_loaders.get("val") is not None:
             warn(
                 f"reload_dataloaders_every_n_epochs={every} has no effect: the loaders were passed to fit. Give the "
                 "task or a data module a train_dataloader to be asked anew."
@@ -131,7 +131,7 @@ class Fit:
         epoch = progress.epoch
         reloads = not progress.batch and epoch - progress.loaded >= every
         progress.epoch = epoch if reloads else progress.loaded
-        for loader in sources.asked:
+        for loader in sources.hook_loaders:
             loader.set_epoch(epoch)
         progress.epoch = epoch
         return reloads
@@ -187,7 +187,7 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
                 f"{type(config.scheduler).__name__}({name}=inf) would never change the learning rate; "
                 + _why_endless(trainer)
             )
-    check_same_optimizers(task, optimizers, schedulers, accelerator.world)
+    check_optimizers_match(task, optimizers, schedulers, accelerator.world)
     trainer.lr_scheduler_configs = schedulers
     for optimizer in optimizers:
         accelerator.prepare_optimizer(optimizer)

@@ -14,7 +14,7 @@ from .. import arguments
 from ..checkpointing import CheckpointResolver
 from ..core import DataModule, TaskModule, log_to, task_modules
 from ..default_callbacks import as_callbacks
-from ..preflight import same_settings
+from ..preflight import collect_settings
 from ..profiling import stage_profiler
 from . import error_notes
 from .dataloaders import KINDS, Sources, check_kinds
@@ -115,7 +115,7 @@ class Stage:
         for callback in trainer.callbacks:
             callback._task = task
         trainer.hooks = hooks = Hooks(trainer, task, trainer.callbacks)
-        accelerator.compare_settings(same_settings(trainer, self.name, task, self.ckpt_path))
+        accelerator.compare_settings(collect_settings(trainer, self.name, task, self.ckpt_path))
         trainer.opened_checkpoint = opened = CheckpointResolver(trainer, self.name, self.ckpt_path).resolve()
         trainer.ckpt_path = None if opened is None else opened.path
         limits = {kind: getattr(trainer, f"limit_{kind}_batches") for kind in KINDS}

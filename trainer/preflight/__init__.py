@@ -8,7 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .oversights import check_monitors, warn_of_untrained
-    from .rank_consistency import check_same_optimizers, same_settings
+    from .rank_consistency import check_optimizers_match, collect_settings
     from .storable import check_storable
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -42,7 +42,7 @@ _FLAGS = (
 _WORDS = ("last", "best", "auto")
 
 
-def same_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: Any) -> dict[str, Any]:
+def collect_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: Any) -> dict[str, Any]:
     """Return what the ranks compare as a stage begins, by the names that users know.
 
     Args:
@@ -65,7 +65,7 @@ def same_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: Any
     }
 
 
-def check_same_optimizers(
+def check_optimizers_match(
     task: TaskModule, optimizers: Sequence[Optimizer], schedulers: Sequence[SchedulerConfig], world: World
 ) -> None:
     """See that ``configure_optimizers`` returned the same on every rank. One exchange; all ranks must call it.

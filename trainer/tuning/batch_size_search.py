@@ -43,7 +43,7 @@ class BatchSizeSearch:
         name = finder.batch_arg_name
         check_attribute(trainer, finder, name, "batch_arg_name")
         assert trainer.sources is not None
-        if trainer.sources.given.get(kind) is not None:
+        if trainer.sources.passed_loaders.get(kind) is not None:
             raise ValueError(
                 f"BatchSizeFinder makes loaders of other sizes, and can't make a loader anew that {trainer.stage} was "
                 f"given. Give the task or a data module a {kind}_dataloader() that uses self.{name}."
