@@ -450,7 +450,7 @@ def test_processes_that_it_starts(here):
     """`treadle fit` starts itself twice; the ranks read the same line."""
     line = ["fit", "--config", "run.yaml", "trainer.strategy=ddp", "trainer.devices=2", "data.batch_size=4"]
     environment = clean_environment({"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(cli_samples.__file__).parent)})
-    command = [sys.executable, "-m", "treadle", *line]
+    command = [python(), "-m", "treadle", *line]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("optimizer steps") == 1

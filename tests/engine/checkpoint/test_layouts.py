@@ -122,7 +122,9 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("layout", ["single", "zero", "fsdp3", "hybrid", "tensor"])
+@pytest.mark.parametrize(
+    "layout", ["single", "zero", pytest.param("fsdp3", marks=pytest.mark.exhaustive), "hybrid", "tensor"]
+)
 def test_every_layout_loads_every_other(checkpoints, layout):
     root, after = checkpoints
     world, _ = LAYOUTS[layout]

@@ -25,7 +25,7 @@ from treadle.testing.faults import Fault, disk_points, forked
 FILES = ("model.safetensors", "state.json", "state.safetensors", "rank-00000.json", "rank-00000.safetensors")
 
 
-@pytest.fixture(params=["disk", "tmpfs"])
+@pytest.fixture(params=["disk", pytest.param("tmpfs", marks=pytest.mark.exhaustive)])
 def where(request, tmp_path):
     """A directory on the file system of temporary files, and one on tmpfs."""
     if request.param == "disk":

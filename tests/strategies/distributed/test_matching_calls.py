@@ -124,7 +124,7 @@ def late(root, strategy):
     return accelerator.steps
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_ranks_may_come_late(tmp_path, strategy):
     assert run(late, 2, str(tmp_path), strategy) == [4, 4]
 
