@@ -293,8 +293,9 @@ def _run(request: dict[str, Any]) -> int:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.executable, sys.orig_argv, sys.argv = request["executable"], request["orig_argv"], request["argv"]
-    added = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one not in sys.path]
-    sys.path[1:1] = added
+    # The first place, which is this file's folder, becomes the program's.
+    listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in listed if path and path not in sys.path[1:]]
     try:
         _execute(request["kind"], request["target"])
     except SystemExit as error:
