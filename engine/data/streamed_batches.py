@@ -271,7 +271,9 @@ class StreamedBatches:
         source = avoid_rewind(source)
         stands, self._stands = self._stands, None
         self._ended = False
-        if self.compare is not None:
+        has_ended = stands is not None and stands["ended"]
+        # A source that was saved at its end may begin anew: what it yields now is the next epoch's.
+        if self.compare is not None and not has_ended:
             self._compare_ranks(source, self.compare)
         if self.planner.shares is not None and not self._again:
             self.draws.stream.advance()  # what is read moves each rank's reader by another length
@@ -279,7 +281,7 @@ class StreamedBatches:
         if stands is None:
             self._compare_first(source)
             stand_in = self._fast_forward(source)
-        left = 0 if stands is not None and stands["ended"] else self.limit
+        left = 0 if has_ended else self.limit
         shares = self.planner.shares
         yield from (
             self._deal_batches(source, left)
