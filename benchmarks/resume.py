@@ -73,10 +73,10 @@ class Counts:
     """What is read of checkpoints from now on in this process."""
 
     def __init__(self) -> None:
-        from treadle.engine import disk, manifest
+        from treadle.engine.checkpoint import filesystem, manifest
 
         self.hashed = self.parsed = 0
-        digest, parse = disk.xxh3_128, manifest._parse
+        digest, parse = filesystem.xxh3_128, manifest._parse
 
         class Counting:
             def __init__(inner, data: bytes = b"") -> None:
@@ -94,7 +94,7 @@ class Counts:
             self.parsed += 1
             return parse(document)
 
-        disk.xxh3_128, manifest._parse = Counting, counting
+        filesystem.xxh3_128, manifest._parse = Counting, counting
 
 
 class Begun(Exception):

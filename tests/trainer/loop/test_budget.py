@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
 
-MOST_FRAMES, MOST_CALLS, MOST_CALLS_OWN_LOOP = 6, 40, 21
+MOST_FRAMES, MOST_CALLS, MOST_CALLS_OWN_LOOP = 6, 28, 21
 FOLDERS = tuple(
     str(Path(folder).resolve()) + os.sep
     for room in (treadle, treadle.trainer, treadle.engine, treadle.callbacks, treadle.loggers, treadle.strategies)
