@@ -115,7 +115,7 @@ def _list_values(key: str) -> Iterable[str]:
 
 def _list_keys(before: list[str], last: str) -> Iterable[str]:
     """Sections, flags, and the keys of the files named so far; one level at a time."""
-    from .config import SECTIONS, ConfigError, format_path, normalize, walk
+    from .config import SECTIONS, ConfigError, format_path, iterate_values, normalize
 
     keys = {f"trainer.{name}=" for name in _list_flags()} | {"seed=", "ckpt_path=", "run.name=", "run.dir="}
     keys |= {f"{name}." for name in SECTIONS if name not in ("seed", "ckpt_path")} | {"optimizer=", "lr_scheduler="}
@@ -128,7 +128,7 @@ def _list_keys(before: list[str], last: str) -> Iterable[str]:
             values = normalize(read(file))
         except ConfigError:
             continue  # the command itself says what is wrong
-        for path, value in walk(values):
+        for path, value in iterate_values(values):
             if path:
                 keys.add(format_path(path) + ("." if isinstance(value.data, dict | list) else "="))
     depth = last.count(".")

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
         Value,
         format_path,
         hide_secrets,
+        iterate_values,
         make_printable,
         make_value,
         normalize,
         split_at_secrets,
         to_plain,
-        walk,
     )
     from .yaml_loader import parse_scalar, read, read_text
 

@@ -20,12 +20,12 @@ from .values import (
     Value,
     format_path,
     hide_secrets,
+    iterate_values,
     make_value,
     merge,
     normalize,
     place_value,
     to_plain,
-    walk,
 )
 from .yaml_loader import parse, parse_scalar, read
 
@@ -199,7 +199,7 @@ def parse_path(key: str) -> Path:
 
 def _resolve_references(root: Value) -> Value:
     """The values with every ``${...}`` filled in."""
-    leaves = {path: value for path, value in walk(root) if isinstance(value.data, str)}
+    leaves = {path: value for path, value in iterate_values(root) if isinstance(value.data, str)}
     missing = next(((path, value) for path, value in leaves.items() if value.data == "???"), None)
     if missing is not None:
         raise ConfigError(f"{missing[1].source}: {format_path(missing[0])} is still '???': give it a value.")
@@ -235,7 +235,7 @@ def _find_reference_error(text: str) -> str | None:
 def _refuse_idle(root: Value, targets: set[Path]) -> None:
     """Raise for a variable on the command line that nothing refers to: setting it would do nothing."""
     section = root.data.get("vars")
-    for path, value in walk(section, ("vars",)) if section is not None else ():
+    for path, value in iterate_values(section, ("vars",)) if section is not None else ():
         alone = not isinstance(value.data, dict | list) and value.source == COMMAND_LINE
         if alone and not any(path[: len(target)] == target for target in targets):
             valid_targets = [format_path(target) for target in targets if target[:1] == ("vars",)]
@@ -277,7 +277,7 @@ def _get_first_line(error: Exception) -> str:
 
 
 def _collect_secrets(root: Value) -> dict[str, str]:
-    texts = [value.data for _, value in walk(root) if isinstance(value.data, str)]
+    texts = [value.data for _, value in iterate_values(root) if isinstance(value.data, str)]
     names = {match[1] for text in texts for match in _VARIABLE.finditer(text) if _SECRET.search(match[1])}
     return {os.environ[name]: f"${{oc.env:{name}}}" for name in sorted(names) if os.environ.get(name)}
 
@@ -286,7 +286,7 @@ class _References:
     """The references among values: where they lead, how much they stand for, what they become."""
 
     def __init__(self, root: Value) -> None:
-        self.values = dict(walk(root))
+        self.values = dict(iterate_values(root))
         self.extents: dict[Path, int] = {}
         self.open: list[Path] = []
         self.targets: set[Path] = set()

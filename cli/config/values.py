@@ -78,7 +78,7 @@ def to_plain(value: Value) -> Any:
     return value.data
 
 
-def walk(value: Value, path: Path = ()) -> Iterator[tuple[Path, Value]]:
+def iterate_values(value: Value, path: Path = ()) -> Iterator[tuple[Path, Value]]:
     """Each value below ``value``, and itself, with the way there."""
     yield path, value
     entries: Iterable[tuple[Key, Value]] = ()
@@ -87,7 +87,7 @@ def walk(value: Value, path: Path = ()) -> Iterator[tuple[Path, Value]]:
     elif isinstance(value.data, list):
         entries = enumerate(value.data)
     for key, item in entries:
-        yield from walk(item, (*path, key))
+        yield from iterate_values(item, (*path, key))
 
 
 def format_path(path: Path) -> str:
@@ -158,7 +158,7 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
         ConfigError: there is no such place.
     """
 
-    def put(value: Value | None, done: int) -> Value | None:
+    def place(value: Value | None, done: int) -> Value | None:
         if done == len(path):
             return _append_value(value, path, new) if add and new is not None else new
         key, parent = path[done], format_path(path[:done])
@@ -169,7 +169,7 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
         value = expand_class_name(value)
         if isinstance(value.data, list):
             number = _parse_index(value, key, parent)
-            item = put(value.data[number], done + 1)
+            item = place(value.data[number], done + 1)
             return replace(
                 value, data=[*value.data[:number], *([] if item is None else [item]), *value.data[number + 1 :]]
             )
@@ -186,14 +186,14 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
                 f"there is no {format_path(path[: done + 1])!r} to take out.{nearest(str(key), valid_keys)}"
             )
         entries = dict(value.data)
-        item = put(entries.get(key), done + 1)
+        item = place(entries.get(key), done + 1)
         if item is None:
             del entries[key]
         else:
             entries[key] = item
         return replace(value, data=entries)
 
-    return put(root, 0) or Value({}, root.source)
+    return place(root, 0) or Value({}, root.source)
 
 
 def _append_value(value: Value | None, path: Path, new: Value) -> Value:

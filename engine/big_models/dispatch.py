@@ -22,8 +22,8 @@ from .module_tensors import (
     iter_direct_tensors,
     list_class_names,
     named_tensors,
-    put,
-    put_by_name,
+    set_tensor,
+    set_tensor_by_names,
 )
 from .offload_file import check_shapes, write_weights
 
@@ -177,7 +177,7 @@ def remove_hook_from_submodules(model: nn.Module) -> nn.Module:
                 with torch.no_grad():
                     loan.piece.fill(values)
                 brought[key] = copy_attributes(loan.shape, values)
-            put(loan.module, loan.name, brought[key])
+            set_tensor(loan.module, loan.name, brought[key])
     if hasattr(model, "hf_device_map"):
         del model.hf_device_map
     return model
@@ -228,7 +228,7 @@ def dispatch(
     for names in group_tied_names(tensors):
         old, device = tensors[names[0]], runs_on(names[0])
         if names[0] not in lent and old.device != device:
-            put_by_name(model, names, copy_attributes(old, old.detach().to(device)))
+            set_tensor_by_names(model, names, copy_attributes(old, old.detach().to(device)))
     if lent or force_hooks or len({runs_on(name) for name in device_map}) > 1:
         _install(model, runs_on, lent, set(device_map), main, skip_keys, preload_module_classes)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
@@ -305,7 +305,9 @@ def _install(
         if names[0] in lent:
             shape = tensors[names[0]].detach().to("meta")
             shapes |= dict.fromkeys(names, copy_attributes(tensors[names[0]], shape))
-            put_by_name(model, names, copy_attributes(tensors[names[0]], shape.as_subclass(StandIn), plain=True))
+            set_tensor_by_names(
+                model, names, copy_attributes(tensors[names[0]], shape.as_subclass(StandIn), plain=True)
+            )
     moves = any(runs_on(name).type != "cpu" for name in [*entries, *tensors])
     loans: dict[str, list[Loan]] = {}
     stations: dict[str, nn.Module] = {}

@@ -14,7 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..checkpoint import MemoryPiece, Piece
-from .module_tensors import copy_attributes, is_buffer, put
+from .module_tensors import copy_attributes, is_buffer, set_tensor
 
 
 class StandIn(Tensor):
@@ -71,14 +71,14 @@ class Loan:
         new = copy_attributes(self.shape, values)
         if grad and new.requires_grad:
             new.register_hook(_refuse_gradient)
-        put(self.module, self.name, new)
+        set_tensor(self.module, self.name, new)
 
     def take_back(self) -> None:
         """Let the values go. A buffer that the forward changed, such as a cache or running statistics, is kept."""
         buffer = self.module._buffers.get(self.name) if is_buffer(self.shape) else None
         if buffer is not None and buffer is not self.stand_in and self._is_changed(buffer):
             self.piece = MemoryPiece(buffer.detach().clone().to("cpu"))
-        put(self.module, self.name, self.stand_in)
+        set_tensor(self.module, self.name, self.stand_in)
 
     def _is_changed(self, buffer: Tensor) -> bool:
         # Batch normalization doesn't count its writes as versions, but it writes in training only.

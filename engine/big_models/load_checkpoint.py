@@ -24,8 +24,8 @@ from .module_tensors import (
     is_buffer,
     named_tensors,
     parse_dtype,
-    put_by_name,
     resolve_stored_dtype,
+    set_tensor_by_names,
 )
 from .offload_file import check_shapes
 
@@ -194,7 +194,7 @@ def _load_tensor(
             piece.fill(values)
         elif piece is None:
             values.copy_(old)
-    put_by_name(model, names, copy_attributes(old, values))
+    set_tensor_by_names(model, names, copy_attributes(old, values))
 
 
 def _check_names(model: nn.Module, tensors: Mapping[str, Tensor], weights: Weights, strict: bool) -> None:

@@ -71,7 +71,7 @@ def copy_attributes(old: Tensor, data: Tensor, plain: bool = False) -> Tensor:
     return new
 
 
-def put(module: nn.Module, name: str, tensor: Tensor) -> None:
+def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Let a module hold ``tensor`` where it held another of that name."""
     if isinstance(module, nn.RNNBase):
         setattr(module, name, tensor)  # it keeps a second list of its weights, which only this renews
@@ -80,11 +80,11 @@ def put(module: nn.Module, name: str, tensor: Tensor) -> None:
         registry[name] = tensor
 
 
-def put_by_name(model: nn.Module, names: list[str], tensor: Tensor) -> None:
-    """`put` one tensor under all its names."""
+def set_tensor_by_names(model: nn.Module, names: list[str], tensor: Tensor) -> None:
+    """Set one tensor under all its names."""
     for name in names:
         path, _, last = name.rpartition(".")
-        put(model.get_submodule(path), last, tensor)
+        set_tensor(model.get_submodule(path), last, tensor)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

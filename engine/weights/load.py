@@ -74,10 +74,10 @@ def load_weights(
     if not isinstance(model, nn.Module):
         raise TypeError(f"load_weights loads into a module, not a {type(model).__name__}.")
     with open_source(source, sha256) as opened_source:
-        return put(model, opened_source, strict, prefix, rename)
+        return load_opened(model, opened_source, strict, prefix, rename)
 
 
-def put(
+def load_opened(
     model: nn.Module, source: Opened, strict: bool = True, prefix: str | None = None, rename: Rename | None = None
 ) -> Loaded:
     """Load what was opened into a model; see `load_weights`."""

@@ -231,7 +231,7 @@ class CheckpointResolver:
                 continue
             parent = trainer.logbook.folder_of_runs(root) if logger is None else str(logger.root_dir)
             names = "version_*" if isinstance(logger, DirectoryLogger) else "*"
-            earlier_folders |= dict.fromkeys(_folders_of_earlier_runs(Path(os.path.abspath(parent)), names))
+            earlier_folders |= dict.fromkeys(_find_earlier_runs(Path(os.path.abspath(parent)), names))
         return list(run_folders), list(earlier_folders)
 
     def _stores(self, directories: Iterable[Path]) -> list[CheckpointStore]:
@@ -339,7 +339,7 @@ def _shortened(lines: list[str], most: int = 5) -> str:
     return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")
 
 
-def _folders_of_earlier_runs(root: Path, names: str) -> list[Path]:
+def _find_earlier_runs(root: Path, names: str) -> list[Path]:
     """Return the checkpoint directories of the runs in a folder, latest first.
 
     Versions are ordered by number, other names (a service's ids) by time.

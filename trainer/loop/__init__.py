@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .automatic import Steps, count_positional
     from .dataloaders import KIND_OF_STAGE, Sources
     from .evaluation_loop import Evaluation, EvaluationLoop, check_step, predictions_in_order
-    from .fit_loop import kind_of_steps
+    from .fit_loop import choose_steps
     from .fit_setup import Fit, configure, prepare_training, validate, wrap
     from .hook_table import Hooks, callback_overrides, name_of, task_overrides
     from .lr_schedulers import Schedules

@@ -91,7 +91,7 @@ class FitLoop:
         self.agreement = trainer.accelerator.agreement
         self.alone = trainer.accelerator.num_processes == 1
         self.schedules = Schedules(trainer, task, schedulers if task.automatic_optimization else [])
-        kind = kind_of_steps(trainer, task)
+        kind = choose_steps(trainer, task)
         self.steps = trainer.steps = kind(trainer, task, model, hooks, self.schedules, self._wants_to_stop)
         self.deadline: float | None = None
         self.total = loader.length
@@ -309,7 +309,7 @@ class FitLoop:
         self.progress.phase = Phase.EPOCH_TRAINED
 
 
-def kind_of_steps(trainer: Trainer, task: TaskModule) -> type[Steps]:
+def choose_steps(trainer: Trainer, task: TaskModule) -> type[Steps]:
     if not task.automatic_optimization:
         return ManualSteps
     optimizers = [prepared.optimizer for prepared in trainer.accelerator.optimizers]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ...callbacks import Callback
-from ..loop import Hooks, Schedules, kind_of_steps, prepare_training
+from ..loop import Hooks, Schedules, choose_steps, prepare_training
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -34,7 +34,7 @@ def take_trial_steps(
     for hook in hooks.on_fit_start:
         hook()
     loader = inner.sources.train
-    kind = kind_of_steps(inner, task)
+    kind = choose_steps(inner, task)
     steps = inner.steps = kind(inner, task, model, hooks, Schedules(inner, task, []), lambda: False)
     done = 0
     with inner.logging_to(inner.metrics):
