@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...trainer.checkpointing import WORDS_FOR_CHECKPOINTS
 from ...trainer.runs import CONFIG
-from ..config import COMMAND_LINE, ConfigError, format_path, hide_secrets, make_value, walk
+from ..config import COMMAND_LINE, ConfigError, format_path, hide_secrets, iterate_values, make_value
 from .command_line import Options, format_usage, load_config, parse_options, report_error, say
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _refuse_saved_secrets(config: Config, owners: Mapping[str, TaskModule | Data
     """Raise a ConfigError if hyperparameters, which are saved and logged, hold what is to be written nowhere."""
     for section, owner in owners.items():
         hyperparameters = make_value(owner.plain_hparams() if owner is not None else {}, "")
-        for path, value in walk(hyperparameters, (section,)):
+        for path, value in iterate_values(hyperparameters, (section,)):
             if isinstance(value.data, int | float | str) and hide_secrets(str(value.data), config.secrets) != str(
                 value.data
             ):

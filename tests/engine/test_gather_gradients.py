@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 from processes import run
+from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
 from treadle import Accelerator
 
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 FORMS = ("whole", "own rows", "stacked")
 
 

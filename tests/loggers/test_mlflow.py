@@ -20,9 +20,8 @@ import torch
 import yaml
 from lightning_utilities.core.rank_zero import rank_zero_only
 from processes import clean_environment, run
+from service_runs import Task, Tell, loader, trainer
 from treadle.loggers import CSVLogger, MLFlowLogger, NullExperiment
-
-import treadle
 
 pytest.importorskip("mlflow")
 ALONE = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
@@ -230,37 +229,6 @@ def test_a_missing_package_is_named_at_once(how, monkeypatch, tmp_path):
         MLFlowLogger()
 
 
-class Task(treadle.TaskModule):
-    def __init__(self, width=2):
-        super().__init__()
-        self.save_hyperparameters()
-        self.layer = torch.nn.Linear(width, 1)
-
-    def training_step(self, batch, batch_idx):
-        self.log("mean", batch.mean())
-        return self.layer(batch).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def trainer(folder, logger, **options):
-    return treadle.Trainer(
-        accelerator="cpu",
-        logger=logger,
-        max_epochs=1,
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
-    )
-
-
-def loader():
-    return torch.utils.data.DataLoader(torch.arange(8.0).repeat(2, 1).T.contiguous(), batch_size=1)
-
-
 def fit(folder):
     logger = MLFlowLogger(save_dir=Path(folder, "ml"))
     table = CSVLogger(folder, "csv", 0)
@@ -279,11 +247,6 @@ def test_trainer(world, tmp_path):
     assert metric(root, ids[0], "mean") == once * 2
     assert texts(root, ids[0], "params") == {"width": "2"}
     assert status(root, ids[0]) == FINISHED
-
-
-class Tell(treadle.Callback):
-    def on_train_end(self, trainer, pl_module):
-        trainer.logbook.call("after_save_checkpoint", trainer.checkpoint_callback)
 
 
 @pytest.mark.parametrize("when", [True, "all"], ids=["end", "all"])

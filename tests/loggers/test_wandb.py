@@ -21,9 +21,8 @@ import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from processes import run
+from service_runs import Task, Tell, loader, trainer
 from treadle.loggers import CSVLogger, NullExperiment, WandbLogger
-
-import treadle
 
 pytest.importorskip("wandb")
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_CONSOLE": "off"}
@@ -288,37 +287,6 @@ def test_the_import_brings_no_service():
     assert result.stdout.strip() == "[]"
 
 
-class Task(treadle.TaskModule):
-    def __init__(self, width=2):
-        super().__init__()
-        self.save_hyperparameters()
-        self.layer = torch.nn.Linear(width, 1)
-
-    def training_step(self, batch, batch_idx):
-        self.log("mean", batch.mean())
-        return self.layer(batch).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def trainer(folder, logger, **options):
-    return treadle.Trainer(
-        accelerator="cpu",
-        logger=logger,
-        max_epochs=1,
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
-    )
-
-
-def loader():
-    return torch.utils.data.DataLoader(torch.arange(8.0).repeat(2, 1).T.contiguous(), batch_size=1)
-
-
 def fit(folder):
     logger = WandbLogger(project="p", save_dir=folder)
     table = CSVLogger(folder, "csv", 0)
@@ -339,11 +307,6 @@ def test_trainer(world, tmp_path):
     assert steps == once * 2
     assert found.config["width"] == 2
     assert len(list(tmp_path.glob(f"p/{ids[0]}/checkpoints/*.ckpt"))) == 2
-
-
-class Tell(treadle.Callback):
-    def on_train_end(self, trainer, pl_module):
-        trainer.logbook.call("after_save_checkpoint", trainer.checkpoint_callback)
 
 
 def test_checkpoints_are_artifacts(tmp_path):

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from processes import run
+from quiet import trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback
@@ -42,11 +43,6 @@ class Task(treadle.TaskModule):
 
 def loader(count=16):
     return DataLoader(TensorDataset(torch.randn(count, 2, generator=torch.Generator().manual_seed(1))), batch_size=2)
-
-
-def trainer(**flags):
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    return treadle.Trainer(**{"max_epochs": 1, "accelerator": "cpu"} | quiet | flags)
 
 
 # -- barebones -------------------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ from datetime import timedelta
 
 import pytest
 import torch
+from quiet import Dry, trainer
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from treadle.engine import move_data_to_device
 from treadle.loggers import CSVLogger
@@ -15,17 +16,6 @@ from treadle.loggers import CSVLogger
 import treadle
 
 NAN = float("nan")
-
-
-def trainer(**flags):
-    quiet = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return treadle.Trainer(**{**quiet, "max_epochs": 1, **flags})
 
 
 class Plain(treadle.TaskModule):
@@ -152,11 +142,6 @@ def test_flags(flags, error, words):
 class Nothing(torch.utils.data.Dataset):
     def __len__(self):
         return 0
-
-
-class Dry(IterableDataset):
-    def __iter__(self):
-        return iter(())
 
 
 def test_a_loader_that_yields_nothing():

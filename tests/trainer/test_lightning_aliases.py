@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, LambdaCallback
@@ -48,8 +49,7 @@ def loader(count):
 
 
 def made(*callbacks, **flags):
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    return treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=list(callbacks), **quiet, **flags)
+    return treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=list(callbacks), **QUIET, **flags)
 
 
 def test_stages_and_lengths():

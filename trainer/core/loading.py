@@ -70,7 +70,7 @@ def build(
                 task.on_load_checkpoint(document)
                 # The hook may have changed it.
                 opened_source = Opened(opened_source.place, dict(document["state_dict"]))
-        load.put(task, opened_source, task.strict_loading if strict is None else strict)
+        load.load_opened(task, opened_source, task.strict_loading if strict is None else strict)
     return task if map_location is None else task.to(map_location)
 
 

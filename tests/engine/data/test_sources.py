@@ -12,6 +12,7 @@ import pytest
 import sources_samples as samples
 import torch
 from processes import run
+from quiet import QUIET
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split
@@ -269,9 +270,8 @@ class MadeAnew(Task):
 
 def made_in_hooks(folder):
     task = MadeAnew()
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = treadle.Trainer(
-        accelerator="cpu", max_epochs=3, reload_dataloaders_every_n_epochs=1, default_root_dir=folder, **off
+        accelerator="cpu", max_epochs=3, reload_dataloaders_every_n_epochs=1, default_root_dir=folder, **QUIET
     )
     trainer.fit(task)
     return trainer.global_step, task.seen

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from processes import run
+from quiet import QUIET
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -707,8 +708,7 @@ def by_three(root):
         saver = treadle.Callback()
         if path is None:
             saver.on_step_end = lambda trainer, _: trainer.save_checkpoint(root / f"fit{trainer.global_step}")
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        one = treadle.Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, callbacks=saver, **quiet)
+        one = treadle.Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, callbacks=saver, **QUIET)
         one.fit(task, DataLoader(TensorDataset(torch.randn(60, 21)), 4), ckpt_path=path)
         return weights(task)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import run, script
+from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.strategies import open_world
@@ -94,8 +95,7 @@ class Task(treadle.TaskModule):
 
 def failed(error):
     """The error that comes out of a fit in which a step raised ``error``."""
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = treadle.Trainer(**quiet, accelerator="cpu", max_epochs=1)
+    trainer = treadle.Trainer(**QUIET, accelerator="cpu", max_epochs=1)
     with pytest.raises(type(error)) as caught:
         trainer.fit(Task(error), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
     return caught.value

@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 from processes import run
+from quiet import QUIET
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
@@ -105,8 +106,7 @@ def dataset(samples=22):
 
 def trainer(strategy, epochs=2, **options):
     options = {"precision": "64-true", "gradient_clip_val": 0.5, **options}
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return treadle.Trainer(accelerator="cpu", strategy=strategy, max_epochs=epochs, **quiet, **options)
+    return treadle.Trainer(accelerator="cpu", strategy=strategy, max_epochs=epochs, **QUIET, **options)
 
 
 def whole(task):

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 from processes import run
+from quiet import QUIET
+from resume_trials import Centre, Rows
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, WeightedRandomSampler
 from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
-from treadle.loggers import Logger
 
 import treadle
 
@@ -47,37 +48,6 @@ class Stream(IterableDataset):
     def __iter__(self):
         data = Samples(noise=0.0)
         return (data[index] for index in range(len(data)))
-
-
-class Rows(Logger):
-    """Keeps what it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    @property
-    def experiment(self):
-        return self
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append((step, dict(metrics)))
-
-    def log_hyperparams(self, params, metrics=None):
-        pass
-
-
-class Centre(nn.Module):
-    """A buffer that follows the data: batch norm that can take a batch of one."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(6))
-
-    def forward(self, x):
-        if self.training:
-            self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.1)
-        return x - self.mean
 
 
 class Task(treadle.TaskModule):
@@ -508,8 +478,7 @@ def batches_of_ones_own(root, first):
         numbers = torch.arange(20)
         sampler = OwnBatches(torch.utils.data.SequentialSampler(numbers), 2, False)
         loader = list(numbers.split(2)) if kind == "list" else DataLoader(numbers, batch_sampler=sampler)
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        own = treadle.Trainer(accelerator="cpu", max_epochs=1, max_steps=3 if first else -1, **quiet)
+        own = treadle.Trainer(accelerator="cpu", max_epochs=1, max_steps=3 if first else -1, **QUIET)
         task = Follows()
         own.fit(task, loader, [torch.zeros(1)] * 2, ckpt_path=None if first else root / kind)
         if first:
@@ -530,8 +499,7 @@ def test_batches_of_ones_own_on_another_number_of_processes(tmp_path):
 def test_a_generator_for_the_validation_loader_comes_later(tmp_path):
     def fit(seed, **flags):
         treadle.seed_everything(1)
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        own, task = treadle.Trainer(accelerator="cpu", **quiet, **flags), Task(SETTINGS["sgd"])
+        own, task = treadle.Trainer(accelerator="cpu", **QUIET, **flags), Task(SETTINGS["sgd"])
         generator = torch.Generator().manual_seed(seed) if seed else None
         validation = DataLoader(Samples(6), batch_size=2, shuffle=True, generator=generator)
         own.fit(task, make_loader(SETTINGS["sgd"]), validation, ckpt_path=flags.get("max_epochs") and tmp_path / "ckpt")
@@ -573,13 +541,12 @@ class Counted(treadle.TaskModule):
 
 
 def test_metric_objects_go_on(tmp_path):
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     data = [torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0], [3.0]]), torch.tensor([[4.0], [5.0]])]
     found = []
     saver = treadle.Callback()
     saver.on_step_end = lambda trainer, task: trainer.save_checkpoint(tmp_path / f"step{trainer.global_step}")
     for path, callbacks in ((None, saver), (tmp_path / "step2", None)):
-        own = treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=callbacks, **quiet)
+        own = treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=callbacks, **QUIET)
         own.fit(Counted(), data, ckpt_path=path)
         found.append(float(own.callback_metrics["accuracy"]))
     assert found == pytest.approx([1 / 3, 1 / 3])
@@ -657,8 +624,7 @@ def test_a_metric_object_that_nobody_holds(tmp_path):
         def on_train_epoch_end(self):
             pass
 
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     saver = saves_in("on_step_end", tmp_path / "ckpt", 0)
-    own = treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=saver, limit_val_batches=0, **quiet)
+    own = treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=saver, limit_val_batches=0, **QUIET)
     with pytest.warns(UserWarning, match="'hidden' was logged as a MeanMetric that is no attribute of Hidden"):
         own.fit(Hidden(), [torch.ones(1, 1)] * 2)

@@ -4,6 +4,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,8 +32,7 @@ class Tiny(treadle.TaskModule):
 
 
 def saved(task, root, weights_only):
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = treadle.Trainer(max_epochs=2, accelerator="cpu", **quiet)
+    trainer = treadle.Trainer(max_epochs=2, accelerator="cpu", **QUIET)
     loader = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
     trainer.fit(task, loader)
     trainer.save_checkpoint(root / "c", weights_only=weights_only)
@@ -83,7 +83,6 @@ class Data(treadle.DataModule):
 
 def test_a_data_module_without_a_state_is_none_of_a_checkpoints_business(tmp_path):
     path = saved(Tiny(), tmp_path, False)
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = treadle.Trainer(max_epochs=3, accelerator="cpu", **quiet)
+    trainer = treadle.Trainer(max_epochs=3, accelerator="cpu", **QUIET)
     trainer.fit(Tiny(), datamodule=Data(), ckpt_path=path)
     assert trainer.global_step == 6

@@ -5,6 +5,7 @@ import csv
 import pytest
 import torch
 from processes import run
+from quiet import trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, MetricTracker, SumMetric
@@ -18,11 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*nothing is validated")
 
 def numbers(*values, batch_size=1):
     return DataLoader(TensorDataset(torch.tensor(values).float()), batch_size=batch_size)
-
-
-def trainer(**flags):
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return treadle.Trainer(**{"accelerator": "cpu", "max_epochs": 1, **quiet, **flags})
 
 
 class Base(treadle.TaskModule):

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
@@ -56,7 +57,7 @@ def stream(batches, kind=Stream):
 
 
 def trainer(**flags):
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    quiet = dict(QUIET)
     if any(isinstance(c, ModelCheckpoint) for c in flags.get("callbacks", ())):
         del quiet["enable_checkpointing"]
     return treadle.Trainer(**{"max_epochs": 1, "accelerator": "cpu"} | quiet | flags)

@@ -5,8 +5,9 @@ import warnings
 import pytest
 import torch
 from processes import run
+from quiet import Dry
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 
 import treadle
@@ -39,11 +40,6 @@ class Task(treadle.TaskModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Dry(IterableDataset):
-    def __iter__(self):
-        return iter(())
 
 
 def loader(samples=6, **options):

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 from processes import run
+from quiet import trainer
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -17,17 +18,6 @@ from treadle.loggers import CSVLogger
 import treadle
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing is validated")
-
-
-def trainer(**flags):
-    quiet = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return treadle.Trainer(**{**quiet, "max_epochs": 1, **flags})
 
 
 class Line(treadle.TaskModule):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from processes import run
+from quiet import trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine import CombinedLoader
@@ -52,11 +53,6 @@ class Task(treadle.TaskModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def trainer(**flags):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return treadle.Trainer(**{"accelerator": "cpu", "enable_model_summary": False, "max_epochs": 1, **quiet, **flags})
 
 
 class SaveEach(treadle.Callback):

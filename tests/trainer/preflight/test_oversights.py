@@ -6,13 +6,12 @@ import warnings
 import pytest
 import torch
 from processes import run
+from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 
 import treadle
-
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
 def loader():

@@ -1,0 +1,41 @@
+"""Runs that a service logs, of which all figures are known."""
+
+import torch
+
+import treadle
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, width=2):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(width, 1)
+
+    def training_step(self, batch, batch_idx):
+        self.log("mean", batch.mean())
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader():
+    return torch.utils.data.DataLoader(torch.arange(8.0).repeat(2, 1).T.contiguous(), batch_size=1)
+
+
+def trainer(folder, logger, **options):
+    return treadle.Trainer(
+        accelerator="cpu",
+        logger=logger,
+        max_epochs=1,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+
+
+class Tell(treadle.Callback):
+    def on_train_end(self, trainer, pl_module):
+        trainer.logbook.call("after_save_checkpoint", trainer.checkpoint_callback)
