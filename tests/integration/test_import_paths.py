@@ -7,7 +7,8 @@ import pytest
 PATHS = {
     "treadle.callbacks": "Callback EarlyStopping ModelCheckpoint Timer WeightAveraging averaged_weights summarize",
     "treadle.cli": "run",
-    "treadle.compat": "Callback LightningDataModule LightningModule Trainer callbacks loggers seed_everything",
+    "treadle.compat": "Callback LightningDataModule LightningModule Trainer callbacks loggers seed_everything "
+    "utilities",
     "treadle.engine": "Accelerator CombinedLoader CheckpointStore Loader Metrics PartialState isolated_random_state",
     "treadle.engine.big_models": "dispatch_model infer_auto_device_map load_checkpoint_and_dispatch",
     "treadle.engine.checkpoint": "CheckpointStore read_part",
