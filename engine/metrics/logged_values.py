@@ -512,6 +512,8 @@ class Entry:
         if self.reduction != "mean":
             return self.last, self.last_weight
         # In float64, where weighing a float32 and dividing it again gives the same number.
+        if not isinstance(self.last, Tensor):
+            return float(self.last) * self.last_weight, self.last_weight
         return stack_numbers([self.last])[0] * self.last_weight, self.last_weight
 
     def label(self, form: str) -> str:
