@@ -6,7 +6,7 @@ BENCH := .venv-bench
 # Tests start many processes; each would compile the whole package where bytecode is not kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-all test-slow test-resume test-slurm test-browser lint types wheel bench clean
+.PHONY: install demo test test-all test-slow test-resume test-slurm test-browser lint types compat wheel bench clean
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -50,6 +50,10 @@ lint: install
 types: wheel
 	rm -rf build/site && $(BIN)/python -m pip install --quiet --no-deps --target build/site dist/*.whl
 	MYPYPATH=build/site $(BIN)/mypy -p treadle
+
+# The modules that hold a peer's names and nothing else.
+compat: install
+	$(BIN)/python .ci/make_compat.py
 
 # The wheel holds the tracked files of the package and nothing else.
 wheel: install

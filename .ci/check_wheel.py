@@ -18,10 +18,12 @@ def tracked() -> dict[str, Path]:
     folders = settings["package-dir"]
     wanted = {}
     for package in settings["packages"]:
-        parent, _, last = package.rpartition(".")
-        folder = folders.get(package) or f"{folders[parent]}/{last}"
+        home = package
+        while home not in folders:
+            home = home.rpartition(".")[0]
+        folder = folders[home] + package.removeprefix(home).replace(".", "/")
         listed = subprocess.run(
-            ["git", "ls-files", f"{folder}/*.py", f"{folder}/py.typed"],
+            ["git", "ls-files", f"{folder}/*.py", f"{folder}/py.typed", f"{folder}/*.toml"],
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -29,9 +29,9 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
     def __getattr__(name: str) -> Any:
         if name not in homes:
-            from .messages import nearest
+            from .peer_names import find_peer_name
 
-            raise AttributeError(f"module {package!r} has no attribute {name!r}.{nearest(name, homes)}")
+            return find_peer_name(package, name, homes)
         home, inner = homes[name]
         if home == ".":
             value = importlib.import_module(f".{inner}", package)

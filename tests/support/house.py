@@ -9,6 +9,7 @@ from pathlib import Path
 import treadle
 
 TOP_ROOMS = ("common", "strategies", "engine", "loggers", "callbacks", "trainer", "cli", "compat")
+MIRRORED = "written by `make compat`"  # a module that holds a peer's names and nothing else
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def picture() -> str:
     rows = []
     for room in reversed(TOP_ROOMS):
         packages = [package for package in files() if package.split(".")[0] == room and is_package(package)]
+        packages = [package for package in packages if MIRRORED not in sentence(package)]
         rows += [(f"{'    ' * package.count('.')}{package.split('.')[-1]}/", sentence(package)) for package in packages]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {words}" for name, words in rows)

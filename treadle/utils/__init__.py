@@ -1,6 +1,7 @@
 """What scripts import from ``accelerate.utils``, ``accelerate.state``, ``accelerate.logging``: names, nothing else."""
 
-from .compat.available import (
+from ..common.peer_names import find_peer_names
+from ..compat.available import (
     compare_versions,
     is_aim_available,
     is_bf16_available,
@@ -42,7 +43,7 @@ from .compat.available import (
     is_wandb_available,
     is_xpu_available,
 )
-from .compat.environment import (
+from ..compat.environment import (
     clear_device_cache,
     clear_environment,
     patch_environment,
@@ -50,7 +51,7 @@ from .compat.environment import (
     tqdm,
     write_basic_config,
 )
-from .compat.operations import (
+from ..compat.operations import (
     broadcast,
     broadcast_object_list,
     gather,
@@ -62,8 +63,8 @@ from .compat.operations import (
     synchronize_rng_states,
     wait_for_everyone,
 )
-from .compat.rank_logging import get_logger
-from .engine import (
+from ..compat.rank_logging import get_logger
+from ..engine import (
     AcceleratorState,
     AORecipeKwargs,
     AutocastKwargs,
@@ -86,8 +87,8 @@ from .engine import (
     TorchTensorParallelPlugin,
     seed_everything,
 )
-from .engine.data import skip_first_batches
-from .engine.nested import (
+from ..engine.data import skip_first_batches
+from ..engine.nested import (
     concatenate,
     convert_outputs_to_fp32,
     convert_to_fp32,
@@ -103,14 +104,14 @@ from .engine.nested import (
     send_to_device,
     slice_tensors,
 )
-from .engine.optim import find_executable_batch_size
-from .strategies import (
+from ..engine.optim import find_executable_batch_size
+from ..strategies import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
-from .strategies.distributed import DistributedOperationException, DistributedType
+from ..strategies.distributed import DistributedOperationException, DistributedType
 
 __all__ = [
     "AcceleratorState",
@@ -214,3 +215,5 @@ __all__ = [
     "wait_for_everyone",
     "write_basic_config",
 ]
+
+__getattr__ = find_peer_names(__name__)

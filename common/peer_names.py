@@ -1,0 +1,140 @@
+"""Names of Lightning and Accelerate, at their own paths: what each is here, or what to use instead of it.
+
+`compat/lightning.toml` and `compat/accelerate.toml` are the tables; their first lines explain the form. They are read
+when a name is asked for that a module does not have.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import opcode
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from types import FrameType
+from typing import Any, NoReturn
+
+from .messages import nearest
+
+PEERS = ("lightning", "accelerate")
+_ASKING = (__name__, "treadle.common.lazy_exports")
+_IMPORT_FROM = opcode.opmap["IMPORT_FROM"]
+
+
+class Elsewhere(str):
+    """The sentence that says what to use in place of a name."""
+
+
+def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a module that holds a peer's names and nothing else.
+
+    Args:
+        module: its ``__name__``.
+    """
+    path = peer_path(module)
+    names = sorted(name for name, home in read_names(path).items() if not isinstance(home, Elsewhere))
+    own = _own_module(module, path)
+    if own is not None:
+        names = sorted({*names, *(getattr(own, "__all__", None) or _list_public(own))})
+
+    def __getattr__(name: str) -> Any:
+        value = getattr(own, name, None) if own is not None and not name.startswith("__") else None
+        if value is None:
+            value = find_peer_name(module, name, names)
+        setattr(sys.modules[module], name, value)  # the next look-up is the module's own
+        return value
+
+    return __getattr__, lambda: names, names
+
+
+def find_peer_names(module: str) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for a module of ours that a peer has too, with names that it does not have.
+
+    Args:
+        module: its ``__name__``.
+    """
+
+    def __getattr__(name: str) -> Any:
+        return find_peer_name(module, name, _list_public(sys.modules[module]))
+
+    return __getattr__
+
+
+def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
+    """Return what a peer's name is here.
+
+    Args:
+        module: the ``__name__`` of the module that was asked for it.
+        name: the name.
+        valid: names that the module has, for a suggestion.
+
+    Raises:
+        ImportError, AttributeError: there is nothing; says what to use instead, if the peers have such a name.
+    """
+    home = None if name.startswith("__") else read_names(peer_path(module)).get(name)
+    if isinstance(home, Elsewhere):
+        _refuse(module, name, f"{module} has no {name}: {home}")
+    if home is None:
+        _refuse(module, name, f"module {module!r} has no attribute {name!r}.{nearest(name, valid)}")
+    path, _, inner = home.rpartition(".")
+    return getattr(importlib.import_module(f"treadle.{path}".rstrip(".")), inner)
+
+
+def _refuse(module: str, name: str, text: str) -> NoReturn:
+    # `from module import name` replaces an AttributeError by one without the text; hasattr() takes no ImportError.
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in _ASKING:
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM:
+        raise ImportError(text, name=module)
+    raise AttributeError(text, name=name, obj=sys.modules.get(module))
+
+
+def peer_path(module: str) -> str:
+    """The path below a peer's root that a module of ours stands for: ``"utils"`` for ``treadle.compat.utils``."""
+    return module.removeprefix("treadle").removeprefix(".compat").removeprefix(".")
+
+
+@cache
+def read_names(path: str) -> Mapping[str, str]:
+    """For each of the peers' names in one module: its path below ``treadle``, or an `Elsewhere`."""
+    return {name: home for peer in PEERS for name, home in _read_section(peer, path)}
+
+
+@cache
+def read_table(peer: str) -> Mapping[str, Any]:
+    """A peer's table as it stands in the file."""
+    return tomllib.loads(files("treadle.compat").joinpath(f"{peer}.toml").read_text(encoding="utf-8"))
+
+
+def _read_section(peer: str, path: str) -> Iterator[tuple[str, str]]:
+    table = read_table(peer)
+    for home, names in table.get(path, {}).items():
+        if home == "also":
+            for other in names:
+                yield from _read_section(peer, other)
+        elif home.startswith("!"):
+            sentence = Elsewhere(table["answers"].get(home[1:], home[1:]))
+            yield from ((name, sentence) for name in names)
+        else:
+            for line in names:
+                name, _, old = line.partition(" as ")
+                yield old or name, f"{home}.{name}".removeprefix(".")
+
+
+def _own_module(module: str, path: str) -> Any:
+    """Our own module at the same path, for one in ``compat``."""
+    own = f"treadle.{path}"
+    if not path or module == own:
+        return None
+    try:
+        return importlib.import_module(own) if importlib.util.find_spec(own) is not None else None
+    except ModuleNotFoundError:  # nor is there the package that it would be in
+        return None
+
+
+def _list_public(module: Any) -> list[str]:
+    return [name for name in vars(module) if not name.startswith("_")]
