@@ -7,6 +7,7 @@ from typing import Any
 
 from ..callbacks import (
     Callback,
+    Checkpoint,
     EarlyStopping,
     ModelCheckpoint,
     ModelSummary,
@@ -49,7 +50,7 @@ def choose_callbacks(
     defaults: tuple[tuple[str, bool | None, type[Callback], type[Callback]], ...] = (
         ("enable_model_summary", model_summary, ModelSummary, ModelSummary),
         ("enable_progress_bar", progress_bar, ProgressBar, TQDMProgressBar),
-        ("enable_checkpointing", checkpointing, ModelCheckpoint, ModelCheckpoint),
+        ("enable_checkpointing", checkpointing, Checkpoint, ModelCheckpoint),
         ("enable_report", report, RunReport, RunReport),
     )
     for flag, enabled, kind, default in defaults:

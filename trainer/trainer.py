@@ -53,6 +53,7 @@ from .loop import (
 )
 from .profiling import Profiled
 from .settings import Limit, TrainerSettings
+from .states import TrainerStatus
 
 
 class Trainer(LightningAliases):
@@ -269,6 +270,8 @@ class Trainer(LightningAliases):
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         # Of the stage that runs, or ran last.
         self.stage: str | None = None
+        self.latest_stage: str | None = None
+        self.status = TrainerStatus.INITIALIZING
         self.task: TaskModule | None = None
         self.datamodule: DataModule | None = None
         self.hooks: Hooks | None = None

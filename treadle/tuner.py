@@ -1,6 +1,9 @@
 """Searches for a learning rate and a batch size."""
 
+from .common.peer_names import find_peer_names
 from .callbacks import _LRFinder
 from .trainer.tuning import Tuner
 
 __all__ = ["Tuner", "_LRFinder"]
+
+__getattr__ = find_peer_names(__name__)

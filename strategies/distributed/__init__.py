@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .collective_debug import DistributedOperationException
     from .current import backend_of, connected, current_place, current_world, disconnect
     from .device_mesh import TENSOR, Layout
-    from .devices import ACCELERATORS, Devices
+    from .devices import ACCELERATORS, Devices, device_of, device_type, parse_devices
     from .dtensor import Whole, clip_to_norm, cut_like, get_original_class, is_sharded, local, piece_of, whole
     from .launch_environment import LaunchEnvironment, variables_set
     from .open_world import make_world, open_world
