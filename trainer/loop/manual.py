@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...common.messages import warn
+from ..core import overrides
 from .automatic import Steps
 from .progress import Phase
 from .step_output import for_hooks
