@@ -194,5 +194,6 @@ class LightningAliases:
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
-        """The first early-stopping callback."""
-        return next(iter(self._trainer.early_stopping_callbacks), None)
+        """The first early-stopping callback; with ``fast_dev_run`` it is idle."""
+        callbacks = [*self._trainer.callbacks, *self._trainer.idle_callbacks]
+        return next((callback for callback in callbacks if isinstance(callback, EarlyStopping)), None)

@@ -13,10 +13,9 @@ from torch import nn
 from ...common.messages import warn
 from ...engine import Loader, Metrics, evaluation_mode, move_data_to_device
 from ...strategies import World
-from ..core import TaskModule
-from .automatic import count_positional
+from ..core import TaskModule, overrides
 from .dataloaders import explain_empty
-from .hook_table import Hooks
+from .hook_table import Hooks, count_positional
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -76,9 +75,11 @@ class EvaluationLoop:
         """Evaluate on all loaders. All processes must call it.
 
         Raises:
-            ValueError: if a loader yields no batch on any process, unless within ``fit``.
+            ValueError: if a loader yields no batch on any process, unless within ``fit``; or if there are several
+                loaders, and a step or a hook has no place for ``dataloader_idx``.
         """
         trainer, task, metrics = self.trainer, self.task, self.metrics
+        self.hooks.check_loader_index(self.name, len(self.loaders))
         inference_mode = trainer.inference_mode and not self.within_fit
         trainer.metrics.evaluation = metrics
         predictions: list[list[Any]] = []
@@ -180,7 +181,7 @@ def _warn_of_shared_metrics(training: Metrics, validation: Metrics) -> None:
 def check_step(task: TaskModule, stage: str) -> None:
     """Raise a ValueError if the task does not say how ``stage`` works on a batch."""
     name = f"{STAGES[stage]}_step"
-    if getattr(type(task), name) is not getattr(TaskModule, name):
+    if overrides(task, name):
         return
     if stage == "predict" and type(task).forward is not nn.Module.forward:
         return

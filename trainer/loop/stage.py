@@ -201,7 +201,8 @@ def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule
     """
     if trainer.task is None:
         raise ValueError(f"{stage} needs a model: pass one, or call fit first.")
-    best = "" if trainer.checkpoint_callback is None else trainer.checkpoint_callback.best_model_path
+    saving = trainer.checkpoint_callback if trainer.checkpoint_callbacks else None
+    best = "" if saving is None else saving.best_model_path
     return trainer.task, ckpt_path or (best or None)
 
 
