@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal, Union
 
 from ...trainer.core import REQUIRED, Argument, Signature
-from ..config import Value, expand_class_name
+from ..config import ConfigError, Value, expand_class_name
 from ..config.instantiate import (
     PLAIN,
     Checker,

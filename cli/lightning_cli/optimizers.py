@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedulers
@@ -21,11 +21,23 @@ class ReduceLROnPlateau(schedulers.ReduceLROnPlateau):
     Args:
         optimizer: the optimizer.
         monitor: the metric.
-        arguments, options: PyTorch's arguments.
+        mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps: as in PyTorch.
     """
 
-    def __init__(self, optimizer: Optimizer, monitor: str, *arguments: Any, **options: Any) -> None:
-        super().__init__(optimizer, *arguments, **options)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        monitor: str,
+        mode: Literal["min", "max"] = "min",
+        factor: float = 0.1,
+        patience: int = 10,
+        threshold: float = 1e-4,
+        threshold_mode: Literal["rel", "abs"] = "rel",
+        cooldown: int = 0,
+        min_lr: float | list[float] = 0.0,
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(optimizer, mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps)
         self.monitor = monitor
 
 

@@ -470,7 +470,8 @@ class LightningArgumentParser:
     def error(self, message: str | ConfigError) -> Any:
         """Print what is wrong and exit with status 2."""
         error = message if isinstance(message, ConfigError) else ConfigError(message)
-        sys.exit(report_error(self.prog, ConfigError(*error.problems, f"`{self.prog} --help` lists the options.")))
+        *others, last = error.problems
+        sys.exit(report_error(self.prog, ConfigError(*others, f"{last}\n`{self.prog} --help` lists the options.")))
 
     def start(self) -> Value:
         """Return the settings before any command line: defaults, default files, environment."""
@@ -510,26 +511,28 @@ class LightningArgumentParser:
             value = read_named_file(value)
             merging = merging or isinstance(value.data, dict)
 
-        if merging and not self._is_replaced(key) and (before := find_value(root, path)) is not None:
-            value = merge(before, value)
+        if merging and (before := find_value(root, path)) is not None:
+            value = merge(before, value, lambda inner: self._is_plain(root, inner), path)
         return place(root, path, value, lambda place: self._find_default(root, place), add)
 
-    def _is_replaced(self, key: str) -> bool:
-        """Return whether the value of a key is replaced as a whole: that of an option which is not an object."""
-        declared = self.declared.get(key)
-        return isinstance(declared, Option) and find_shape(declared.argument.type) is None
+    def _is_plain(self, root: Value, path: Path) -> bool:
+        """Return whether the value at a path is no object, so that a later mapping replaces the whole."""
+        argument = self._find_argument(root, path)
+        return argument is not None and find_shape(argument.type) is None
 
     def _find_default(self, root: Value, path: Path) -> Value | None:
         """Return what a place holds as long as nobody sets it, to merge into."""
-        if not path:
-            return None
+        argument = self._find_argument(root, path)
+        return None if argument is None else make_default(argument)
+
+    def _find_argument(self, root: Value, path: Path) -> Argument | None:
+        """Return the argument at a path, which may be one of an object that the settings name."""
         try:
             owner = find_owner(self.declared, ".".join(map(str, path)))
         except ValueError:
             return None
         length = len(owner.split("."))
-        argument = self.declared[owner].find_argument(path[length:], find_value(root, path[:length]))
-        return None if argument is None else make_default(argument)
+        return self.declared[owner].find_argument(path[length:], find_value(root, path[:length]))
 
     # -- checking ----------------------------------------------------------------------------------------------------
 
@@ -544,7 +547,18 @@ class LightningArgumentParser:
         config = Namespace(dict.fromkeys(self.config_keys))
         for key in self.declared:
             config[key] = None if recipes.get(key) is None else make_config(recipes[key])
+        for link in self.links:
+            if link.at_instantiation:
+                self._remove_target(config, link)
         return config
+
+    def _remove_target(self, config: Namespace, link: Link) -> None:
+        """Remove the value of a link from a configuration."""
+        owner = find_owner(self.declared, link.target)
+        rest = ".".join(map(str, link.path[len(owner.split(".")) :]))
+        for key in (f"{owner}.{rest}", f"{owner}.init_args.{rest}") if rest else (owner,):
+            if key in config:
+                del config[key]
 
     def _check(self, root: Value, partial: bool = False, linking: bool = True) -> dict[str, Recipe]:
         if self.parser_mode == "omegaconf":
@@ -600,6 +614,8 @@ class LightningArgumentParser:
                 return section  # this class does not take it
         if link.at_instantiation:
             return remove_value(section, path)
+        if any(find_owner(self.declared, source) not in configs for source in link.sources):
+            return section  # what is wrong with the source is reported already
         value = link.apply(lambda source: look_up(configs, source))
         new = make_settings(value, "linked")
         return new if not path else place(as_mapping(section), path, new, lambda _: None)
@@ -679,11 +695,7 @@ class LightningArgumentParser:
         for key in self.config_keys:
             config.pop(key, None)
         for link in self.links if skip_link_targets else ():
-            owner = find_owner(self.declared, link.target)
-            rest = ".".join(part for part in link.target[len(owner) + 1 :].split(".") if part != "init_args")
-            for key in (link.target, f"{owner}.{rest}", f"{owner}.init_args.{rest}"):
-                if key in config and (rest or key == owner):
-                    del config[key]
+            self._remove_target(config, link)
 
     def save(
         self,

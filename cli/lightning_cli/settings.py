@@ -92,10 +92,18 @@ def restore_class_path(value: Value) -> Value:
     return Value({"class_path": class_path, "init_args": replace(value, data=entries)}, value.source)
 
 
-def merge(before: Value, later: Value) -> Value:
-    """Return both, the later where they differ: mappings are merged, everything else is replaced.
+def merge(
+    before: Value, later: Value, is_replaced: Callable[[Path], bool] = lambda path: False, path: Path = ()
+) -> Value:
+    """Return both, the later where they differ: objects are merged argument by argument, everything else is replaced.
 
     Where a class is replaced by another, the arguments that the new one takes are kept, as in LightningCLI.
+
+    Args:
+        before: the earlier settings.
+        later: the later ones.
+        is_replaced: tells whether the mapping at a path is a plain dict, which is replaced as a whole.
+        path: where the two stand.
     """
     old = expand_class_name(before) if isinstance(before.data, str) else before
     if not isinstance(old.data, dict):
@@ -104,17 +112,28 @@ def merge(before: Value, later: Value) -> Value:
     if not isinstance(new.data, dict):
         return later
     entries = dict(old.data)
-    if "class" in new.data and ("class" not in entries or entries["class"].data != new.data["class"].data):
-        known = find_class(new.data["class"].data)
-        accepted = signature(known).arguments if known is not None and "class" in entries else {}
-        dropped = [key for key in entries if key != "class" and key not in accepted]
-        if dropped and "class" in entries:
-            announce(f"{new.data['class'].data} takes no {', '.join(map(str, dropped))}: dropped from the settings.")
-        entries = {key: item for key, item in entries.items() if key in accepted}
-        entries = {_CLASS: new.data["class"], **entries}
+    if "class" in new.data:
+        entries = _keep_accepted(entries, new.data["class"])
+    elif "class" not in entries and is_replaced(path):
+        return later
     for key, item in new.data.items():
-        entries[key] = merge(entries[key], item) if key in entries else item
+        if key != "class":
+            entries[key] = merge(entries[key], item, is_replaced, (*path, key)) if key in entries else item
     return replace(new, data=entries)
+
+
+def _keep_accepted(entries: dict[Any, Value], named: Value) -> dict[Any, Value]:
+    """Return the arguments of an object that another class takes, too, with that class."""
+    if "class" not in entries:
+        return {_CLASS: named}
+    if entries["class"].data == named.data:
+        return entries
+    target = find_class(named.data)
+    accepted = {} if target is None else signature(target).arguments
+    dropped = [str(key) for key in entries if key != "class" and key not in accepted]
+    if dropped and target is not None:
+        announce(f"{named.data} takes no {', '.join(dropped)}: dropped from the settings.")
+    return {_CLASS: named} | {key: item for key, item in entries.items() if key in accepted}
 
 
 def find_class(name: Any) -> Any:
