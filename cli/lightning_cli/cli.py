@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial, update_wrapper
@@ -12,15 +13,16 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...common.messages import warn
+from ...common.messages import announce, warn
 from ...engine import seed_everything
 from ...trainer import Trainer
-from ...trainer.core import DataModule, TaskModule
+from ...trainer.core import DataModule, TaskModule, read_saved_arguments
 from .namespace import Namespace
 from .optimizers import LRSchedulerTypeTuple, ReduceLROnPlateau, instantiate_class
 from .parser import ActionConfigFile, LightningArgumentParser
 from .save_config import SaveConfigCallback
-from .settings import describe_import_path
+from .settings import describe_import_path, find_class
+from .writing import NotWritten, to_plain
 
 ArgsType = list[str] | dict[str, Any] | Namespace | None
 
@@ -93,6 +95,7 @@ class LightningCLI:
         subparser_kwargs = {name: value for name, value in self.parser_kwargs.items() if name in commands}
         self.setup_parser(run, main_kwargs, subparser_kwargs)
         self.parse_arguments(self.parser, args)
+        self._parse_ckpt_path()
         self.subcommand: str | None = self.config["subcommand"] if run else None
         self._set_seed()
         self.before_instantiate_classes()
@@ -196,6 +199,29 @@ class LightningCLI:
             self.config = parser.parse_object(args)
         else:
             self.config = parser.parse_args(args)
+
+    def _parse_ckpt_path(self) -> None:
+        """Let the hyperparameters of the checkpoint which is named take the place of the model's settings."""
+        subcommand = self.config.get("subcommand")
+        path = self.config[subcommand].get("ckpt_path") if subcommand else None
+        if not path or not os.path.exists(path):
+            return
+        settings = self.config[subcommand].get("model")
+        named = isinstance(settings, Namespace) and "class_path" in settings
+        cls = find_class(settings.class_path) if named else self.model_class
+        if not isinstance(cls, type) or not isinstance(settings, Namespace):
+            return
+        given = vars(settings.init_args if named else settings)
+        linked = {link.path[1] for link in self._parser(subcommand).links if link.path[0] == "model" and link.path[1:]}
+        saved = read_saved_arguments(cls, path, given)
+        changed = {
+            name: value
+            for name, value in saved.items()
+            if name in given and name not in linked and not _is_written_alike(value, given[name])
+        }
+        if changed:
+            announce(f"model: {', '.join(changed)} as saved in {path}.")
+            self.config = self.parser.parse_object({subcommand: {"model": changed}}, self.config)
 
     def _parser(self, subcommand: str | None) -> LightningArgumentParser:
         return self.parser if subcommand is None else self._subcommand_parsers[subcommand]
@@ -330,6 +356,14 @@ class LightningCLI:
         if self.datamodule is not None:
             arguments["datamodule"] = self.datamodule
         return arguments
+
+
+def _is_written_alike(value: Any, other: Any) -> bool:
+    """Return whether two values are the same in a configuration."""
+    try:
+        return value is other or to_plain(value) == to_plain(other)
+    except NotWritten:
+        return False
 
 
 def _make_list(value: Any) -> list[Any]:
