@@ -20,6 +20,7 @@ from ..config.instantiate import (
     ObjectRecipe,
     PlainRecipe,
     Recipe,
+    catalog,
     simplify,
 )
 from .namespace import Namespace
@@ -28,10 +29,12 @@ from .settings import (
     Path,
     describe_import_path,
     find_class,
+    is_lazy,
     make_default,
     merge,
     read_named_file,
     restore_class_path,
+    translate_class_path,
 )
 
 _DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
@@ -73,6 +76,17 @@ class SettingsChecker(Checker):
             value = read_named_file(value)
         return super().check(value, annotation, path, lenient)
 
+    def _check_union(self, value: Value, members: tuple[Any, ...], path: Path) -> Recipe | None:
+        """Return a recipe for one of several types; the bare name of a class comes before text."""
+        for member in map(simplify, members) if isinstance(value.data, str) else ():
+            if (
+                isinstance(member, type)
+                and catalog.is_shelved(member)
+                and value.data in catalog.list_short_names(member)
+            ):
+                return self.check_object(value, member, path)
+        return super()._check_union(value, members, path)
+
     def check_object(
         self, value: Value, base: Any, path: Path, supplied: Iterable[str] = (), target: Any = None
     ) -> ObjectRecipe | None:
@@ -95,6 +109,10 @@ class SettingsChecker(Checker):
             takes, arguments={key: argument for key, argument in takes.arguments.items() if key not in awaited}
         )
         return super().check_arguments(value, argument_values, takes, name, path, supplied, partly or self.partial)
+
+    def _find_target(self, value: Value, base: Any, path: Path) -> Any:
+        """Return what a class path leads to, one in Lightning's packages to Treadle's class of that name."""
+        return super()._find_target(replace(value, data=translate_class_path(str(value.data))), base, path)
 
     def _check_callable(self, value: Value, inner: tuple[Any, ...], annotation: Any, path: Path) -> Recipe | None:
         """Return a recipe for a function, or for a class whose objects the function returns, without positionals."""
@@ -156,6 +174,8 @@ def make_default_config(default: Any) -> Any:
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         fields = {field.name: getattr(default, field.name) for field in dataclasses.fields(default) if field.init}
         return Namespace({name: make_default_config(item) for name, item in fields.items()})
+    if is_lazy(default):
+        return Namespace(default.lazy_get_init_data().as_dict())
     if type(default) in (list, dict):
         return default.copy()
     return default

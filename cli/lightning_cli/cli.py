@@ -46,6 +46,7 @@ class LightningCLI:
         run: whether the command line names a subcommand, which is run; otherwise the objects are only built.
         auto_configure_optimizers: whether ``--optimizer`` and ``--lr_scheduler`` are taken and used.
         load_from_checkpoint_support: accepted: `save_hyperparameters` always stores what is plain data.
+        save_config_overwrite: the callback's argument ``overwrite``, as before Lightning 2.
 
     Attributes:
         parser: the parser.
@@ -75,9 +76,13 @@ class LightningCLI:
         run: bool = True,
         auto_configure_optimizers: bool = True,
         load_from_checkpoint_support: bool = True,
+        *,
+        save_config_overwrite: bool | None = None,
     ) -> None:
         self.save_config_callback = save_config_callback
-        self.save_config_kwargs = save_config_kwargs or {}
+        self.save_config_kwargs = dict(save_config_kwargs or {})
+        if save_config_overwrite is not None:
+            self.save_config_kwargs["overwrite"] = save_config_overwrite
         self.trainer_class = trainer_class
         self.trainer_defaults = trainer_defaults or {}
         self.seed_everything_default = seed_everything_default

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...trainer import arguments
 from ...trainer.core import REQUIRED, Argument, Signature, signature
-from ..config import Value
+from ..config import COMMAND_LINE, Value
 from ..config.instantiate import ObjectRecipe, PlainRecipe, Recipe
 from .checker import SettingsChecker
-from .settings import Path, find_class, find_shape, make_default, make_settings, translate_class_path
+from .settings import Path, find_class, find_shape, make_default, make_settings
 
 
 @dataclass
@@ -62,8 +63,9 @@ class Option:
             except (ValueError, TypeError) as error:
                 checker.report(value, path, f"={value.data!r} is refused by {self.convert.__name__}(): {error}")
                 return None
-        if value.source == "default" and not isinstance(value.data, dict | list):
-            return PlainRecipe(value, value.data)
+        default = self.argument.default
+        if not isinstance(value.data, dict | list) and type(value.data) is type(default) and value.data == default:
+            return PlainRecipe(value, value.data)  # as of `x: int = None`, whose default is not of its type
         return checker.check(value, self.argument.type, path)
 
 
@@ -78,7 +80,7 @@ class ClassGroup:
         required: whether, in subclass mode, they must.
         skip: arguments that are not taken from the settings.
         instantiate: whether `instantiate_classes` builds the object.
-        open: whether names are accepted that the signature does not have.
+        open: whether names are accepted that the signature does not have; the Trainer, which refuses them, is not.
         help: what is said about it.
     """
 
@@ -119,7 +121,7 @@ class ClassGroup:
         path: Path = tuple(self.key.split("."))
         if self.subclass_mode:
             return self._check_subclass(checker, value, path)
-        value = Value({}, "default") if value is None or value.data is None else value
+        value = Value({}, COMMAND_LINE) if value is None or value.data is None else value
         if not isinstance(value.data, dict):
             checker.report(value, path, f"={value.data!r} must be a mapping of {self.bases[0].__name__}'s arguments.")
             return None
@@ -133,10 +135,25 @@ class ClassGroup:
             checker.report(named, path, f" is always a {self.bases[0].__name__}: leave class_path={named.data!r} out.")
             return None
         takes, target = self.get_signature(), self.bases[0]
-        arguments = checker.check_arguments(value, entries, takes, target.__name__, path)
-        if arguments is None:
+        before = len(checker.problems)
+        if not self.open:
+            entries = self._report_absent_flags(checker, entries, takes, path)
+        recipes = checker.check_arguments(value, entries, takes, target.__name__, path)
+        if recipes is None or len(checker.problems) > before:
             return None
-        return ObjectRecipe(replace(value, data=entries), "", target, path, takes, arguments)
+        return ObjectRecipe(replace(value, data=entries), "", target, path, takes, recipes)
+
+    def _report_absent_flags(
+        self, checker: SettingsChecker, entries: dict[Any, Value], takes: Signature, path: Path
+    ) -> dict[Any, Value]:
+        """Report flags that the Trainer does not have, with what to use instead; return the others."""
+        for name, item in entries.items():
+            if name not in takes.arguments:
+                try:
+                    arguments.refuse_unknown({name: item}, takes.arguments)
+                except TypeError as error:
+                    checker.report(item, (*path, name), f": {error}")
+        return {name: item for name, item in entries.items() if name in takes.arguments}
 
     def _check_subclass(self, checker: SettingsChecker, value: Value | None, path: Path) -> Recipe | None:
         if value is None or value.data is None:
@@ -147,8 +164,6 @@ class ClassGroup:
             return PlainRecipe(Value(None, "default"), None)
         if not isinstance(value.data, str | dict | list):
             return checker.check(value, self.bases[0] if len(self.bases) == 1 else object, path)
-        if isinstance(value.data, str):
-            value = replace(value, data=translate_class_path(value.data))
         recipes: list[tuple[SettingsChecker, ObjectRecipe | None]] = []
         for base in self.bases:
             trial = checker.make_trial()

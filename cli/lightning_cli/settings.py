@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -39,6 +40,8 @@ _CLASS = ClassPath("class")
 
 def make_settings(data: Any, source: str) -> Value:
     """Return values of plain data, namespaces and objects, all from one source."""
+    if is_lazy(data):
+        data = data.lazy_get_init_data()
     if isinstance(data, argparse.Namespace):
         data = vars(data)
     if type(data) is dict:
@@ -46,6 +49,11 @@ def make_settings(data: Any, source: str) -> Value:
     if type(data) is list:
         return Value([make_settings(item, source) for item in data], source)
     return Value(data, source)
+
+
+def is_lazy(value: Any) -> bool:
+    """Return whether a value is jsonargparse's ``lazy_instance``, which stands for the settings of an object."""
+    return hasattr(type(value), "lazy_get_init_data")
 
 
 def normalize(value: Value) -> Value:
@@ -60,7 +68,7 @@ def normalize(value: Value) -> Value:
     arguments: dict[Any, Value] = {}
     for key, item in entries.items():
         if key == "class_path":
-            arguments[_CLASS] = replace(item, data=translate_class_path(item.data))
+            arguments[_CLASS] = item
         elif key in ("init_args", "dict_kwargs") and isinstance(item.data, dict | None):
             arguments |= item.data or {}
         else:
@@ -68,9 +76,10 @@ def normalize(value: Value) -> Value:
     return replace(value, data=arguments)
 
 
-def translate_class_path(name: Any) -> Any:
-    """Return Treadle's import path for a path in Lightning's packages; anything else as it is."""
-    prefix = next((prefix for prefix in _PEER_PACKAGES if isinstance(name, str) and name.startswith(prefix)), None)
+@functools.cache
+def translate_class_path(name: str) -> str:
+    """Return Treadle's import path for a path in Lightning's packages, which is announced; any other as it is."""
+    prefix = next((prefix for prefix in _PEER_PACKAGES if name.startswith(prefix)), None)
     if prefix is None:
         return name
     translated = f"treadle.compat.{name.removeprefix(prefix)}"
@@ -139,7 +148,7 @@ def _keep_accepted(entries: dict[Any, Value], named: Value) -> dict[Any, Value]:
 def find_class(name: Any) -> Any:
     """Return what a class name stands for, or None."""
     try:
-        return catalog.find(str(name), object) if name else None
+        return catalog.find(translate_class_path(str(name)), object) if name else None
     except ConfigError:
         return None
 
@@ -230,6 +239,8 @@ def make_default(argument: Argument) -> Value | None:
     default = argument.default
     if default is REQUIRED or argument.several:
         return None
+    if is_lazy(default):
+        return make_settings(default, "default")
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         fields = {field.name: getattr(default, field.name) for field in dataclasses.fields(default) if field.init}
         return make_settings(fields, "default")
