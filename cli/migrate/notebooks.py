@@ -38,17 +38,20 @@ def migrate_notebook(text: str, path: str) -> tuple[str, list[Finding]]:
     program = "".join(f"{source}\n#{_END}{index}\n" for index, (source, _) in enumerate(hidden))
     program, findings = migrate_source(program, path)
     parts = re.split(rf"\n#{_END}\d+\n", program)[:-1]
-    for cell, (_, magics), part in zip(cells.values(), hidden, parts, strict=True):
+    sources = {}
+    for number, (_, magics), part in zip(cells, hidden, parts, strict=True):
         new = _show_magics(part, magics)
-        if new != _join(cell):
-            cell["source"] = new if isinstance(cell["source"], str) else new.splitlines(keepends=True)
+        if new != _join(cells[number]):
+            sources[number] = new
     lengths = {number: source.count("\n") + 2 for number, (source, _) in zip(cells, hidden, strict=True)}
-    return _dump(notebook, text), [_name_cell(finding, lengths) for finding in findings]
+    return _replace_sources(text, notebook, sources), [_name_cell(finding, lengths) for finding in findings]
 
 
 def _list_cells(notebook: Any) -> Iterator[tuple[int, dict[str, Any]]]:
     """The code cells, with their numbers among all cells."""
-    cells = notebook.get("cells", []) if isinstance(notebook, dict) else []
+    cells = notebook.get("cells", []) if isinstance(notebook, dict) else None
+    if not isinstance(cells, list):
+        raise ValueError("it is JSON, but not a notebook")
     for number, cell in enumerate(cells, 1):
         if isinstance(cell, dict) and cell.get("cell_type") == "code" and "source" in cell:
             yield number, cell
@@ -98,13 +101,49 @@ def _name_cell(finding: Finding, lengths: dict[int, int]) -> Finding:
     return finding
 
 
-def _dump(notebook: Any, text: str) -> str:
-    """JSON in the form of the old text: its indentation, its letters, its end."""
-    end = text[len(text.rstrip()) :]
-    for ascii_only in (False, True):
-        for indent in (1, 2, 4, None, "\t"):
-            for separators in (None, (",", ":")):
-                options = {"indent": indent, "ensure_ascii": ascii_only, "separators": separators}
-                if json.dumps(json.loads(text), **options) + end == text:
-                    return json.dumps(notebook, **options) + end
-    return json.dumps(notebook, indent=1, ensure_ascii=False) + (end or "\n")
+def _replace_sources(text: str, notebook: Any, sources: dict[int, str]) -> str:
+    """Replace the sources of cells in the text of a notebook, whose other letters stay as they are.
+
+    Args:
+        text: JSON.
+        notebook: what it stands for.
+        sources: the new sources, by the cell's number.
+    """
+    # Outside strings JSON has no quotes, so these are its strings, in the order of the parsed ones.
+    literals = list(re.finditer(r'"(?:[^"\\]|\\.)*"', text))
+    spans = dict(_locate_sources(notebook))
+    for number, source in sorted(sources.items(), reverse=True):
+        start, count = spans[number]
+        old = literals[start : start + count]
+        raw = {json.loads(literal[0]): literal[0] for literal in old}
+        if "".join(json.loads(literal[0]) for literal in old) != _join(notebook["cells"][number - 1]):
+            raise ValueError(f"cell {number} has a key twice")
+        is_list = isinstance(notebook["cells"][number - 1]["source"], list)
+        lines = source.splitlines(keepends=True) if is_list else [source]
+        lead = re.search(r"\s*$", text[: old[0].start()])
+        between = text[old[0].end() : old[1].start()] if count > 1 else f",{lead[0] if lead else ''}"
+        new = between.join(raw.get(line) or json.dumps(line, ensure_ascii=text.isascii()) for line in lines)
+        text = text[: old[0].start()] + new + text[old[-1].end() :]
+    return text
+
+
+def _locate_sources(notebook: Any) -> Iterator[tuple[int, tuple[int, int]]]:
+    """For each cell's number: how many strings stand before its source, keys among them, and how many are in it."""
+    position = 0
+    for key, value in notebook.items():
+        position += 1
+        if key != "cells":
+            position += _count_strings(value)
+            continue
+        for number, cell in enumerate(value, 1):
+            for name, part in cell.items():
+                position += 1
+                if name == "source":
+                    yield number, (position, _count_strings(part))
+                position += _count_strings(part)
+
+
+def _count_strings(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(1 + _count_strings(part) for part in value.values())
+    return sum(map(_count_strings, value)) if isinstance(value, list) else int(isinstance(value, str))

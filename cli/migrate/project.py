@@ -6,6 +6,7 @@ import difflib
 import io
 import os
 import re
+import stat
 import tempfile
 import tokenize
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from .other_files import is_text, migrate_text
 from .python_source import mentions_peer, migrate_source
 
 _SKIPPED = ("node_modules", "site-packages", "__pycache__", "__pypackages__")
+_UNREADABLE = "cannot be read, and is left as it is"
 _PYTHON = (".py", ".pyi", ".pyw")
 
 
@@ -99,7 +101,7 @@ def migrate_project(path: str | Path) -> Migration:
             continue
         except (ValueError, RecursionError, MemoryError, OSError) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            migration.findings.append(Finding(shown, 0, f"cannot be read, and is left as it is: {reason}"))
+            migration.findings.append(Finding(shown, 0, f"{_UNREADABLE}: {reason}"))
             continue
         migration.findings += findings
         if change is not None:
@@ -115,19 +117,21 @@ def _list_files(path: Path, findings: list[Finding]) -> Iterator[Path]:
 
     def report(error: OSError) -> None:
         shown = _shorten(Path(os.fsdecode(error.filename)))
-        findings.append(Finding(shown, 0, f"cannot be read, and is left as it is: {error.strerror}"))
+        findings.append(Finding(shown, 0, f"{_UNREADABLE}: {error.strerror}"))
 
     for folder, folders, names in os.walk(path, onerror=report):
         folders[:] = sorted(name for name in folders if not _is_skipped(Path(folder, name)))
-        for name in sorted(names):
-            file = Path(folder, name)
-            if (_choose(name) is not None) and not file.is_symlink() and file.is_file():
-                yield file
+        for file in (Path(folder, name) for name in sorted(names) if _choose(name) is not None):
+            try:
+                if stat.S_ISREG(os.lstat(file).st_mode):
+                    yield file
+            except OSError as error:
+                report(error)
 
 
 def _is_skipped(folder: Path) -> bool:
     """Whether a folder holds none of the project's own files."""
-    is_environment = (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").exists()
+    is_environment = any(os.path.exists(folder / name) for name in ("pyvenv.cfg", "conda-meta"))
     return folder.name.startswith(".") or folder.name in _SKIPPED or is_environment
 
 

@@ -245,7 +245,10 @@ class _Source:
         if best is None:
             self._report(node.lineno, f"{node.module} has no counterpart in Treadle.")
         for name in sorted(missing) if best is not None else ():
-            self._report(node.lineno, f"import {name} by its name: {best} does not export it to a star import")
+            if isinstance(find_counterpart(node.module, name), Elsewhere):
+                self._report(node.lineno, describe_missing(node.module, name))
+            else:
+                self._report(node.lineno, f"import {name} by its name: {best} does not export it to a star import.")
         return best
 
     def _choose_module(self, module: str, binding: Binding) -> str | None:
