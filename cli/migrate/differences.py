@@ -37,11 +37,17 @@ class Usage:
 
 
 def list_differences(usages: Iterable[Usage]) -> Iterator[tuple[int, str, bool]]:
-    """Yield the line, the text and whether it needs a change, for each use that behaves otherwise."""
-    for usage in usages:
+    """Yield the line, the text and whether it needs a change, for each use that behaves otherwise.
+
+    A name that needs no change is told of once; the flags that matter, wherever they are given.
+    """
+    told: set[str] = set()
+    for usage in sorted(usages, key=lambda usage: usage.line):
         for sign, row in _read_signs().get(usage.name, ()):
-            if _applies(sign, usage):
-                used = sign["name"] + (f"({sign['keyword']}=...)" if sign["keyword"] else "")
+            used = sign["name"] + (f"({sign['keyword']}=...)" if sign["keyword"] else "")
+            is_told = used in told and sign["keyword"] is None and not row["by_hand"]
+            if _applies(sign, usage) and not is_told:
+                told.add(used)
                 yield usage.line, f"{used}: {row['case']}: {row['says']}", row["by_hand"]
 
 

@@ -39,7 +39,7 @@ def test_cells_are_one_program():
 
 
 def test_an_error_names_the_cell():
-    with pytest.raises(SyntaxError, match="cell 5, line 2: "):
+    with pytest.raises(SyntaxError, match="cell 5, line 1: "):
         migrate_notebook(TEXT.replace("% 2)", "% 2))"), "n.ipynb")
 
 
