@@ -2,6 +2,7 @@
 
 from .common.peer_names import find_peer_names
 from .callbacks import _LRFinder
+from .common.peer_names import find_peer_names
 from .trainer.tuning import Tuner
 
 __all__ = ["Tuner", "_LRFinder"]

@@ -4,6 +4,7 @@ from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_
 
 from ..common.peer_names import find_peer_names
 from ..callbacks import get_available_flops, measure_flops
+from ..common.peer_names import find_peer_names
 from ..compat.inspection import (
     find_shared_parameters,
     grad_norm,
