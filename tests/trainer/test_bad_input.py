@@ -357,14 +357,10 @@ def test_hooks_that_nobody_would_call():
     for name, words in [
         ("training_epoch_end", "use on_train_epoch_end"),
         ("validation_epoch_end", "use on_validation_epoch_end"),
-        ("on_validation_model_eval", "evaluation mode"),
     ]:
         task = type("Odd", (Plain,), {name: nothing})()
         with says(ValueError, f"Odd.{name}", words):
             trainer().fit(task, loader())
-    callback = type("Odd", (treadle.Callback,), {"on_test_model_train": nothing})()
-    with says(ValueError, "Odd.on_test_model_train", "evaluation mode"):
-        trainer(callbacks=callback).fit(Plain(), loader())
 
 
 def test_loaders_and_data_modules():

@@ -87,9 +87,11 @@ class EvaluationLoop:
         lengths = [loader.length for loader in self.loaders]
         trainer.evaluation_batch = -1
         trainer.evaluation_total = None if None in lengths else sum(filter(None, lengths))
+        if self.within_fit and (zero_grad := self._own_hook("model_zero_grad")) is not None:
+            zero_grad()
         with (
             torch.inference_mode() if inference_mode else torch.no_grad(),
-            evaluation_mode(task),
+            evaluation_mode(task, self._own_hook("model_eval")),
             trainer.logging_to(metrics),
         ):
             trainer.accelerator.strategy.sync_buffers(task)
@@ -107,6 +109,8 @@ class EvaluationLoop:
                 trainer.logbook.watch.end(trainer)
             with trainer.logging_to(None):  # the values are out: another one would be lost, and self.log says so
                 self._fire("end")
+        if (restore := self._own_hook("model_train")) is not None:
+            restore()
         if self.within_fit:
             _warn_of_shared_metrics(trainer.metrics, metrics)
         for entry in metrics.entries:
@@ -161,6 +165,11 @@ class EvaluationLoop:
 
     def _get_hooks(self, moment: str) -> tuple[Any, ...]:
         return getattr(self.hooks, f"on_{self.name}_{moment}")
+
+    def _own_hook(self, moment: str) -> Callable[[], Any] | None:
+        """Return the task's own hook, if it has one: what the loop does else is no call of the default."""
+        name = f"on_{self.name}_{moment}"
+        return getattr(self.task, name) if hasattr(TaskModule, name) and overrides(self.task, name) else None
 
     def _fire(self, moment: str) -> None:
         for hook in self._get_hooks(moment):

@@ -86,11 +86,8 @@ _EVALUATION_BATCH = {
 
 # Hooks that Lightning calls, or refuses to run without calling, and that have no counterpart here: a run without them
 # would be another one. With each, what to write instead.
-_EVALUATION_MODE = "evaluation mode is set and taken back part by part; use on_validation_start and its kin"
 _LOST = {
     "configure_sharded_model": "use configure_model",
-    "on_validation_model_zero_grad": "use on_before_zero_grad",
-    **{f"on_{kind}_model_{mode}": _EVALUATION_MODE for kind in _KINDS for mode in ("eval", "train")},
     **{f"{kind}_epoch_end": f"use on_{kind}_epoch_end" for kind in ("validation", "test")},
     "training_epoch_end": "use on_train_epoch_end",
 }

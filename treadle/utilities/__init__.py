@@ -2,7 +2,6 @@
 
 from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
 
-from ..common.peer_names import find_peer_names
 from ..callbacks import get_available_flops, measure_flops
 from ..common.peer_names import find_peer_names
 from ..compat.inspection import (

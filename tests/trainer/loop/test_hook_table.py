@@ -147,3 +147,53 @@ def test_none_disables_a_hook():
     task.on_validation_epoch_end = None
     trainer().fit(task, loader(), loader())
     assert task.trainer.global_step == 2
+
+
+class OwnModes(Task):
+    """Batch norm stays in training mode while validating, and is frozen after the first epoch; chemprop and scvi-tools
+    do such things."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.modes = []
+
+    def validation_step(self, batch, batch_idx):
+        self.modes.append((self.net.training, self.norm.training))
+
+    def on_validation_model_zero_grad(self):
+        self.modes.append("zero_grad")
+
+    def on_validation_model_eval(self):
+        super().on_validation_model_eval()
+        self.norm.train()
+
+    def on_validation_model_train(self):
+        super().on_validation_model_train()
+        self.norm.eval()
+
+    def training_step(self, batch, batch_idx):
+        self.modes.append(("step", self.net.training, self.norm.training))
+        return self.net(batch[0]).mean()
+
+
+def test_a_task_may_set_the_modes_of_evaluation():
+    task = OwnModes()
+    trainer(max_epochs=2, num_sanity_val_steps=0).fit(task, loader(2), loader(2))
+    once = ["zero_grad", (False, True)]
+    assert task.modes == [("step", True, True), *once, ("step", True, False), *once]
+    task.modes.clear()
+    trainer().validate(task, loader(2), verbose=False)
+    assert task.modes == [(False, True)]
+
+
+def test_modes_are_taken_back_when_an_evaluation_fails():
+    class Fails(OwnModes):
+        def validation_step(self, batch, batch_idx):
+            raise RuntimeError("no")
+
+    task = Fails()
+    task.net.eval()
+    with pytest.raises(RuntimeError, match="no"):
+        trainer().validate(task, loader(2), verbose=False)
+    assert (task.training, task.net.training, task.norm.training) == (True, False, True)
