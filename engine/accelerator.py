@@ -181,6 +181,7 @@ class Accelerator(Process):
         self.loaders: list[Loader] = []
         self._compared = False
         self._trained: dict[int, frozenset[int]] = {}  # by model, the parameters that it was wrapped to train
+        self.strategy.prepared = self.models, self.optimizers
         self.rng = RunRng(self.world, self.strategy)
         self.accumulation = Accumulation(
             self.gradient_accumulation_plugin,

@@ -81,12 +81,14 @@ def check_directory(name: str, value: Any) -> str:
 
 
 def check_clipping(name: str, value: float | None) -> float | None:
-    """Accept a number above zero, and None.
+    """Accept a number above zero; None and 0 leave it off.
 
     Raises:
         ValueError: for any other value.
     """
-    return None if value is None else check_positive(name, value, "or None to leave it off")
+    if value is None or (value == 0 and not isinstance(value, bool)):
+        return None
+    return check_positive(name, value, "or None to leave it off")
 
 
 def check_batches(name: str, value: int | bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from ..callbacks import EarlyStopping
 from ..strategies import Precision
 from .core import TaskModule
 from .logging import tensors_by_name
+from .loop_aliases import FitLoopView
 from .states import RunningStage, TrainerFn, TrainerState
 
 if TYPE_CHECKING:
@@ -58,6 +60,15 @@ class LightningAliases:
     def precision_plugin(self) -> Precision:
         """The precision."""
         return self._trainer.accelerator.precision
+
+    @property
+    def _accelerator_connector(self) -> SimpleNamespace:
+        """The devices, which libraries look up here before the run begins."""
+        device = self._trainer.strategy.root_device
+        devices = [
+            torch.device(device.type, index) if device.index is not None else device for index in self.device_ids
+        ]
+        return SimpleNamespace(_parallel_devices=devices, strategy=self._trainer.strategy)
 
     # -- the stage -----------------------------------------------------------------------------------------------
 
@@ -114,6 +125,11 @@ class LightningAliases:
         if sources is None or self._trainer.stage != "fit":
             return False
         return sources.train.length is not None and sources.train.batches >= sources.train.length
+
+    @property
+    def fit_loop(self) -> FitLoopView:
+        """Lightning's limits and counters of the training loop."""
+        return FitLoopView(self._trainer)
 
     @property
     def enable_validation(self) -> bool:
@@ -180,6 +196,11 @@ class LightningAliases:
     def logged_metrics(self) -> dict[str, torch.Tensor]:
         """Latest values that the loggers got, by name."""
         return tensors_by_name(self._trainer.logbook.logged_values)
+
+    @property
+    def _logger_connector(self) -> Trainer:
+        """Has ``callback_metrics`` and its kin, which are the Trainer's own."""
+        return self._trainer
 
     @property
     def lightning_module(self) -> TaskModule | None:

@@ -90,7 +90,7 @@ class Trainer(LightningAliases):
         enable_model_summary: add a `ModelSummary` if there is none.
         enable_report: add a `RunReport` if there is none: a page about the run, in the folder of its logger.
         accumulate_grad_batches: micro-batches per optimizer step.
-        gradient_clip_val: the limit of the gradients' norm or value, per optimizer step.
+        gradient_clip_val: the limit of the gradients' norm or value, per optimizer step; None or 0 for none.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         deterministic: use deterministic algorithms only; ``"warn"`` warns where there is none.
         benchmark: let cuDNN try its algorithms.

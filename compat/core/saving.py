@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ...common.messages import warn
+from ...common.peer_names import find_peer_names
 from ...loggers import plain
 
 __all__ = [
@@ -118,3 +119,6 @@ def _check_folder(file: _File) -> None:
     folder = os.path.dirname(file) or "."
     if not os.path.isdir(folder):
         raise RuntimeError(f"the folder {folder!r} of {os.fspath(file)!r} is missing: make it first.")
+
+
+__getattr__ = find_peer_names(__name__)

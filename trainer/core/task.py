@@ -111,7 +111,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the gradients of ``optimizer``'s parameters by ``"norm"`` or by ``"value"``."""
-        if gradient_clip_val is None:
+        if not gradient_clip_val:
             return
         choose("gradient_clip_algorithm", gradient_clip_algorithm or "norm", ("norm", "value"))
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -433,10 +433,15 @@ def task_modules(task: TaskModule) -> list[TaskModule]:
     return [part for part in task.modules() if isinstance(part, TaskModule)]
 
 
+def has_own(owner: object, name: str, base: type) -> bool:
+    """Return whether a method is the owner's, of its class or set on it, and not the base's. None is no method."""
+    method = getattr(owner, name)
+    return method is not None and getattr(method, "__func__", method) is not getattr(base, name)
+
+
 def overrides(task: TaskModule, name: str) -> bool:
     """Return whether a task has a method ``name`` of its own. None disables the class's."""
-    is_changed = getattr(type(task), name) is not getattr(TaskModule, name) or name in vars(task)
-    return is_changed and getattr(task, name) is not None
+    return has_own(task, name, TaskModule)
 
 
 def log_to(task: TaskModule, metrics: Metrics | None) -> None:

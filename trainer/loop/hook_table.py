@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...callbacks import HOOKS, Callback
 from ...common.messages import closest_name, warn
-from ..core import TaskHooks
+from ..core import TaskHooks, has_own
 
 if TYPE_CHECKING:
     from ..core import TaskModule
@@ -125,13 +125,12 @@ def _check_uncalled_hooks(owner: object, valid_names: set[str]) -> None:
 
 def callback_overrides(callback: Callback, name: str) -> bool:
     """Return whether a callback has a method ``name`` of its own."""
-    return getattr(type(callback), name, None) is not getattr(Callback, name) or name in vars(callback)
+    return has_own(callback, name, Callback)
 
 
 def task_overrides(task: TaskModule, name: str) -> bool:
     """Return whether a task has a method ``name`` of its own. None disables a hook."""
-    is_changed = getattr(type(task), name) is not getattr(TaskHooks, name) or name in vars(task)
-    return is_changed and getattr(task, name) is not None
+    return has_own(task, name, TaskHooks)
 
 
 def count_positional(function: Callable[..., Any]) -> int:
