@@ -310,7 +310,7 @@ def test_a_base_class_method_set_on_the_instance_is_no_loader():
             self.val_dataloader = super().val_dataloader  # as libraries do where there is no validation set
 
         def train_dataloader(self):
-            return DataLoader(TensorDataset(torch.ones(2, 2)))
+            return DataLoader(TensorDataset(torch.ones(2, 1)))
 
     task, run = Task(), trainer(max_epochs=1)
     run.fit(task, datamodule=Data())
