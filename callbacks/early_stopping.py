@@ -17,6 +17,7 @@ from .monitored_metric import MODES, is_better, make_never_logged_error, read_lo
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
+
 class EarlyStoppingReason(Enum):
     """Why an `EarlyStopping` asked to stop."""
 

@@ -22,7 +22,7 @@ from ..engine import Accelerator, collectives, move_data_to_device, seed_everyth
 from ..engine.optim import PreparedOptimizer
 from ..loggers import Logger
 from ..strategies import Strategy
-from ..strategies.distributed import Devices, LaunchEnvironment, device_type, parse_devices
+from ..strategies.distributed import Devices, LaunchEnvironment, cut_like, device_type, parse_devices
 from ..strategies.launch import notebook_launcher, supervisor
 from ..trainer.arguments import refuse_code, unpack_plugins
 from .fabric_wrappers import FabricDataLoader, FabricModule, is_wrapped, unwrap
@@ -85,7 +85,9 @@ class Fabric:
         # Where no script can be run again, processes begin with a function.
         indices = parse_devices(device_type(accelerator), devices)
         forks = indices is not None and len(indices) > 1 and LaunchEnvironment.read() is None
-        self._process_count = len(indices) if indices is not None and forks and (spawns or not supervisor.has_script()) else 0
+        self._process_count = (
+            len(indices) if indices is not None and forks and (spawns or not supervisor.has_script()) else 0
+        )
         self._opened: Accelerator | None = None if self._process_count else self._open()
 
     def _open(self) -> Accelerator:
@@ -332,7 +334,9 @@ class Fabric:
             model: accepted; the loss knows its model.
         """
         run = Tensor.backward if args else None
-        self._accelerator.backward(tensor, by=None if run is None else lambda loss, **more: run(loss, *args, **more), **kwargs)
+        self._accelerator.backward(
+            tensor, by=None if run is None else lambda loss, **more: run(loss, *args, **more), **kwargs
+        )
 
     def clip_gradients(
         self,
@@ -361,7 +365,9 @@ class Fabric:
             RuntimeError: for a norm that isn't finite.
         """
         if (clip_val is None) == (max_norm is None):
-            raise ValueError(f"clip_gradients takes either clip_val={clip_val} or max_norm={max_norm}: give one of them.")
+            raise ValueError(
+                f"clip_gradients takes either clip_val={clip_val} or max_norm={max_norm}: give one of them."
+            )
         accelerator = self._accelerator
         accelerator.unscale_gradients(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -492,7 +498,9 @@ class Fabric:
         saved = self._read(path, weights_only)
         missing = sorted((state or {}).keys() - saved.keys())
         if missing and strict:
-            raise KeyError(f"{os.fspath(path)!r} has no {missing}; it has {sorted(saved)}. strict=False leaves them out.")
+            raise KeyError(
+                f"{os.fspath(path)!r} has no {missing}; it has {sorted(saved)}. strict=False leaves them out."
+            )
         for name in (state or {}).keys() & saved.keys():
             assert state is not None
             value = saved.pop(name)
@@ -530,12 +538,13 @@ class Fabric:
         target = unwrap(target)
         if not isinstance(target, nn.Module):
             target.load_state_dict(value)
-        elif self.strategy.sharded:
-            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-            set_model_state_dict(target, value, options=StateDictOptions(full_state_dict=True, strict=strict))
-        else:
-            target.load_state_dict(value, strict=strict)
+            return
+        own = target.state_dict()
+        parts = {
+            key: cut_like(entry, own[key]) if isinstance(entry, Tensor) and key in own else entry
+            for key, entry in value.items()
+        }
+        target.load_state_dict(parts, strict=strict)
 
     # -- callbacks and loggers -----------------------------------------------------------------------------------
 
@@ -552,7 +561,9 @@ class Fabric:
             if method is None:
                 continue
             if not callable(method):
-                warn(f"{type(callback).__name__}.{hook_name} is a {type(method).__name__}, no method: it is not called.")
+                warn(
+                    f"{type(callback).__name__}.{hook_name} is a {type(method).__name__}, no method: it is not called."
+                )
                 continue
             parameters = inspect.signature(method).parameters.values()
             takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
@@ -595,4 +606,3 @@ class Fabric:
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
         """Seed Python's, NumPy's and torch's generators; see `treadle.seed_everything`."""
         return seed_everything(seed, bool(workers), verbose)
-

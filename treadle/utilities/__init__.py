@@ -2,8 +2,8 @@
 
 from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
 
-from ..common.peer_names import find_peer_names
 from ..callbacks import get_available_flops, measure_flops
+from ..common.peer_names import find_peer_names
 from ..compat.inspection import (
     find_shared_parameters,
     grad_norm,

@@ -1,6 +1,5 @@
 """What scripts import from ``lightning.pytorch.utilities.parsing``: names, nothing else."""
 
-from ..compat.inspection import is_picklable
 from ..compat.init_arguments import (
     clean_namespace,
     collect_init_args,
@@ -11,6 +10,7 @@ from ..compat.init_arguments import (
     parse_class_init_keys,
     save_hyperparameters,
 )
+from ..compat.inspection import is_picklable
 from . import AttributeDict
 
 __all__ = [
