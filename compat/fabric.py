@@ -155,7 +155,7 @@ class Fabric:
             What it returned on this process; where this call started the processes, what it returned on rank zero.
 
         Raises:
-            TypeError: for something that is no function of a Fabric; without one where this call has to start processes.
+            TypeError: for something that is no function of a Fabric; without one, where this call starts processes.
         """
         if function is None:
             if self._opened is None:

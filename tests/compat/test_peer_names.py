@@ -29,7 +29,7 @@ def test_every_name_of_a_table(path: str) -> None:
             continue
         assert not hasattr(module, name)
         assert " " in home, f"{name}: !{home} is no sentence, and no key of [answers]"
-        with pytest.raises(ImportError, match="instead|[Uu]se "):
+        with pytest.raises(ImportError, match=r"instead|[Uu]se "):
             exec(f"from {module.__name__} import {name}", {})
 
 
