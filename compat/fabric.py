@@ -80,8 +80,8 @@ class Fabric:
             "num_nodes": num_nodes,
             "mixed_precision": precision,
         }
-        self._callbacks: list[Any] = callbacks if isinstance(callbacks, list) else [callbacks] * (callbacks is not None)
-        self._loggers: list[Logger] = loggers if isinstance(loggers, list) else [loggers] * (loggers is not None)
+        self._callbacks: list[Any] = _as_list(callbacks)
+        self._loggers: list[Logger] = _as_list(loggers)
         # Where no script can be run again, processes begin with a function.
         indices = parse_devices(device_type(accelerator), devices)
         forks = indices is not None and len(indices) > 1 and LaunchEnvironment.read() is None
@@ -606,3 +606,9 @@ class Fabric:
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
         """Seed Python's, NumPy's and torch's generators; see `treadle.seed_everything`."""
         return seed_everything(seed, bool(workers), verbose)
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -182,8 +182,9 @@ class FabricDataLoader:
     def __iter__(self) -> Iterator[Any]:
         loader = self._dataloader
         for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-            if callable(getattr(sampler, "set_epoch", None)):
-                sampler.set_epoch(self._epochs)
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self._epochs)
         self._epochs += 1
         if self._device is None or self._device.type == "cpu":
             yield from loader

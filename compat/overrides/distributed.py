@@ -50,7 +50,7 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
             raise ValueError(f"rank {self.rank} of {self.num_replicas} gets none of {self.total_size} samples.")
 
     def __iter__(self) -> Iterator[Any]:
-        order = range(self.total_size)
+        order = list(range(self.total_size))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.epoch)
             order = torch.randperm(self.total_size, generator=generator).tolist()
