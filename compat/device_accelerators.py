@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +23,18 @@ __all__ = [
     "find_usable_cuda_devices",
     "get_cpu_stats",
     "get_mps_stats",
+    "get_nvidia_gpu_stats",
 ]
+
+_QUERIES = {
+    "utilization.gpu": "%",
+    "memory.used": "MB",
+    "memory.free": "MB",
+    "utilization.memory": "%",
+    "fan.speed": "%",
+    "temperature.gpu": "°C",
+    "temperature.memory": "°C",
+}
 
 
 class _Kind(type):
@@ -127,6 +141,25 @@ class MPSAccelerator(Accelerator):
     """Apple's GPU."""
 
     kind = "mps"
+
+
+def get_nvidia_gpu_stats(device: torch.device | str | int) -> dict[str, float]:
+    """Return what ``nvidia-smi`` says of a device: use, temperature and memory, by the query's name and unit.
+
+    Raises:
+        FileNotFoundError: without that program.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        raise FileNotFoundError("nvidia-smi is not installed: use torch.cuda.memory_stats(device) instead.")
+    index = torch.device("cuda", device).index if isinstance(device, int) else torch.device(device).index or 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    identifier = visible[index] if index < len(visible) and visible[index] else str(index)
+    query = f"--query-gpu={','.join(_QUERIES)}"
+    command = [program, query, "--format=csv,nounits,noheader", f"--id={identifier}"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    values = [float(value) if value.strip().replace(".", "", 1).isdigit() else 0.0 for value in answer.split(",")]
+    return {f"{name} ({unit})": value for (name, unit), value in zip(_QUERIES.items(), values, strict=True)}
 
 
 def get_mps_stats() -> dict[str, float]:

@@ -21,11 +21,13 @@ class _Named(Precision):
     def __init__(self, precision: str, scaler: Any = None) -> None:
         if precision not in self.names:
             raise ValueError(f"{type(self).__name__}: precision={precision!r} is not one of {', '.join(self.names)}.")
-        if scaler is not None and not precision.startswith("16-mixed"):
-            raise ValueError(f"scaler={scaler!r} is for precision='16-mixed', not for {precision!r}; leave it out.")
+        if scaler is not None:
+            raise ValueError(
+                f"{type(self).__name__}: scaler={scaler!r} can't be used, as a run makes its own: leave it out, or use "
+                "an Accelerator with kwargs_handlers=[GradScalerKwargs(init_scale=..., ...)]."
+            )
         for field in fields(Precision):
             object.__setattr__(self, field.name, getattr(Precision.parse(precision), field.name))
-        object.__setattr__(self, "scaler", scaler)
 
     @property
     def precision(self) -> str:
@@ -53,7 +55,7 @@ class MixedPrecision(_Named):
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
         device: accepted; computations are cast on the device of the run.
-        scaler: a ``torch.amp.GradScaler`` whose settings scale the loss of float16.
+        scaler: only None; a run scales the loss of float16 itself.
     """
 
     names = ("16-mixed", "bf16-mixed")
@@ -102,7 +104,7 @@ class FSDPPrecision(_Named):
 
     Args:
         precision: ``"32-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or ``"bf16-mixed"``.
-        scaler: a scaler whose settings scale the loss of float16.
+        scaler: only None; a run scales the loss of float16 itself.
     """
 
     names = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")

@@ -221,8 +221,9 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
             sync_batchnorm = True
         else:
             raise TypeError(
-                f"plugins takes a treadle.plugins.Precision or TorchSyncBatchNorm(), not {plugin!r:.100}. The cluster "
-                "is found in the environment, and there is one format of checkpoints."
+                f"plugins takes a treadle.plugins.Precision or TorchSyncBatchNorm(), not {plugin!r:.100}. Leave it "
+                "out: the cluster is found in the environment, there is one format of checkpoints, and "
+                "ModelCheckpoint(async_save=True) writes them beside the training."
             )
     return precision, sync_batchnorm
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from ...common.messages import warn
 from ...common.peer_names import find_peer_names
 from ...loggers import plain
+from ...trainer.core.stored_hparams import make_config
 
 __all__ = [
     "convert",
@@ -78,12 +77,7 @@ def load_hparams_from_yaml(config_yaml: _File, use_omegaconf: bool = True) -> An
         warn(f"there is no file {os.fspath(config_yaml)!r} with hyperparameters.")
         return {}
     values = yaml.safe_load(Path(config_yaml).read_text(encoding="utf-8"))
-    if use_omegaconf:
-        try:
-            return OmegaConf.create(values)
-        except OmegaConfBaseException:
-            return values
-    return values
+    return make_config(values) if use_omegaconf else values
 
 
 def save_hparams_to_yaml(
@@ -94,17 +88,14 @@ def save_hparams_to_yaml(
     Args:
         config_yaml: the file.
         hparams: the values. What is not data is written as its text.
-        use_omegaconf: keep references (``${...}``) of a ``DictConfig`` at the top as they are; else resolve them.
+        use_omegaconf: accepted; the references (``${...}``) of a ``DictConfig`` are resolved either way.
 
     Raises:
         RuntimeError: if the folder is missing.
         TypeError: for hyperparameters without names.
     """
     _check_folder(config_yaml)
-    values = _as_mapping(hparams)
-    if isinstance(values, DictConfig):
-        values = OmegaConf.to_container(values, resolve=not use_omegaconf)  # type: ignore[assignment]
-    text = yaml.safe_dump(plain(values), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(plain(_as_mapping(hparams)), sort_keys=False, allow_unicode=True)
     Path(config_yaml).write_text(text, encoding="utf-8")
 
 

@@ -6,11 +6,28 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
-from ...common.peer_names import find_peer_names
+__all__ = ["UnrepeatedDistributedSampler", "UnrepeatedDistributedSamplerWrapper", "prepare_for_backward"]
 
-__all__ = ["UnrepeatedDistributedSampler", "UnrepeatedDistributedSamplerWrapper"]
+
+def prepare_for_backward(model: DistributedDataParallel, output: Any) -> None:
+    """Let a replica reduce the gradients of a loss that was not computed by its ``forward``.
+
+    Args:
+        model: the replica.
+        output: what the loss comes from; with ``find_unused_parameters`` its tensors tell which parameters take part.
+    """
+    model.require_forward_param_sync = bool(torch.is_grad_enabled() and model.require_backward_grad_sync)
+    if model.require_forward_param_sync:
+        tensors: list[Tensor] = []
+        if model.find_unused_parameters and not model.static_graph:
+            apply_to_collection(output, Tensor, tensors.append)
+        model.reducer._rebuild_buckets()
+        model.reducer.prepare_for_backward(tensors)
 
 
 class UnrepeatedDistributedSampler(DistributedSampler[Any]):
@@ -33,7 +50,7 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
             raise ValueError(f"rank {self.rank} of {self.num_replicas} gets none of {self.total_size} samples.")
 
     def __iter__(self) -> Iterator[Any]:
-        order = range(self.total_size)
+        order = list(range(self.total_size))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.epoch)
             order = torch.randperm(self.total_size, generator=generator).tolist()
@@ -69,6 +86,3 @@ class _Yielded(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.sampler)
-
-
-__getattr__ = find_peer_names(__name__)

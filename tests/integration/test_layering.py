@@ -221,7 +221,8 @@ def test_no_folder_is_too_full():
     for module in files():
         if not is_package(module) and MIRRORED not in sentence(module):
             counted[package_of(module)] = counted.get(package_of(module), 0) + 1
-    full = {package: count for package, count in counted.items() if count > MOST_MODULES}
+    # The folders of compat are the peers' module paths.
+    full = {p: count for p, count in counted.items() if count > MOST_MODULES and p.split(".")[0] != "compat"}
     assert set(full) == FULL_BY_NAME, full
 
 

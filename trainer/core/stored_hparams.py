@@ -85,6 +85,17 @@ def stored(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> Stored:
     return Stored(values, left_out)
 
 
+def make_config(values: Any) -> Any:
+    """Return values as a ``DictConfig``, or as they are where OmegaConf can't hold one of them."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.create(values)
+    except OmegaConfBaseException:
+        return values
+
+
 def copied_config(config: Any, ignored: set[str]) -> Any:
     """Return a copy of a ``DictConfig``, which keeps its flags and what its references refer to, without some keys."""
     from omegaconf import flag_override

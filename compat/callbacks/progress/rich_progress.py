@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, ProgressColumn
+from rich.progress import BarColumn, Progress, ProgressColumn
+from rich.progress import Task as RichTask
 from rich.style import Style
 from rich.text import Text
 
 from ....callbacks import RichProgressBar, RichProgressBarTheme
 from ....callbacks.progress import rich_progress
-from ....common.peer_names import find_peer_names
 
 if TYPE_CHECKING:
     from rich.progress import Task
@@ -20,12 +20,32 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchesProcessedColumn",
     "CustomBarColumn",
+    "CustomInfiniteTask",
+    "CustomProgress",
     "CustomTimeColumn",
     "MetricsTextColumn",
     "ProcessingSpeedColumn",
     "RichProgressBar",
     "RichProgressBarTheme",
 ]
+
+
+class CustomInfiniteTask(RichTask):
+    """A task whose number of batches is not known, so there is no time left to tell."""
+
+    @property
+    def time_remaining(self) -> float | None:
+        """None."""
+        return None
+
+
+class CustomProgress(Progress):
+    """rich's progress, refreshed by whoever changes it."""
+
+    def soft_refresh(self) -> None:
+        """Draw in a terminal only, where lines can be drawn again."""
+        if self.console.is_terminal or self.console.is_jupyter:
+            self.refresh()
 
 
 class CustomBarColumn(BarColumn):
@@ -91,6 +111,3 @@ class MetricsTextColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         """See rich's ``ProgressColumn.render``."""
         return Text(self._text, justify="left", style=self.style)
-
-
-__getattr__ = find_peer_names(__name__)
