@@ -194,6 +194,7 @@ class Accelerator(Process):
         )
         self.checkpointer = Checkpointer(self)
         self.tracking = trackers
+        self.dataloader_config.announce_differences()
         note_newest(self)
 
     # -- preparing -----------------------------------------------------------------------------------------------

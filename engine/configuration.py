@@ -44,7 +44,8 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
 
-    def __post_init__(self) -> None:
+    def announce_differences(self) -> None:
+        """Log what is done otherwise than asked. Call it when the ranks are known, so that only one of them does."""
         if self.dispatch_batches:
             announce(
                 "dispatch_batches=True: every rank reads its own share of the batches, where Accelerate reads all of "

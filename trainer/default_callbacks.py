@@ -65,7 +65,7 @@ def choose_callbacks(
 
 def set_aside(callbacks: list[Callback]) -> list[Callback]:
     """Remove the callbacks that save or stop from ``callbacks``, as ``fast_dev_run`` does; return them."""
-    removed = [c for c in callbacks if isinstance(c, ModelCheckpoint | EarlyStopping | RunReport)]
+    removed: list[Callback] = [c for c in callbacks if isinstance(c, ModelCheckpoint | EarlyStopping | RunReport)]
     callbacks[:] = [c for c in callbacks if not any(c is other for other in removed)]
     return removed
 

@@ -176,7 +176,9 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
     _check_steps(task)
     model = wrap(trainer, task)
     try:
-        optimizers, schedulers = configure(task)  # now that the parameters are where and what they will be
+        optimizers, schedulers = configure(
+            task, accelerator.num_processes
+        )  # now that the parameters are where and what they will be
     except (ValueError, TypeError, OverflowError) as error:
         if "inf" in str(error) and trainer.estimated_stepping_batches == inf:
             error.add_note(_why_endless(trainer))
@@ -219,7 +221,7 @@ def _check_steps(task: TaskModule) -> None:
         )
 
 
-def configure(task: TaskModule) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
+def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
     optimizers, schedulers = parse_optimizers(task.configure_optimizers())
     check_ownership(task, optimizers, schedulers)
     if len(optimizers) > 1 and task.automatic_optimization:
@@ -229,7 +231,13 @@ def configure(task: TaskModule) -> tuple[list[torch.optim.Optimizer], list[Sched
             "and step them in training_step."
         )
     if not (optimizers or task.automatic_optimization):
-        raise ValueError(f"{type(task).__name__}.configure_optimizers returned no optimizer for training_step to step.")
+        name = f"{type(task).__name__}.configure_optimizers"
+        if ranks > 1:
+            raise ValueError(
+                f"{name} returned no optimizer. On {ranks} ranks gradients are averaged when an optimizer that it "
+                "returned steps, so a private one would train each rank for itself: return that one."
+            )
+        warn(f"{name} returned no optimizer: each batch counts as a step, and checkpoints hold no optimizer state.")
     return optimizers, schedulers
 
 
