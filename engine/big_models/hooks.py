@@ -85,6 +85,12 @@ class Loan:
         return self.module.training or buffer.is_inference() or (id(buffer), buffer._version) != self._mark
 
 
+def make_stand_in(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what describes an offloaded tensor, and what the module holds in its place."""
+    shape = tensor.detach().to("meta")
+    return copy_attributes(tensor, shape), copy_attributes(tensor, shape.as_subclass(StandIn), plain=True)
+
+
 def _refuse_gradient(gradient: Tensor) -> None:
     raise ValueError(
         "an offloaded weight got a gradient, which would be thrown away with its values. Run the model under "
@@ -242,31 +248,3 @@ def _iter_tensors(data: Any) -> Iterator[Tensor]:
     elif hasattr(data, "__dataclass_fields__") and not isinstance(data, type):
         for field in data.__dataclass_fields__:
             yield from _iter_tensors(getattr(data, field, None))
-
-
-class UserCpuOffloadHook:
-    """Keeps one whole model on the CPU while it isn't used; see `cpu_offload_with_hook`.
-
-    Args:
-        model: The model.
-        device: Where it runs.
-        previous: The hook of the model that leaves the device when this one comes.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device, previous: UserCpuOffloadHook | None) -> None:
-        self.model, self.device, self.previous = model, device, previous
-        self._handle = model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self.previous is not None:
-            self.previous.offload()
-        self.model.to(self.device)
-        return move(args, self.device, ()), move(kwargs, self.device, ())
-
-    def offload(self) -> None:
-        """Take the model off the device now."""
-        self.model.to("cpu")
-
-    def remove(self) -> None:
-        """Leave the model where it is from now on."""
-        self._handle.remove()
