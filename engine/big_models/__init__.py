@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         cpu_offload_with_hook,
         disk_offload,
         dispatch_model,
-        find_loans,
+        find_station,
         is_dispatched,
         remove_hook_from_submodules,
     )
@@ -37,6 +37,13 @@ if TYPE_CHECKING:
         remove_hook_from_module,
     )
     from .module_sizes import compute_module_sizes
-    from .module_tensors import copy_attributes, set_tensor
+    from .module_tensors import (
+        copy_attributes,
+        group_tied_names,
+        iter_direct_tensors,
+        named_tensors,
+        set_tensor,
+        set_tensor_by_names,
+    )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -157,10 +157,10 @@ def cpu_offload_with_hook(
     return model, UserCpuOffloadHook(model, hook)
 
 
-def find_loans(module: nn.Module) -> list[Loan]:
-    """The offloaded tensors that come when a module itself is called."""
+def find_station(module: nn.Module) -> Station | None:
+    """The hook that brings offloaded tensors when a module itself is called; None if there are none."""
     hooks = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
-    return [loan for hook in hooks if isinstance(hook, Station) for loan in hook.loans]
+    return next((hook for hook in hooks if isinstance(hook, Station) and hook.loans), None)
 
 
 def is_dispatched(model: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -138,8 +139,27 @@ class Station:
             return move(args, self.device, ()), move(kwargs, self.device, self.skip)
         return None
 
+    @contextmanager
+    def lending(self, device: torch.device | None = None) -> Iterator[None]:
+        """A context in which the module has its offloaded tensors, as during its forward.
+
+        Args:
+            device: Where they are. Default: where the module runs.
+        """
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self.bring(device)
+        try:
+            yield
+        finally:
+            self._leave()
+
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """After the forward, also one that raised."""
+        self._leave()
+
+    def _leave(self) -> None:
         with self._lock:
             self._inside = max(0, self._inside - 1)
             if self._inside == 0:
@@ -147,7 +167,7 @@ class Station:
                     for loan in self.loans:
                         loan.take_back()
 
-    def bring(self) -> None:
+    def bring(self, device: torch.device | None = None) -> None:
         """Give the module its offloaded tensors. One that has several names is brought once."""
         grad = torch.is_grad_enabled()
         # Tensors made in inference mode would stay inference tensors wherever they end up.
@@ -155,7 +175,7 @@ class Station:
             brought: dict[int, Tensor] = {}
             for loan in self.loans:
                 if id(loan.stand_in) not in brought:
-                    brought[id(loan.stand_in)] = loan.read(self.device)
+                    brought[id(loan.stand_in)] = loan.read(device or self.device)
                 loan.lend(brought[id(loan.stand_in)], grad)
 
     def __getstate__(self) -> dict[str, Any]:
