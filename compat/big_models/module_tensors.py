@@ -31,6 +31,21 @@ TiedParams = dict[int, dict[Any, Tensor]]
 _QUANTIZED = ("Int8Params", "FP4Params", "Params4bit")  # bitsandbytes: moving the parameter alone loses its statistics
 
 
+def is_peft_model(model: nn.Module) -> bool:
+    """Return True for a model of the library peft, also inside ``torch.compile`` or a wrapper that has ``module``."""
+    while (inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None)) is not None:
+        if not isinstance(inner, nn.Module) or _is_peft(model):
+            break
+        model = inner
+    return _is_peft(model)
+
+
+def _is_peft(model: nn.Module) -> bool:
+    # By name, so that peft, which takes seconds, is not imported to ask for what is not there.
+    kinds = type(model).__mro__
+    return any(kind.__name__ == "PeftModel" and kind.__module__.partition(".")[0] == "peft" for kind in kinds)
+
+
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
     """Return True if two devices are the same one; an accelerator without a number is number 0."""
     first, second = (
