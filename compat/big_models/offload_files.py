@@ -162,9 +162,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             dtype = getattr(torch, info["dtype"]) if "dtype" in info else tensor.dtype
             return tensor.to(device=self.device or "cpu", dtype=dtype)
         if self.save_folder is None:
-            raise ValueError(
-                f"{key!r} is in the index without a safetensors_file: give save_folder, where its .dat is."
-            )
+            raise ValueError(f"the index names no safetensors_file for {key!r}. Give save_folder, where its .dat is.")
         return load_offloaded_weight(Path(self.save_folder) / f"{key}.dat", info)
 
     def __contains__(self, key: object) -> bool:

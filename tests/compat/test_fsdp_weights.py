@@ -28,9 +28,9 @@ from treadle.compat.utils.fsdp_utils import (
     save_fsdp_model,
     save_fsdp_optimizer,
 )
-from treadle.utils import FullyShardedDataParallelPlugin
 
 from treadle import Accelerator
+from treadle.utils import FullyShardedDataParallelPlugin
 
 can_shard = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="this torch can not shard on CPU (2.6)"
@@ -117,7 +117,8 @@ def load_full() -> tuple[bool, bool, str]:
 @can_shard
 def test_rank_zeros_state_into_the_shards() -> None:
     for sharded, same, text in run(load_full, 2):
-        assert sharded and same
+        assert sharded
+        assert same
         assert "lacks ['0.weight']" in text
 
 
@@ -136,13 +137,13 @@ def test_merging_names_the_folder_that_is_meant(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a folder that exists"):
         merge_fsdp_weights(tmp_path / "missing", tmp_path)
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
-    with pytest.raises(ValueError, match="Use .*pytorch_model_fsdp_0"):
+    with pytest.raises(ValueError, match=r"Use .*pytorch_model_fsdp_0"):
         merge_fsdp_weights(tmp_path, tmp_path / "out")
 
 
 def test_merging_a_checkpoint_of_treadle(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(build())
+    accelerator.prepare(build())
     accelerator.save_state(str(tmp_path / "saved"))
     merge_fsdp_weights(tmp_path / "saved", tmp_path / "out", remove_checkpoint_dir=True)
     merged = load_file(tmp_path / "out" / "model.safetensors")
