@@ -335,11 +335,12 @@ def attach_align_device_hook_on_blocks(
             hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **shared)
             add_hook_to_module(module, hook)
         return
-    if not isinstance(execution_device, Mapping):
-        assert isinstance(offload, Mapping)
-        execution_device = dict.fromkeys(offload, execution_device)  # type: ignore[arg-type]
-    offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(execution_device, offload)
-    blocks = {name: (device, offloads[name]) for name, device in execution_device.items() if name in offloads}
+    names: Iterable[str] = execution_device if isinstance(execution_device, Mapping) else offload  # type: ignore[assignment]
+    runs_on: Mapping[str, Any] = (
+        execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
+    )
+    offloads: Mapping[str, bool] = offload if isinstance(offload, Mapping) else dict.fromkeys(names, offload)
+    blocks = {name: (device, offloads[name]) for name, device in runs_on.items() if name in offloads}
 
     def visit(path: str, block: nn.Module) -> None:
         if path in blocks:

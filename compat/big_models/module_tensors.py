@@ -217,7 +217,7 @@ def get_max_layer_size(
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
     """Return the bytes of a model, and those of its largest layer with the layers that have them."""
     sizes = compute_module_sizes(model)
-    parts = [
+    parts: list[tuple[str, nn.Module | Tensor]] = [
         *model.named_parameters(recurse=False),
         *model.named_children(),
         *model.named_buffers(recurse=False),

@@ -60,7 +60,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
         )
     weight = torch.empty(shape, dtype=dtype)
     with open(weight_file, "rb") as file:
-        file.readinto(weight.reshape(-1).view(torch.uint8).numpy())
+        file.readinto(memoryview(weight.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
     return weight
 
 
