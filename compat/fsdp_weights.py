@@ -265,6 +265,9 @@ def merge_fsdp_weights(
             weights = _merge_distributed(folder)
         else:
             weights = {name: piece.get() for name, piece in open_weights(folder).items()}
+        others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
+        if others:
+            raise ValueError(f"{folder}: {others[0]!r} is not a tensor. Use the folder of a model's weights.")
         write_weights(*split_tied(weights), Path(output_path), _NO_LIMIT, safe_serialization)
         if remove_checkpoint_dir:
             shutil.rmtree(folder)

@@ -98,6 +98,9 @@ def test_what_is_saved_is_loaded(tmp_path: Path, version: int, files: list[str])
     for rank in run(save_and_load, 2, str(tmp_path), version):
         assert all(rank), rank
     assert sorted(os.listdir(tmp_path)) == files
+    if version == 2:
+        with pytest.raises(ValueError, match="Use the folder of a model's weights"):
+            merge_fsdp_weights(tmp_path / "optimizer_0", tmp_path)
 
 
 def load_full() -> tuple[bool, bool, str]:
