@@ -164,13 +164,16 @@ class ClassGroup:
             return PlainRecipe(Value(None, "default"), None)
         if not isinstance(value.data, str | dict | list):
             return checker.check(value, self.bases[0] if len(self.bases) == 1 else object, path)
-        recipes: list[tuple[SettingsChecker, ObjectRecipe | None]] = []
-        for base in self.bases:
+        named = value.data.get("class") if isinstance(value.data, dict) else value
+        # A base's own name stands for that base alone: PyTorch's ReduceLROnPlateau knows no `monitor`.
+        bases = [base for base in self.bases if named is not None and base.__name__ == named.data] or self.bases
+        trial = checker
+        for base in bases:
             trial = checker.make_trial()
-            recipes.append((trial, trial.check_object(value, base, path, self.skip)))
-            if recipes[-1][1] is not None:
-                return recipes[-1][1]
-        checker.problems += recipes[0][0].problems
+            recipe = trial.check_object(value, base, path, self.skip)
+            if recipe is not None:
+                return recipe
+        checker.problems += trial.problems
         return None
 
 

@@ -138,9 +138,11 @@ def _keep_accepted(entries: dict[Any, Value], named: Value) -> dict[Any, Value]:
     if entries["class"].data == named.data:
         return entries
     target = find_class(named.data)
-    accepted = {} if target is None else signature(target).arguments
+    if target is None:
+        return {**entries, "class": named}  # what is wrong with it is reported when it is checked
+    accepted = signature(target).arguments
     dropped = [str(key) for key in entries if key != "class" and key not in accepted]
-    if dropped and target is not None:
+    if dropped:
         announce(f"{named.data} takes no {', '.join(dropped)}: dropped from the settings.")
     return {_CLASS: named} | {key: item for key, item in entries.items() if key in accepted}
 
@@ -258,8 +260,13 @@ def find_shape(annotation: Any) -> Any:
 
 
 def describe_import_path(target: Any) -> str:
-    """Return the shortest import path of a class or function that is imported already."""
-    module, name = target.__module__, target.__qualname__
+    """Return the shortest import path of a class or function that is imported already; empty if it has none."""
+    name = getattr(target, "__qualname__", "")
+    module = getattr(target, "__module__", None)
+    if module is None:  # as of `torch.tanh`, a method of a type that nobody sees
+        name = name.rpartition(".")[2]
+        homes = sorted(sys.modules, key=len)
+        return next((f"{home}.{name}" for home in homes if vars(sys.modules[home]).get(name) is target), "")
     parts = module.split(".")
     for end in range(1, len(parts)):
         home = ".".join(parts[:end])
