@@ -261,18 +261,13 @@ def find_shape(annotation: Any) -> Any:
 
 def describe_import_path(target: Any) -> str:
     """Return the shortest import path of a class or function that is imported already; empty if it has none."""
-    name = getattr(target, "__qualname__", "")
-    module = getattr(target, "__module__", None)
-    if module is None:  # as of `torch.tanh`, a method of a type that nobody sees
-        name = name.rpartition(".")[2]
-        homes = sorted(sys.modules, key=len)
-        return next((f"{home}.{name}" for home in homes if vars(sys.modules[home]).get(name) is target), "")
+    full_name, module = getattr(target, "__qualname__", ""), getattr(target, "__module__", None) or ""
+    name = full_name.rpartition(".")[2]  # as of `torch.tanh`, whose full name holds a class that nobody sees
     parts = module.split(".")
-    for end in range(1, len(parts)):
-        home = ".".join(parts[:end])
-        if getattr(sys.modules.get(home), name, None) is target:
+    for home in (".".join(parts[:end]) for end in range(1, len(parts) + 1)):
+        if name and getattr(sys.modules.get(home), name, None) is target:
             return f"{home}.{name}"
-    return f"{module}.{name}"
+    return f"{module}.{full_name}" if module else ""
 
 
 def find_value(value: Value | None, path: Path) -> Value | None:
