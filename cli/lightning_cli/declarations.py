@@ -11,7 +11,7 @@ from ...trainer.core import REQUIRED, Argument, Signature, signature
 from ..config import COMMAND_LINE, Value
 from ..config.instantiate import ObjectRecipe, PlainRecipe, Recipe
 from .checker import SettingsChecker
-from .settings import Path, find_class, find_shape, make_default, make_settings
+from .settings import Path, find_class, find_shape, is_word, make_default, make_settings
 
 
 @dataclass
@@ -25,6 +25,7 @@ class Option:
         help: what is said about it.
         convert: a function that makes its value of a word.
         choices: the values that it may have.
+        untyped: whether a word stays text, as in argparse; a file's value is taken as it is.
     """
 
     key: str
@@ -34,6 +35,7 @@ class Option:
     convert: Callable[[str], Any] | None = None
     choices: tuple[Any, ...] | None = None
     instantiate: bool = True
+    untyped: bool = False
 
     def get_default(self) -> Value | None:
         """Return the value that holds as long as nobody sets one."""
@@ -51,6 +53,8 @@ class Option:
             if self.required and not checker.partial:
                 checker.problems.append(f"--{self.key} is required: give it a value.")
             return PlainRecipe(Value(None, "default"), None)
+        if self.untyped and value.text is not None and value.data is not None and is_word(value):
+            return PlainRecipe(Value(value.text, value.source), value.text)
         if self.choices is not None and value.data not in self.choices:
             if value.text not in self.choices:
                 choices = ", ".join(map(str, self.choices))

@@ -17,10 +17,12 @@ from typing import Any
 
 from ...common.messages import announce
 from ...trainer.core import REQUIRED, Argument, signature
-from ..config import ConfigError, Value, expand_class_name, parse_override_value, read
+from ..config import COMMAND_LINE, ConfigError, Value, expand_class_name, parse_override_value, read
 from ..config.instantiate import catalog
 
 Path = tuple[str | int, ...]
+VARIABLE = "environment variable"
+"""What the source of a variable's value begins with."""
 PLAIN = (type(None), bool, int, float, str)
 _PEER_PACKAGES = ("lightning.pytorch.", "pytorch_lightning.", "lightning.")
 _CONFIG_FILES = (".yaml", ".yml", ".json")
@@ -177,6 +179,11 @@ def read_named_file(value: Value) -> Value:
 def parse_value(text: str, source: str) -> Value:
     """Return the value of a word on the command line or of an environment variable."""
     return normalize(parse_override_value(text, source)) if text else Value("", source)
+
+
+def is_word(value: Value) -> bool:
+    """Return whether a value is a word of the command line or an environment variable's, not one of a file."""
+    return value.source == COMMAND_LINE or value.source.startswith(VARIABLE)
 
 
 def append(value: Value | None, new: Value) -> Value:
