@@ -3,7 +3,7 @@
     python .ci/make_compat.py            write what is missing or out of date
     python .ci/make_compat.py --check    list it, and end with status 1
 
-`compat/lightning.toml` and `compat/accelerate.toml` have the paths and the names. A module that was written by hand
+The tables `compat/*.toml` have the paths and the names. A module that was written by hand
 stays as it is.
 """
 
@@ -13,18 +13,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "written by `make compat`"
-ROOTS = {"lightning": "lightning.pytorch", "accelerate": "accelerate"}
+# For each table: what its paths begin with below ``treadle.compat``, and the peer's package that these are below.
+TABLES = {
+    "lightning": ("", "lightning.pytorch"),
+    "accelerate": ("", "accelerate"),
+    "fabric": ("fabric", "lightning"),
+}
 # Accelerate's modules that are imported most are at ``treadle.`` too, beside `treadle.utils`.
 DIRECT = ("data_loader", "logging", "state", "tracking", "utils")
 
 
-def iter_modules() -> dict[str, str]:
-    """The peers' module paths below their roots, packages among them, each with the peer's name."""
+def collect_modules() -> dict[str, str]:
+    """The module paths below ``treadle.compat``, packages among them, each with the peer's name."""
     peer_by_path: dict[str, str] = {}
-    for peer in ROOTS:
+    for peer, (prefix, _) in TABLES.items():
         table = tomllib.loads((ROOT / "compat" / f"{peer}.toml").read_text(encoding="utf-8"))
-        for path in filter(None, table.keys() - {"answers"}):
-            parts = path.split(".")
+        for path in table.keys() - {"answers"}:
+            parts = [*filter(None, f"{prefix}.{path}".split("."))]
             for count in range(1, len(parts) + 1):
                 peer_by_path.setdefault(".".join(parts[:count]), peer)
     return dict(sorted(peer_by_path.items()))
@@ -40,7 +45,7 @@ def write_module(path: str, peer: str, file: Path, home: str) -> str:
     """The text of a module."""
     depth = len(file.relative_to(ROOT / home).parts) + (home == "compat")
     return (
-        f'"""Names of ``{ROOTS[peer]}.{path}``; {MARK}."""\n\n'
+        f'"""Names of ``{TABLES[peer][1]}.{path}``; {MARK}."""\n\n'
         f"from {'.' * depth}common.peer_names import export_peer_names\n\n"
         "__getattr__, __dir__, __all__ = export_peer_names(__name__)\n"
     )
@@ -48,7 +53,7 @@ def write_module(path: str, peer: str, file: Path, home: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write or check; returns the exit status."""
-    paths = iter_modules()
+    paths = collect_modules()
     stale, made = [], set()
     for path, peer in paths.items():
         for home in ["compat"] + ["treadle"] * (path.split(".")[0] in DIRECT):

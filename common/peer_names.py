@@ -1,7 +1,7 @@
-"""Names of Lightning and Accelerate, at their own paths: what each is here, or what to use instead of it.
+"""Names of Lightning, Fabric and Accelerate, at their own paths: what each is here, or what to use instead of it.
 
-`compat/lightning.toml` and `compat/accelerate.toml` are the tables; their first lines explain the form. They are read
-when a name is asked for that a module does not have.
+The tables are `compat/lightning.toml`, whose first lines explain the form, `compat/fabric.toml` and
+`compat/accelerate.toml`. They are read when a name is asked for that a module does not have.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from typing import Any, NoReturn
 
 from .messages import nearest
 
-PEERS = ("lightning", "accelerate")
 _ASKING = (__name__, "treadle.common.lazy_exports")
 _IMPORT_FROM = opcode.opmap["IMPORT_FROM"]
 
 
 class Elsewhere(str):
     """The sentence that says what to use in place of a name."""
+
+
+class _NoSuchNameError(ImportError):
+    """What ``from module import name`` raises."""
 
 
 def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -41,8 +44,9 @@ def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], l
         names = sorted({*names, *(getattr(own, "__all__", None) or _list_public(own))})
 
     def __getattr__(name: str) -> Any:
-        value = getattr(own, name, None) if own is not None and not name.startswith("__") else None
-        if value is None:
+        try:
+            value = getattr(own, name)
+        except (AttributeError, _NoSuchNameError):
             value = find_peer_name(module, name, names)
         setattr(sys.modules[module], name, value)  # the next look-up is the module's own
         return value
@@ -74,13 +78,34 @@ def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
     Raises:
         ImportError, AttributeError: there is nothing; says what to use instead, if the peers have such a name.
     """
-    home = None if name.startswith("__") else read_names(peer_path(module)).get(name)
+    path = peer_path(module)
+    home = None if name.startswith("__") else read_names(path).get(name)
     if isinstance(home, Elsewhere):
         _refuse(module, name, f"{module} has no {name}: {home}")
     if home is None:
-        _refuse(module, name, f"module {module!r} has no attribute {name!r}.{nearest(name, valid)}")
+        submodule = None if name.startswith("_") else _import_submodule(module, f"{path}.{name}".lstrip("."))
+        if submodule is None:
+            _refuse(module, name, f"module {module!r} has no attribute {name!r}.{nearest(name, valid)}")
+        return submodule
     path, _, inner = home.rpartition(".")
     return getattr(importlib.import_module(f"treadle.{path}".rstrip(".")), inner)
+
+
+def _import_submodule(module: str, path: str) -> Any:
+    # The peers import all their modules with the package: `accelerate.state.PartialState` needs no other import.
+    roots = ("treadle", "treadle.compat")
+    for root in reversed(roots) if module.startswith("treadle.compat") else roots:
+        submodule = f"{root}.{path}"
+        if _is_module(submodule):
+            return importlib.import_module(submodule)
+    return None
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # nor is there the package that it would be in
+        return False
 
 
 def _refuse(module: str, name: str, text: str) -> NoReturn:
@@ -89,7 +114,7 @@ def _refuse(module: str, name: str, text: str) -> NoReturn:
     while frame is not None and frame.f_globals.get("__name__") in _ASKING:
         frame = frame.f_back
     if frame is not None and frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM:
-        raise ImportError(text, name=module)
+        raise _NoSuchNameError(text, name=module)
     raise AttributeError(text, name=name, obj=sys.modules.get(module))
 
 
@@ -101,13 +126,29 @@ def peer_path(module: str) -> str:
 @cache
 def read_names(path: str) -> Mapping[str, str]:
     """For each of the peers' names in one module: its path below ``treadle``, or an `Elsewhere`."""
-    return {name: home for peer in PEERS for name, home in _read_section(peer, path)}
+    below_fabric = _below_fabric(path)
+    if below_fabric is not None:  # most of Fabric's modules are Lightning's
+        alike = read_names(below_fabric) if below_fabric else {}
+        return {**alike, **dict(_read_section("fabric", below_fabric))}
+    return {name: home for peer in ("lightning", "accelerate") for name, home in _read_section(peer, path)}
+
+
+def _below_fabric(path: str) -> str | None:
+    """The path below ``fabric``, if it is there."""
+    return path[len("fabric.") :] if path.split(".")[0] == "fabric" else None
 
 
 @cache
 def read_table(peer: str) -> Mapping[str, Any]:
     """A peer's table as it stands in the file."""
     return tomllib.loads(files("treadle.compat").joinpath(f"{peer}.toml").read_text(encoding="utf-8"))
+
+
+def list_paths() -> list[str]:
+    """The paths below ``treadle.compat`` that the tables have."""
+    paths = {path for peer in ("lightning", "accelerate") for path in read_table(peer)}
+    paths |= {f"fabric.{path}".rstrip(".") for path in read_table("fabric") if path != "answers"}
+    return sorted(paths - {"answers"})
 
 
 def _read_section(peer: str, path: str) -> Iterator[tuple[str, str]]:
@@ -126,14 +167,12 @@ def _read_section(peer: str, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _own_module(module: str, path: str) -> Any:
-    """Our own module at the same path, for one in ``compat``."""
-    own = f"treadle.{path}"
-    if not path or module == own:
+    """Our own module at the same path, for one in ``compat``; below ``fabric`` the one of Lightning's that is alike."""
+    below_fabric = _below_fabric(path)
+    own = f"treadle.{path}" if below_fabric is None else f"treadle.compat.{below_fabric}"
+    if not path or below_fabric == "" or module == own:
         return None
-    try:
-        return importlib.import_module(own) if importlib.util.find_spec(own) is not None else None
-    except ModuleNotFoundError:  # nor is there the package that it would be in
-        return None
+    return importlib.import_module(own) if _is_module(own) else None
 
 
 def _list_public(module: Any) -> list[str]:

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from treadle.common.peer_names import PEERS, Elsewhere, read_names, read_table
+import torch
+from treadle.common.peer_names import Elsewhere, list_paths, read_names
 
 ROOT = Path(__file__).parents[2]
-PATHS = sorted({path for peer in PEERS for path in read_table(peer).keys() - {"answers"}})
 
 
 def test_the_modules_are_those_of_the_tables() -> None:
@@ -20,7 +20,7 @@ def test_the_modules_are_those_of_the_tables() -> None:
     assert (done.stdout, done.returncode) == ("", 0)
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path or "(root)")
+@pytest.mark.parametrize("path", list_paths(), ids=lambda path: path or "(root)")
 def test_every_name_of_a_table(path: str) -> None:
     module = importlib.import_module(f"treadle.compat.{path}".rstrip("."))
     for name, home in read_names(path).items():
@@ -49,3 +49,22 @@ def test_a_mirrored_module_has_our_own_names_too() -> None:
 
     assert callbacks.ModelCheckpoint is ModelCheckpoint
     assert gather is same_gather
+
+
+def test_fabrics_modules() -> None:
+    from treadle.compat import loggers
+    from treadle.compat.fabric.loggers import CSVLogger
+    from treadle.compat.fabric.utilities import rank_zero_only
+    from treadle.compat.fabric.utilities.cloud_io import get_filesystem
+    from treadle.compat.fabric.utilities.data import has_len, sized_len
+    from treadle.compat.fabric.utilities.types import _PATH, Optimizable
+
+    assert CSVLogger is loggers.CSVLogger
+    assert rank_zero_only.rank == 0
+    assert get_filesystem(ROOT).isdir(str(ROOT))
+    assert get_filesystem("memory://a").protocol == "memory"
+    assert isinstance(ROOT, _PATH)
+    assert isinstance(torch.optim.SGD([torch.zeros(1, requires_grad=True)]), Optimizable)
+    assert (has_len([1]), sized_len(iter([1]))) == (True, None)
+    with pytest.warns(UserWarning, match="length 0"):
+        assert has_len([])

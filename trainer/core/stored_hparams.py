@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import nn
 
+from ...common.optional import is_config
 from ...engine.checkpoint import MAX_DEPTH, Record, encode
 
 _DICTS = (dict, OrderedDict, defaultdict)
@@ -82,12 +83,6 @@ def stored(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> Stored:
         if len(place) > 1 or hparams.get(name) is not defaults.get(name, _NOTHING):
             left_out.setdefault(name, f"{'.'.join(place)} ({words})")
     return Stored(values, left_out)
-
-
-def is_config(value: Any) -> bool:
-    """Whether it is a dict or list of OmegaConf, which is not imported to find out."""
-    omegaconf = sys.modules.get("omegaconf")
-    return omegaconf is not None and omegaconf.OmegaConf.is_config(value)
 
 
 def copied_config(config: Any, ignored: set[str]) -> Any:

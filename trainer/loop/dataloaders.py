@@ -149,9 +149,11 @@ class Sources:
         for owner, base in ((self.datamodule, DataModule), (self.task, TaskModule)):
             if owner is None:
                 continue
-            if getattr(type(owner), method) is not getattr(base, method) or method in vars(owner):
+            make_loaders = getattr(owner, method)  # None disables a class's own
+            is_overridden = getattr(type(owner), method) is not getattr(base, method) or method in vars(owner)
+            if is_overridden and make_loaders is not None:
                 with self._accelerator.drawing_alike(f"{kind} loaders of epoch {self._epoch}"):
-                    return getattr(owner, method)()
+                    return make_loaders()
         return None
 
     def _prepare(self, kind: str, source: Any, number: int) -> Loader:

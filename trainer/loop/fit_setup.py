@@ -12,7 +12,7 @@ from ...callbacks import LatestValidation
 from ...common.messages import warn
 from ...engine import isolated_random_state, list_unused
 from ..checkpointing import LastStep
-from ..core import SchedulerConfig, TaskModule, check_ownership, endless, parse_optimizers
+from ..core import SchedulerConfig, TaskModule, check_ownership, endless, overrides, parse_optimizers
 from ..preflight import check_monitors, check_optimizers_match, check_storable, warn_of_untrained
 from ..profiling import measured
 from .dataloaders import Sources
@@ -140,7 +140,7 @@ class Fit:
         """Warn if there is a loader without a step to validate, or a step without a loader."""
         task, loaders = self.task, self.sources.evaluation("val")
         name = type(task).__name__
-        has_step = type(task).validation_step is not TaskModule.validation_step
+        has_step = overrides(task, "validation_step")
         if loaders and not has_step:
             warn(f"there is a validation loader, but {name} has no validation_step: nothing is validated.")
         if has_step:

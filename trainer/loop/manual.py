@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ...common.messages import warn
-from .automatic import Steps, overrides
+from ..core import overrides
+from .automatic import Steps
 from .progress import Phase
 from .step_output import for_hooks
 

@@ -1,5 +1,19 @@
 """What scripts import from ``lightning.pytorch.utilities.rank_zero``: names, nothing else."""
 
+from lightning_utilities.core.rank_zero import WarningCache, rank_prefixed_message, rank_zero_debug
+
 from . import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
 
-__all__ = ["rank_zero_deprecation", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
+LightningDeprecationWarning = DeprecationWarning
+"""What a deprecated name warns with."""
+
+__all__ = [
+    "LightningDeprecationWarning",
+    "WarningCache",
+    "rank_prefixed_message",
+    "rank_zero_debug",
+    "rank_zero_deprecation",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
+]

@@ -1,0 +1,199 @@
+"""Where a name of Lightning, Fabric or Accelerate is in Treadle.
+
+Answers come from Treadle itself, whose modules read the tables in ``compat/``: a name has a counterpart if the import
+that is written for it works.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any, TypeGuard
+
+from ...common.peer_names import Elsewhere, read_names
+
+# By the length of the prefix, longest first: `lightning.pytorch` is not the module `pytorch` of `lightning`.
+_ROOTS = {
+    "lightning.pytorch": "lightning",
+    "lightning.fabric": "fabric",
+    "pytorch_lightning": "lightning",
+    "lightning_fabric": "fabric",
+    "accelerate": "accelerate",
+    "lightning": "lightning",
+    "treadle.compat": "compat",
+    "treadle": "treadle",
+}
+_OURS = ("treadle", "treadle.compat")
+PEER_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
+"""The top-level packages that are replaced."""
+MISSING = object()
+"""What `look_up` returns where there is nothing."""
+
+
+@dataclass(frozen=True)
+class PeerModule:
+    """A module of a peer.
+
+    Attributes:
+        peer: lightning, fabric or accelerate; treadle or compat for a module of ours.
+        path: below the peer's root, "" for the root.
+    """
+
+    peer: str
+    path: str
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a module of Treadle already."""
+        return self.peer in ("treadle", "compat")
+
+
+@cache
+def split_peer(module: str) -> PeerModule | None:
+    """Return the peer's module that an import names, or None if it belongs to nobody that is replaced.
+
+    Args:
+        module: as imported, ``"lightning.pytorch.callbacks"``.
+    """
+    for prefix, peer in _ROOTS.items():
+        if module == prefix or module.startswith(f"{prefix}."):
+            return PeerModule(peer, module[len(prefix) + 1 :])
+    return None
+
+
+@cache
+def list_modules(module: PeerModule) -> tuple[str, ...]:
+    """Return our modules at a peer's path, the one to prefer first."""
+    roots = {"treadle": ("treadle",), "compat": ("treadle.compat",), "fabric": ("treadle.compat.fabric", *_OURS)}
+    names = (f"{root}.{module.path}".rstrip(".") for root in roots.get(module.peer, _OURS))
+    return tuple(name for name in names if _is_module(name))
+
+
+def find_module(module: str) -> str | None:
+    """Return our module for a peer's, or None.
+
+    Args:
+        module: as imported, ``"lightning.pytorch.callbacks"``.
+    """
+    peer = split_peer(module)
+    return None if peer is None else next(iter(list_modules(peer)), None)
+
+
+@cache
+def find_counterpart(module: str, name: str) -> str | Elsewhere | None:
+    """Return our module that has a peer's name, the sentence that says what to use instead, or None.
+
+    Args:
+        module: the peer's module, as imported.
+        name: the name in it.
+    """
+    peer = split_peer(module)
+    if peer is None:
+        return None
+    if module == "lightning" and name in ("pytorch", "fabric"):
+        return "treadle"
+    while True:
+        for ours in list_modules(peer):
+            if look_up(ours, name) is not MISSING:
+                return ours
+        answer = find_answer(peer, name)
+        if answer is not None or peer.peer != "fabric" or not peer.path:
+            return answer
+        # Fabric's helpers are where Lightning's are, or nearer to the root: `utilities.seed.seed_everything`.
+        peer = PeerModule("fabric", peer.path.rpartition(".")[0])
+
+
+def find_answer(module: PeerModule, name: str) -> Elsewhere | None:
+    """Return the sentence of the tables about a name that is not here, or None."""
+    answer = read_names(module.path).get(name)
+    return answer if isinstance(answer, Elsewhere) else None
+
+
+def describe_missing(module: str, name: str) -> str:
+    """Return what to say of a name without a counterpart."""
+    peer = split_peer(module)
+    answer = None if peer is None else find_answer(peer, name)
+    return f"{module}.{name}: {answer or 'has no counterpart in Treadle.'}"
+
+
+def look_up(module: str, name: str) -> Any:
+    """Return what a module of ours has by a name, or `MISSING`."""
+    namespace = vars(importlib.import_module(module))
+    value = namespace.get(name, MISSING)
+    ask = namespace.get("__getattr__")
+    # A submodule that was imported may hide the name that its package exports, as `tqdm` in `utils`.
+    if ask is None or (value is not MISSING and not isinstance(value, ModuleType)):
+        return value
+    try:
+        return ask(name)
+    except (AttributeError, ImportError):
+        return value
+
+
+def walk(module: str, attributes: Sequence[str]) -> tuple[int, bool]:
+    """Follow attributes from a module of ours, through its submodules, to the first name that is no module.
+
+    Args:
+        module: ours, ``"treadle"``.
+        attributes: ``["callbacks", "ModelCheckpoint", "state_key"]``.
+
+    Returns:
+        How many attributes were followed, and whether the last of them is there. Those behind the first name that is
+        no module are not followed.
+    """
+    for count, name in enumerate(attributes, 1):
+        value = look_up(module, name)
+        if not _is_ours(value):
+            return count, value is not MISSING
+        module = value.__name__
+    return len(attributes), True
+
+
+def find_submodule(module: str, name: str) -> str | None:
+    """Return the peer's module that ``from module import name`` imports, or None if that is no module."""
+    if module == "lightning" and name in ("pytorch", "fabric"):
+        return f"{module}.{name}"
+    home = find_counterpart(module, name)
+    if home is None or isinstance(home, Elsewhere):
+        return None
+    return f"{module}.{name}" if _is_ours(look_up(home, name)) else None
+
+
+def find_dotted(dotted: str) -> str | None:
+    """Return the dotted name in Treadle for a peer's, ``"lightning.pytorch.callbacks.Timer"``, or None."""
+    for module, names in _split_everywhere(dotted):
+        peer = split_peer(module)
+        if peer is None:
+            return None
+        if not names:
+            found = find_module(module)
+            if found is not None and peer.path:
+                return found
+            continue
+        ours = find_counterpart(module, names[0])
+        if ours is not None and not isinstance(ours, Elsewhere):
+            is_whole = len(names) == 1 or find_submodule(module, names[0]) is None
+            return ".".join([ours, *names]) if is_whole else None
+    return None
+
+
+def _split_everywhere(dotted: str) -> Iterator[tuple[str, list[str]]]:
+    parts = dotted.split(".")
+    for count in range(len(parts), 0, -1):
+        yield ".".join(parts[:count]), parts[count:]
+
+
+def _is_ours(value: Any) -> TypeGuard[ModuleType]:
+    return isinstance(value, ModuleType) and value.__name__.partition(".")[0] == "treadle"
+
+
+@cache
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # nor is there the package that it would be in
+        return False

@@ -1,0 +1,53 @@
+"""Types that other people's annotations name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed import ReduceOp
+
+_PATH = str | Path
+_DEVICE = torch.device | str | int
+_MAP_LOCATION_TYPE = _DEVICE | Callable[[Any, str], Any] | dict[Any, Any] | None
+_PARAMETERS = Iterator[nn.Parameter]
+CollectibleGroup = torch.distributed.ProcessGroup
+"""A group of processes; `torch.distributed.new_group` makes one."""
+
+
+@runtime_checkable
+class Steppable(Protocol):
+    """Whatever has a ``step`` as an optimizer has it."""
+
+    def step(self, closure: Callable[[], float] | None = ...) -> float | None:
+        """Take one step; returns what the closure does."""
+
+
+@runtime_checkable
+class Optimizable(Steppable, Protocol):
+    """Whatever has what an optimizer has."""
+
+    param_groups: list[dict[Any, Any]]
+    defaults: dict[Any, Any]
+    state: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+
+
+__all__ = [
+    "_DEVICE",
+    "_MAP_LOCATION_TYPE",
+    "_PARAMETERS",
+    "_PATH",
+    "CollectibleGroup",
+    "Optimizable",
+    "ReduceOp",
+    "Steppable",
+]
