@@ -259,6 +259,41 @@ def test_the_settings_optimizer_is_announced_and_may_be_changed():
         execute(*words, auto_configure_optimizers=False)
 
 
+@pytest.mark.filterwarnings("ignore:Late.configure_optimizers")
+def test_an_optimizer_is_built_when_the_run_asks_for_it():
+    class Late(Model):
+        def __init__(self):
+            super().__init__()
+            del self.net
+
+        def configure_model(self):
+            if not hasattr(self, "net"):
+                self.net = torch.nn.Linear(4, 2)
+
+    cli = execute("fit", "--optimizer=SGD", "--optimizer.lr=0.02", "--trainer.max_epochs=1", model=Late)
+    assert cli.trainer.optimizers[0].param_groups[0]["params"] == [cli.model.net.weight, cli.model.net.bias]
+
+
+class Stored(Model):
+    def __init__(self, encoder: Encoder, width: int = 3):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be stored", "ignore:.*left out")
+def test_a_checkpoint_names_no_classes(here):
+    defaults = {**DEFAULTS, "enable_checkpointing": True, "default_root_dir": ".", "max_epochs": 1}
+    words = ("fit", "--model.encoder=DeepEncoder", "--model.width=5")
+    path = execute(*words, model=Stored, trainer_defaults=defaults).trainer.checkpoint_callback.best_model_path
+    with pytest.raises(TypeError, match="encoder"):
+        Stored.load_from_checkpoint(path)
+    encoder = Encoder()
+    loaded = Stored.load_from_checkpoint(path, encoder=encoder)
+    assert (loaded.hparams.encoder, loaded.hparams.width) == (encoder, 5)
+    again = execute("test", "--model.encoder=Encoder", f"--ckpt_path={path}", model=Stored)
+    assert (type(again.model.hparams.encoder), again.model.hparams.width) == (Encoder, 5)
+
+
 def test_callbacks_from_everywhere():
     class Stopped(LightningCLI):
         def add_arguments_to_parser(self, parser):
@@ -294,6 +329,14 @@ def test_trainers_of_ones_own():
 
     cli = build("--trainer.note=5", trainer_class=Own, cli=Limited)
     assert (cli.trainer.note, cli.trainer.max_epochs) == (5, 7)
+
+
+def test_the_names_are_those_of_the_peer():
+    names = "LightningCLI SaveConfigCallback LightningArgumentParser ArgsType ReduceLROnPlateau instantiate_class"
+    names += " instantiate_module OptimizerCallable LRSchedulerCallable LRSchedulerTypeUnion LRSchedulerTypeTuple"
+    for name in names.split():
+        assert getattr(treadle.compat.cli, name) is getattr(treadle.cli, name)
+    assert treadle.compat.LightningCLI is LightningCLI
 
 
 def test_environment_variables(monkeypatch, here):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightning_cli_samples import Color, Data, DeepEncoder, Encoder, Model, Options
+from lightning_cli_samples import Color, Data, DeepEncoder, Encoder, Factories, Model, Options
 from treadle.callbacks import EarlyStopping
 from treadle.cli import LightningArgumentParser, instantiate_module
 from treadle.cli.config import ConfigError
@@ -272,6 +272,17 @@ def test_defaults():
     assert parser.instantiate_classes(parser.parse_args([])).model.encoder.depth == 3
     with pytest.raises(ValueError, match=r"no argument 'modle.lr'"):
         parser.set_defaults({"modle.lr": 3})
+
+
+def test_a_default_that_is_a_function_stays_as_it_is():
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_lightning_class_args(Factories, "model")
+    default = parser.parse_args([]).model
+    assert (default.optimizer, default.schedule.__name__) == (torch.optim.Adam, "<lambda>")
+    named = parser.parse_args(["--model.optimizer.lr=0.5"]).model.optimizer
+    assert (named.class_path, named.init_args.lr) == ("torch.optim.Adam", 0.5)
+    with pytest.raises(ConfigError, match=r"model.schedule=\{'factor': 0.5\} must be"):
+        parser.parse_args(["--model.schedule.factor=0.5"])
 
 
 def test_only_objects_of_a_run_are_added_as_such():
