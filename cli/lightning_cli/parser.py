@@ -10,7 +10,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -467,7 +467,7 @@ class LightningArgumentParser:
                 raise
             self.error(error)
 
-    def error(self, message: str | ConfigError) -> Any:
+    def error(self, message: str | ConfigError) -> NoReturn:
         """Print what is wrong and exit with status 2."""
         error = message if isinstance(message, ConfigError) else ConfigError(message)
         *others, last = error.problems

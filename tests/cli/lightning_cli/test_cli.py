@@ -129,6 +129,7 @@ def test_a_class_named_on_the_command_line():
     assert ended.value.code == 2
 
 
+@pytest.mark.filterwarnings("ignore:Alone has a validation_step")
 def test_a_task_may_bring_its_own_data():
     class Alone(Model):
         def train_dataloader(self):
@@ -280,7 +281,7 @@ class Stored(Model):
         self.save_hyperparameters()
 
 
-@pytest.mark.filterwarnings("ignore:.*can't be stored", "ignore:.*left out")
+@pytest.mark.filterwarnings("ignore:Stored.hparams", "ignore:.*Stored takes no lr")
 def test_a_checkpoint_names_no_classes(here):
     defaults = {**DEFAULTS, "enable_checkpointing": True, "default_root_dir": ".", "max_epochs": 1}
     words = ("fit", "--model.encoder=DeepEncoder", "--model.width=5")

@@ -70,6 +70,12 @@ def test_values_become_what_annotations_say(word):
     assert type(converted) is type(value)
 
 
+def test_null_is_not_text():
+    with pytest.raises(ConfigError, match=r"model.name=null must be int or text"):
+        model_of("name=null")
+    assert model_of("name='null'").name == "null"
+
+
 def test_nested_classes():
     assert vars(model_of("options.width=9").options) == {"width": 9, "bias": True}
     assert vars(model_of("options={bias: false}").options) == {"width": 7, "bias": False}  # the rest as in the default
