@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...trainer import arguments
@@ -25,6 +25,7 @@ class Option:
         help: what is said about it.
         convert: a function that makes its value of a word.
         choices: the values that it may have.
+        instantiate: whether `instantiate_classes` builds the object, where it is one.
         untyped: whether a word stays text, as in argparse; a file's value is taken as it is.
     """
 
@@ -86,6 +87,7 @@ class ClassGroup:
         instantiate: whether `instantiate_classes` builds the object.
         open: whether names are accepted that the signature does not have; the Trainer, which refuses them, is not.
         help: what is said about it.
+        ignored_nulls: names that Lightning's configurations have and this class does not; null is accepted for them.
     """
 
     key: str
@@ -96,17 +98,13 @@ class ClassGroup:
     instantiate: bool = True
     open: bool = True
     help: str = ""
-    ignored_nulls: frozenset[str] = field(default_factory=frozenset)
+    ignored_nulls: frozenset[str] = frozenset()
 
     def get_signature(self) -> Signature:
         """Return what the class takes."""
         takes = signature(self.bases[0])
         arguments = {name: argument for name, argument in takes.arguments.items() if name not in self.skip}
         return replace(takes, arguments=arguments, open=takes.open and self.open)
-
-    def get_default(self) -> Value | None:
-        """Return the value that holds as long as nobody sets one."""
-        return None
 
     def find_argument(self, path: Path, value: Value | None) -> Argument | None:
         """Return the argument that ``path``, counted from this group, leads to."""
