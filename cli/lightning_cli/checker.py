@@ -112,6 +112,8 @@ class SettingsChecker(Checker):
 
     def _find_target(self, value: Value, base: Any, path: Path) -> Any:
         """Return what a class path leads to, one in Lightning's packages to Treadle's class of that name."""
+        if isinstance(base, type) and value.data == base.__name__ and not catalog.is_shelved(base):
+            return base
         return super()._find_target(replace(value, data=translate_class_path(str(value.data))), base, path)
 
     def _check_callable(self, value: Value, inner: tuple[Any, ...], annotation: Any, path: Path) -> Recipe | None:

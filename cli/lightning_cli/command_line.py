@@ -14,7 +14,7 @@ from ..config import COMMAND_LINE, ConfigError, Value
 from ..config.instantiate import catalog
 from .declarations import ClassGroup, Declared, find_owner
 from .namespace import Namespace
-from .settings import make_settings, merge, parse_value, translate_class_path
+from .settings import VARIABLE, make_settings, merge, parse_value, translate_class_path
 
 
 class Parser(Protocol):
@@ -81,7 +81,7 @@ def choose_subcommand(parser: Parser, root: Value) -> str:
     named = root.data.get("subcommand")
     if named is None and parser.default_env:
         variable = f"{parser.env_prefix}_SUBCOMMAND"
-        named = Value(os.environ[variable], f"environment variable {variable}") if variable in os.environ else None
+        named = Value(os.environ[variable], f"{VARIABLE} {variable}") if variable in os.environ else None
     sections = [name for name in parser.subcommands if name in root.data]
     chosen = named.data if named is not None else sections[0] if len(sections) == 1 else None
     if chosen in parser.subcommands:
@@ -145,7 +145,7 @@ class _Reader:
         key = parser.aliases.get(written) or written.lstrip("-")
         if key in parser.constants and text is None:
             return parser.place(root, key, Value(parser.constants[key], COMMAND_LINE))
-        known = key in parser.config_keys or (written.startswith("--") and self._is_known(key))
+        known = written in parser.aliases or (written.startswith("--") and self._is_known(key))
         if not known:
             raise ConfigError(f"{COMMAND_LINE}: there is no option {written}.{self._suggest(key)}")
         if text is None and key in parser.several:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...trainer import arguments
@@ -11,7 +11,7 @@ from ...trainer.core import REQUIRED, Argument, Signature, signature
 from ..config import COMMAND_LINE, Value
 from ..config.instantiate import ObjectRecipe, PlainRecipe, Recipe
 from .checker import SettingsChecker
-from .settings import Path, find_class, find_shape, make_default, make_settings
+from .settings import Path, find_class, find_shape, is_word, make_default, make_settings
 
 
 @dataclass
@@ -25,6 +25,8 @@ class Option:
         help: what is said about it.
         convert: a function that makes its value of a word.
         choices: the values that it may have.
+        instantiate: whether `instantiate_classes` builds the object, where it is one.
+        untyped: whether a word stays text, as in argparse; a file's value is taken as it is.
     """
 
     key: str
@@ -34,6 +36,7 @@ class Option:
     convert: Callable[[str], Any] | None = None
     choices: tuple[Any, ...] | None = None
     instantiate: bool = True
+    untyped: bool = False
 
     def get_default(self) -> Value | None:
         """Return the value that holds as long as nobody sets one."""
@@ -51,6 +54,8 @@ class Option:
             if self.required and not checker.partial:
                 checker.problems.append(f"--{self.key} is required: give it a value.")
             return PlainRecipe(Value(None, "default"), None)
+        if self.untyped and value.text is not None and value.data is not None and is_word(value):
+            return PlainRecipe(Value(value.text, value.source), value.text)
         if self.choices is not None and value.data not in self.choices:
             if value.text not in self.choices:
                 choices = ", ".join(map(str, self.choices))
@@ -82,6 +87,7 @@ class ClassGroup:
         instantiate: whether `instantiate_classes` builds the object.
         open: whether names are accepted that the signature does not have; the Trainer, which refuses them, is not.
         help: what is said about it.
+        ignored_nulls: names that Lightning's configurations have and this class does not; null is accepted for them.
     """
 
     key: str
@@ -92,17 +98,13 @@ class ClassGroup:
     instantiate: bool = True
     open: bool = True
     help: str = ""
-    ignored_nulls: frozenset[str] = field(default_factory=frozenset)
+    ignored_nulls: frozenset[str] = frozenset()
 
     def get_signature(self) -> Signature:
         """Return what the class takes."""
         takes = signature(self.bases[0])
         arguments = {name: argument for name, argument in takes.arguments.items() if name not in self.skip}
         return replace(takes, arguments=arguments, open=takes.open and self.open)
-
-    def get_default(self) -> Value | None:
-        """Return the value that holds as long as nobody sets one."""
-        return None
 
     def find_argument(self, path: Path, value: Value | None) -> Argument | None:
         """Return the argument that ``path``, counted from this group, leads to."""
@@ -164,13 +166,16 @@ class ClassGroup:
             return PlainRecipe(Value(None, "default"), None)
         if not isinstance(value.data, str | dict | list):
             return checker.check(value, self.bases[0] if len(self.bases) == 1 else object, path)
-        recipes: list[tuple[SettingsChecker, ObjectRecipe | None]] = []
-        for base in self.bases:
+        named = value.data.get("class") if isinstance(value.data, dict) else value
+        # A base's own name stands for that base alone: PyTorch's ReduceLROnPlateau knows no `monitor`.
+        bases = [base for base in self.bases if named is not None and base.__name__ == named.data] or self.bases
+        trial = checker
+        for base in bases:
             trial = checker.make_trial()
-            recipes.append((trial, trial.check_object(value, base, path, self.skip)))
-            if recipes[-1][1] is not None:
-                return recipes[-1][1]
-        checker.problems += recipes[0][0].problems
+            recipe = trial.check_object(value, base, path, self.skip)
+            if recipe is not None:
+                return recipe
+        checker.problems += trial.problems
         return None
 
 

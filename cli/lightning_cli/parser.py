@@ -10,7 +10,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,6 +30,7 @@ from .help import format_help
 from .namespace import Namespace
 from .optimizers import ReduceLROnPlateau
 from .settings import (
+    VARIABLE,
     Path,
     as_mapping,
     find_shape,
@@ -151,13 +152,11 @@ class LightningArgumentParser:
             type = bool
         elif action not in (None, "store"):
             raise ValueError(f"add_argument({names[0]!r}, action={action!r}): use store_true, store_false or a type.")
-        annotation: Any = str if type is None else type
+        annotation: Any = Any if type is None else type
         convert = annotation if inspect.isroutine(annotation) else None
         if nargs not in (None, "?"):
             annotation = list[Any if convert is not None else annotation]  # type: ignore[misc]
             self.several.add(key)
-        if type is None and choices is not None:
-            annotation = Any
         words = (help or "").replace("%(default)s", str(default))
         self.declared[key] = Option(
             key,
@@ -166,6 +165,7 @@ class LightningArgumentParser:
             words,
             convert,
             None if choices is None else tuple(choices),
+            untyped=type is None and choices is None,
         )
 
     def add_class_arguments(
@@ -467,7 +467,7 @@ class LightningArgumentParser:
                 raise
             self.error(error)
 
-    def error(self, message: str | ConfigError) -> Any:
+    def error(self, message: str | ConfigError) -> NoReturn:
         """Print what is wrong and exit with status 2."""
         error = message if isinstance(message, ConfigError) else ConfigError(message)
         *others, last = error.problems
@@ -485,7 +485,7 @@ class LightningArgumentParser:
                 if key in self.config_keys:
                     root = self.merge_file(root, os.environ[name])
                 else:
-                    root = self.place(root, key, parse_value(os.environ[name], f"environment variable {name}"))
+                    root = self.place(root, key, parse_value(os.environ[name], f"{VARIABLE} {name}"))
         return root
 
     def _iterate_variables(self) -> Iterator[tuple[str, str]]:

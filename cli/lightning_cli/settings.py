@@ -17,10 +17,12 @@ from typing import Any
 
 from ...common.messages import announce
 from ...trainer.core import REQUIRED, Argument, signature
-from ..config import ConfigError, Value, expand_class_name, parse_override_value, read
+from ..config import COMMAND_LINE, ConfigError, Value, expand_class_name, parse_override_value, read
 from ..config.instantiate import catalog
 
 Path = tuple[str | int, ...]
+VARIABLE = "environment variable"
+"""What the source of a variable's value begins with."""
 PLAIN = (type(None), bool, int, float, str)
 _PEER_PACKAGES = ("lightning.pytorch.", "pytorch_lightning.", "lightning.")
 _CONFIG_FILES = (".yaml", ".yml", ".json")
@@ -138,9 +140,11 @@ def _keep_accepted(entries: dict[Any, Value], named: Value) -> dict[Any, Value]:
     if entries["class"].data == named.data:
         return entries
     target = find_class(named.data)
-    accepted = {} if target is None else signature(target).arguments
+    if target is None:
+        return {**entries, "class": named}  # what is wrong with it is reported when it is checked
+    accepted = signature(target).arguments
     dropped = [str(key) for key in entries if key != "class" and key not in accepted]
-    if dropped and target is not None:
+    if dropped:
         announce(f"{named.data} takes no {', '.join(dropped)}: dropped from the settings.")
     return {_CLASS: named} | {key: item for key, item in entries.items() if key in accepted}
 
@@ -175,6 +179,11 @@ def read_named_file(value: Value) -> Value:
 def parse_value(text: str, source: str) -> Value:
     """Return the value of a word on the command line or of an environment variable."""
     return normalize(parse_override_value(text, source)) if text else Value("", source)
+
+
+def is_word(value: Value) -> bool:
+    """Return whether a value is a word of the command line or an environment variable's, not one of a file."""
+    return value.source == COMMAND_LINE or value.source.startswith(VARIABLE)
 
 
 def append(value: Value | None, new: Value) -> Value:
@@ -258,14 +267,14 @@ def find_shape(annotation: Any) -> Any:
 
 
 def describe_import_path(target: Any) -> str:
-    """Return the shortest import path of a class or function that is imported already."""
-    module, name = target.__module__, target.__qualname__
+    """Return the shortest import path of a class or function that is imported already; empty if it has none."""
+    full_name, module = getattr(target, "__qualname__", ""), getattr(target, "__module__", None) or ""
+    name = full_name.rpartition(".")[2]  # as of `torch.tanh`, whose full name holds a class that nobody sees
     parts = module.split(".")
-    for end in range(1, len(parts)):
-        home = ".".join(parts[:end])
-        if getattr(sys.modules.get(home), name, None) is target:
+    for home in (".".join(parts[:end]) for end in range(1, len(parts) + 1)):
+        if name and getattr(sys.modules.get(home), name, None) is target:
             return f"{home}.{name}"
-    return f"{module}.{name}"
+    return f"{module}.{full_name}" if module else ""
 
 
 def find_value(value: Value | None, path: Path) -> Value | None:

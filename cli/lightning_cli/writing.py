@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
-import types
 from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
@@ -67,10 +66,8 @@ def to_plain(value: Any) -> Any:
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
-    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
-        path = describe_import_path(value) if value.__module__ else ""
-        if find_class(path) is value:
-            return path
+    if callable(value) and (path := describe_import_path(value)) and find_class(path) == value:
+        return path
     raise NotWritten
 
 
