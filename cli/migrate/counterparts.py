@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -23,7 +23,7 @@ _ROOTS = {
     "pytorch_lightning": "lightning",
     "lightning_fabric": "fabric",
     "accelerate": "accelerate",
-    "lightning": "lightning",
+    "lightning": "umbrella",
     "treadle.compat": "compat",
     "treadle": "treadle",
 }
@@ -39,7 +39,8 @@ class PeerModule:
     """A module of a peer.
 
     Attributes:
-        peer: lightning, fabric or accelerate; treadle or compat for a module of ours.
+        peer: lightning, fabric or accelerate, or umbrella for the package `lightning` itself; treadle or compat for a
+            module of ours.
         path: below the peer's root, "" for the root.
     """
 
@@ -68,6 +69,8 @@ def split_peer(module: str) -> PeerModule | None:
 @cache
 def list_modules(module: PeerModule) -> tuple[str, ...]:
     """Return our modules at a peer's path, the one to prefer first."""
+    if module.peer == "umbrella" and module.path:  # `lightning.data`; all else is below lightning.pytorch
+        return ()
     roots = {"treadle": ("treadle",), "compat": ("treadle.compat",), "fabric": ("treadle.compat.fabric", *_OURS)}
     names = (f"{root}.{module.path}".rstrip(".") for root in roots.get(module.peer, _OURS))
     return tuple(name for name in names if _is_module(name))
@@ -164,27 +167,14 @@ def find_submodule(module: str, name: str) -> str | None:
 
 
 def find_dotted(dotted: str) -> str | None:
-    """Return the dotted name in Treadle for a peer's, ``"lightning.pytorch.callbacks.Timer"``, or None."""
-    for module, names in _split_everywhere(dotted):
-        peer = split_peer(module)
-        if peer is None:
-            return None
-        if not names:
-            found = find_module(module)
-            if found is not None and peer.path:
-                return found
-            continue
-        ours = find_counterpart(module, names[0])
-        if ours is not None and not isinstance(ours, Elsewhere):
-            is_whole = len(names) == 1 or find_submodule(module, names[0]) is None
-            return ".".join([ours, *names]) if is_whole else None
-    return None
-
-
-def _split_everywhere(dotted: str) -> Iterator[tuple[str, list[str]]]:
+    """Return the dotted name in Treadle for a peer's, ``"lightning.pytorch.callbacks.Timer"``; None for a module."""
     parts = dotted.split(".")
-    for count in range(len(parts), 0, -1):
-        yield ".".join(parts[:count]), parts[count:]
+    for count in range(len(parts) - 1, 0, -1):
+        module, names = ".".join(parts[:count]), parts[count:]
+        home = find_counterpart(module, names[0])
+        if home is not None and not isinstance(home, Elsewhere):
+            return None if find_submodule(module, names[0]) else ".".join([home, *names])
+    return None
 
 
 def _is_ours(value: Any) -> TypeGuard[ModuleType]:

@@ -322,7 +322,7 @@ class _Source:
             if function == "getLogger":
                 new: str | None = "treadle"  # the one logger of ours
             else:
-                new = find_dotted(node.value) or (find_module(node.value) if function else None)
+                new = find_module(node.value) if function else find_dotted(node.value)
             text = self._text(node)
             if new is not None and re.fullmatch(rf"[rRuU]?([\"']+){re.escape(node.value)}\1", text):
                 self._replace(node, text.replace(node.value, new))
