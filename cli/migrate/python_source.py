@@ -8,6 +8,7 @@ import re
 import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from ...common.peer_names import Elsewhere
 from .counterparts import (
@@ -378,7 +379,7 @@ def _split_last(module: str) -> tuple[str, str]:
     return parent or module, name
 
 
-def _takes_module(node: ast.AST) -> bool:
+def _takes_module(node: ast.AST) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and bool(node.args) and _last_name(node.func) in _TAKE_MODULES
 
 
