@@ -90,24 +90,23 @@ def find_module(module: str) -> str | None:
 def find_counterpart(module: str, name: str) -> str | Elsewhere | None:
     """Return our module that has a peer's name, the sentence that says what to use instead, or None.
 
+    A name that the module at the same path does not have is looked for in the packages above it: older versions of
+    the peers and modules that merely import a name have it at other paths (`core.lightning.LightningModule`).
+
     Args:
         module: the peer's module, as imported.
         name: the name in it.
     """
     peer = split_peer(module)
-    if peer is None:
-        return None
-    if module == "lightning" and name in ("pytorch", "fabric"):
-        return "treadle"
-    while True:
+    while peer is not None:
         for ours in list_modules(peer):
             if look_up(ours, name) is not MISSING:
                 return ours
         answer = find_answer(peer, name)
-        if answer is not None or peer.peer != "fabric" or not peer.path:
+        if answer is not None or peer.is_ours or peer.peer == "umbrella" or not peer.path:
             return answer
-        # Fabric's helpers are where Lightning's are, or nearer to the root: `utilities.seed.seed_everything`.
-        peer = PeerModule("fabric", peer.path.rpartition(".")[0])
+        peer = PeerModule(peer.peer, peer.path.rpartition(".")[0])
+    return None
 
 
 def find_answer(module: PeerModule, name: str) -> Elsewhere | None:

@@ -13,7 +13,9 @@ from typing import TypeGuard
 from ...common.peer_names import Elsewhere
 from .counterparts import (
     PEER_PACKAGES,
+    PeerModule,
     describe_missing,
+    find_answer,
     find_counterpart,
     find_dotted,
     find_module,
@@ -236,11 +238,7 @@ class _Source:
         missing: set[str] = set()
         for module in list_modules(peer):
             exported = set(look_up(module, "__all__") or ())
-            lacking = {
-                name
-                for name in used - exported
-                if find_counterpart(node.module, name) is not None and find_submodule(node.module, name) is None
-            }
+            lacking = {name for name in used - exported if self._is_public(peer, node.module, name)}
             if best is None or len(lacking) < len(missing):
                 best, missing = module, lacking
         if best is None:
@@ -251,6 +249,13 @@ class _Source:
             else:
                 self._report(node.lineno, f"import {name} by its name: {best} does not export it to a star import.")
         return best
+
+    @staticmethod
+    def _is_public(peer: PeerModule, module: str, name: str) -> bool:
+        """Whether a star import of a peer's module may be where a name comes from."""
+        if find_answer(peer, name) is not None:
+            return True
+        return find_counterpart(module, name) in list_modules(peer) and find_submodule(module, name) is None
 
     def _choose_module(self, module: str, binding: Binding) -> str | None:
         """The module of ours in which most of what is used is found."""

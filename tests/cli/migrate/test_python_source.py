@@ -293,6 +293,25 @@ CASES = {
         trainer = Trainer(accumulate_grad_batches=2)
         """,
     ),
+    "paths of older versions, and of modules that import a name": (
+        """
+        from pytorch_lightning.callbacks.base import Callback
+        from pytorch_lightning.core.lightning import LightningModule
+        from pytorch_lightning.utilities.distributed import rank_zero_only
+        from accelerate.accelerator import Accelerator, DataLoaderConfiguration
+        import pytorch_lightning as pl
+        pl.utilities.distributed.rank_zero_only
+        """,
+        """
+        from treadle.callbacks import Callback
+        from treadle.compat.core import LightningModule
+        from treadle.utilities import rank_zero_only
+        from treadle.compat.accelerator import Accelerator
+        from treadle import DataLoaderConfiguration
+        import treadle as pl
+        pl.utilities.rank_zero_only
+        """,
+    ),
     "what belongs to nobody": (
         """
         from . import accelerate
