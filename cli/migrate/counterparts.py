@@ -136,6 +136,14 @@ def look_up(module: str, name: str) -> Any:
         return value
 
 
+def list_exports(module: str) -> set[str]:
+    """Return the names that a star import of a module of ours binds."""
+    exported = look_up(module, "__all__")
+    if exported is MISSING:
+        exported = [name for name in vars(importlib.import_module(module)) if not name.startswith("_")]
+    return set(exported)
+
+
 def walk(module: str, attributes: Sequence[str]) -> tuple[int, bool]:
     """Follow attributes from a module of ours, through its submodules, to the first name that is no module.
 

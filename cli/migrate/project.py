@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .findings import Finding
 from .notebooks import migrate_notebook
-from .other_files import is_text, migrate_text
+from .other_files import find_requirements, is_text, migrate_text
 from .python_source import mentions_peer, migrate_source
 
 _SKIPPED = ("node_modules", "site-packages", "__pycache__", "__pypackages__")
@@ -154,6 +154,8 @@ def _migrate_file(file: Path, shown: str) -> tuple[Change | None, list[Finding]]
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
     old = raw.decode(encoding)
     new, findings = migrate(old, shown)
+    if file.name == "setup.py":
+        findings = findings + find_requirements(old, shown)
     return (None if new == old else Change(file, shown, raw, new.encode(encoding))), findings
 
 

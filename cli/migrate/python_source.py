@@ -20,8 +20,8 @@ from .counterparts import (
     find_dotted,
     find_module,
     find_submodule,
+    list_exports,
     list_modules,
-    look_up,
     split_peer,
     walk,
 )
@@ -137,6 +137,8 @@ class _Source:
             self._bind(scope, alias.asname or alias.name, binding)
 
     def _bind(self, scope: Scope, name: str, binding: Binding) -> None:
+        while name in scope.outer and scope.parent is not None:
+            scope = scope.parent
         scope.bindings.setdefault(name, []).append(binding)
         self.bindings.append(binding)
 
@@ -237,7 +239,7 @@ class _Source:
         best: str | None = None
         missing: set[str] = set()
         for module in list_modules(peer):
-            exported = set(look_up(module, "__all__") or ())
+            exported = list_exports(module)
             lacking = {name for name in used - exported if self._is_public(peer, node.module, name)}
             if best is None or len(lacking) < len(missing):
                 best, missing = module, lacking

@@ -84,6 +84,24 @@ CASES = {
             def hit(self): return treadle.Trainer
         """,
     ),
+    "a global that a function imports": (
+        """
+        def load():
+            global lightning, pl
+            import lightning
+            import lightning as pl
+        def use():
+            return lightning.pytorch.Trainer, pl.pytorch.Trainer
+        """,
+        """
+        def load():
+            global lightning, pl
+            import treadle
+            import treadle as pl
+        def use():
+            return treadle.Trainer, pl.Trainer
+        """,
+    ),
     "a module that only compat has": (
         """
         from lightning.pytorch.core import LightningModule
