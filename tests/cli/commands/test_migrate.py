@@ -96,6 +96,8 @@ def test_bytes_modes_and_links_stay(capfd, tmp_path):
 def test_what_is_left_out(capfd):
     for name in (".venv/a.py", ".git/a.py", "node_modules/a.py", "env/a.py", "conda/a.py", "x/__pycache__/a.py"):
         write(name)
+    write("lightning_logs/version_0/hparams.yaml", "a: lightning.pytorch.Trainer\n")
+    write("data.json", '["lightning.pytorch.Trainer"]' + " " * (1 << 20))
     write("env/pyvenv.cfg", "")
     write("conda/conda-meta/history", "")
     os.mkfifo("pipe.py")
