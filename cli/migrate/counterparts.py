@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -23,7 +23,7 @@ _ROOTS = {
     "pytorch_lightning": "lightning",
     "lightning_fabric": "fabric",
     "accelerate": "accelerate",
-    "lightning": "lightning",
+    "lightning": "umbrella",
     "treadle.compat": "compat",
     "treadle": "treadle",
 }
@@ -39,7 +39,8 @@ class PeerModule:
     """A module of a peer.
 
     Attributes:
-        peer: lightning, fabric or accelerate; treadle or compat for a module of ours.
+        peer: lightning, fabric or accelerate, or umbrella for the package `lightning` itself; treadle or compat for a
+            module of ours.
         path: below the peer's root, "" for the root.
     """
 
@@ -68,6 +69,8 @@ def split_peer(module: str) -> PeerModule | None:
 @cache
 def list_modules(module: PeerModule) -> tuple[str, ...]:
     """Return our modules at a peer's path, the one to prefer first."""
+    if module.peer == "umbrella" and module.path:  # `lightning.data`; all else is below lightning.pytorch
+        return ()
     roots = {"treadle": ("treadle",), "compat": ("treadle.compat",), "fabric": ("treadle.compat.fabric", *_OURS)}
     names = (f"{root}.{module.path}".rstrip(".") for root in roots.get(module.peer, _OURS))
     return tuple(name for name in names if _is_module(name))
@@ -87,24 +90,23 @@ def find_module(module: str) -> str | None:
 def find_counterpart(module: str, name: str) -> str | Elsewhere | None:
     """Return our module that has a peer's name, the sentence that says what to use instead, or None.
 
+    A name that the module at the same path does not have is looked for in the packages above it: older versions of
+    the peers and modules that merely import a name have it at other paths (`core.lightning.LightningModule`).
+
     Args:
         module: the peer's module, as imported.
         name: the name in it.
     """
     peer = split_peer(module)
-    if peer is None:
-        return None
-    if module == "lightning" and name in ("pytorch", "fabric"):
-        return "treadle"
-    while True:
+    while peer is not None:
         for ours in list_modules(peer):
             if look_up(ours, name) is not MISSING:
                 return ours
         answer = find_answer(peer, name)
-        if answer is not None or peer.peer != "fabric" or not peer.path:
+        if answer is not None or peer.is_ours or peer.peer == "umbrella" or not peer.path:
             return answer
-        # Fabric's helpers are where Lightning's are, or nearer to the root: `utilities.seed.seed_everything`.
-        peer = PeerModule("fabric", peer.path.rpartition(".")[0])
+        peer = PeerModule(peer.peer, peer.path.rpartition(".")[0])
+    return None
 
 
 def find_answer(module: PeerModule, name: str) -> Elsewhere | None:
@@ -132,6 +134,14 @@ def look_up(module: str, name: str) -> Any:
         return ask(name)
     except (AttributeError, ImportError):
         return value
+
+
+def list_exports(module: str) -> set[str]:
+    """Return the names that a star import of a module of ours binds."""
+    exported = look_up(module, "__all__")
+    if exported is MISSING:
+        exported = [name for name in vars(importlib.import_module(module)) if not name.startswith("_")]
+    return set(exported)
 
 
 def walk(module: str, attributes: Sequence[str]) -> tuple[int, bool]:
@@ -164,27 +174,14 @@ def find_submodule(module: str, name: str) -> str | None:
 
 
 def find_dotted(dotted: str) -> str | None:
-    """Return the dotted name in Treadle for a peer's, ``"lightning.pytorch.callbacks.Timer"``, or None."""
-    for module, names in _split_everywhere(dotted):
-        peer = split_peer(module)
-        if peer is None:
-            return None
-        if not names:
-            found = find_module(module)
-            if found is not None and peer.path:
-                return found
-            continue
-        ours = find_counterpart(module, names[0])
-        if ours is not None and not isinstance(ours, Elsewhere):
-            is_whole = len(names) == 1 or find_submodule(module, names[0]) is None
-            return ".".join([ours, *names]) if is_whole else None
-    return None
-
-
-def _split_everywhere(dotted: str) -> Iterator[tuple[str, list[str]]]:
+    """Return the dotted name in Treadle for a peer's, ``"lightning.pytorch.callbacks.Timer"``; None for a module."""
     parts = dotted.split(".")
-    for count in range(len(parts), 0, -1):
-        yield ".".join(parts[:count]), parts[count:]
+    for count in range(len(parts) - 1, 0, -1):
+        module, names = ".".join(parts[:count]), parts[count:]
+        home = find_counterpart(module, names[0])
+        if home is not None and not isinstance(home, Elsewhere):
+            return None if find_submodule(module, names[0]) else ".".join([home, *names])
+    return None
 
 
 def _is_ours(value: Any) -> TypeGuard[ModuleType]:

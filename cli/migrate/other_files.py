@@ -18,12 +18,11 @@ _CLASS_PATH = re.compile(
     rf"(?P<before>(?:^|[\[{{,:\-]\s|[\"'=\[@])\s*)(?P<path>(?:{_PACKAGE})(?:\.\w+)+)(?=\s*(?:$|[\"',\]}}#]|\(\)))"
 )
 _UNKNOWN_PATH = re.compile(rf"(?:_target_|class_path)[\"']?\s*:\s*[\"']?(?P<path>(?:{_PACKAGE})(?:\.\w+)+)")
-_REQUIREMENT = re.compile(
-    r"^[\s\-\"',]*(?:[\w.-]+\s*=\s*)?[\[\s\"']*(?P<name>pytorch[-_.]lightning|lightning[-_.]fabric|lightning|accelerate)"
-    r"\s*(?:\[[\w\s,-]*\])?\s*(?P<range>(?:[<>=!~^@;=]|$|[\"',#]).*)$",
-    re.IGNORECASE,
-)
-_TREADLE = re.compile(r"^[\s\-\"']*treadle\b", re.MULTILINE)
+_REQUIRED = r"(?P<name>pytorch[-_.]lightning|lightning[-_.]fabric|lightning|accelerate)\s*(?:\[[\w\s,.-]*\])?\s*"
+_UNQUOTED_REQUIREMENT = re.compile(rf"^\s*(?:-\s+)?{_REQUIRED}(?:[<>=!~@;#]|$)", re.IGNORECASE)
+_QUOTED_REQUIREMENT = re.compile(rf"[\"']{_REQUIRED}(?:[<>=!~^@;][^\"']*)?[\"']", re.IGNORECASE)
+_NO_REQUIREMENT = re.compile(r"\s*(?:name|keywords|description|packages)\s*=")
+_TREADLE = re.compile(r"(?:^\s*(?:-\s+)?|[\"'])treadle\b", re.MULTILINE)
 _LAUNCH = re.compile(r"(?:^|[\s;&|\"'])(?P<command>accelerate\s+launch|(?:lightning|fabric)\s+run)\b")
 
 
@@ -43,7 +42,6 @@ def migrate_text(text: str, path: str) -> tuple[str, list[Finding]]:
     name = PurePath(path).name
     findings: list[Finding] = []
     lines = text.split("\n")
-    is_requirements = _is_list(name) and not _TREADLE.search(text)
     for index, line in enumerate(lines):
         body = line.rstrip("\r")
         if body.lstrip().startswith("#"):
@@ -54,15 +52,29 @@ def migrate_text(text: str, path: str) -> tuple[str, list[Finding]]:
             if unknown is not None:
                 module, _, class_name = unknown["path"].rpartition(".")
                 findings.append(Finding(path, index + 1, describe_missing(module, class_name)))
-        requirement = _REQUIREMENT.match(body) if is_requirements else None
-        if requirement is not None:
-            package = requirement["name"]
-            advice = f"{package}: add treadle, and remove {package} unless something else needs it."
-            findings.append(Finding(path, index + 1, advice))
         command = _LAUNCH.search(body)
         if command is not None:
             findings.append(Finding(path, index + 1, f"{command['command']}: use treadle launch instead."))
-    return "\n".join(lines), findings
+    return "\n".join(lines), findings + (find_requirements(text, path) if _is_list(name) else [])
+
+
+def find_requirements(text: str, path: str) -> list[Finding]:
+    """Return the lines that require a peer, unless the file requires Treadle already.
+
+    Args:
+        text: of a file that lists requirements, ``setup.py`` among them.
+        path: the file, as findings are to name it.
+    """
+    findings: list[Finding] = []
+    for number, line in enumerate(text.split("\n") if not _TREADLE.search(text) else (), 1):
+        if line.lstrip().startswith("#") or _NO_REQUIREMENT.match(line):
+            continue
+        unquoted = None if path.endswith(".py") else _UNQUOTED_REQUIREMENT.match(line)
+        for match in [unquoted] if unquoted else _QUOTED_REQUIREMENT.finditer(line):
+            package = match["name"]
+            advice = f"{package}: add treadle, and remove {package} unless something else needs it."
+            findings.append(Finding(path, number, advice))
+    return findings
 
 
 def _is_list(name: str) -> bool:

@@ -16,10 +16,12 @@ from pathlib import Path
 
 from .findings import Finding
 from .notebooks import migrate_notebook
-from .other_files import is_text, migrate_text
+from .other_files import find_requirements, is_text, migrate_text
 from .python_source import mentions_peer, migrate_source
 
 _SKIPPED = ("node_modules", "site-packages", "__pycache__", "__pypackages__")
+_RECORDS = ("lightning_logs", "mlruns", "wandb")  # what runs have written is a record of them
+_LARGEST_TEXT = 1 << 20  # bytes of a configuration; larger JSON is data
 _UNREADABLE = "cannot be read, and is left as it is"
 _PYTHON = (".py", ".pyi", ".pyw")
 
@@ -123,7 +125,9 @@ def _list_files(path: Path, findings: list[Finding]) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not _is_skipped(Path(folder, name)))
         for file in (Path(folder, name) for name in sorted(names) if _choose(name) is not None):
             try:
-                if stat.S_ISREG(os.lstat(file).st_mode):
+                status = os.lstat(file)
+                is_data = _choose(file.name) is migrate_text and status.st_size > _LARGEST_TEXT
+                if stat.S_ISREG(status.st_mode) and not is_data:
                     yield file
             except OSError as error:
                 report(error)
@@ -132,7 +136,7 @@ def _list_files(path: Path, findings: list[Finding]) -> Iterator[Path]:
 def _is_skipped(folder: Path) -> bool:
     """Whether a folder holds none of the project's own files."""
     is_environment = any(os.path.exists(folder / name) for name in ("pyvenv.cfg", "conda-meta"))
-    return folder.name.startswith(".") or folder.name in _SKIPPED or is_environment
+    return folder.name.startswith(".") or folder.name in (*_SKIPPED, *_RECORDS) or is_environment
 
 
 def _choose(name: str) -> Callable[[str, str], tuple[str, list[Finding]]] | None:
@@ -154,6 +158,8 @@ def _migrate_file(file: Path, shown: str) -> tuple[Change | None, list[Finding]]
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
     old = raw.decode(encoding)
     new, findings = migrate(old, shown)
+    if file.name == "setup.py":
+        findings = findings + find_requirements(old, shown)
     return (None if new == old else Change(file, shown, raw, new.encode(encoding))), findings
 
 

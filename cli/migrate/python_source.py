@@ -8,17 +8,20 @@ import re
 import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from ...common.peer_names import Elsewhere
 from .counterparts import (
     PEER_PACKAGES,
+    PeerModule,
     describe_missing,
+    find_answer,
     find_counterpart,
     find_dotted,
     find_module,
     find_submodule,
+    list_exports,
     list_modules,
-    look_up,
     split_peer,
     walk,
 )
@@ -134,6 +137,8 @@ class _Source:
             self._bind(scope, alias.asname or alias.name, binding)
 
     def _bind(self, scope: Scope, name: str, binding: Binding) -> None:
+        while name in scope.outer and scope.parent is not None:
+            scope = scope.parent
         scope.bindings.setdefault(name, []).append(binding)
         self.bindings.append(binding)
 
@@ -234,12 +239,8 @@ class _Source:
         best: str | None = None
         missing: set[str] = set()
         for module in list_modules(peer):
-            exported = set(look_up(module, "__all__") or ())
-            lacking = {
-                name
-                for name in used - exported
-                if find_counterpart(node.module, name) is not None and find_submodule(node.module, name) is None
-            }
+            exported = list_exports(module)
+            lacking = {name for name in used - exported if self._is_public(peer, node.module, name)}
             if best is None or len(lacking) < len(missing):
                 best, missing = module, lacking
         if best is None:
@@ -250,6 +251,13 @@ class _Source:
             else:
                 self._report(node.lineno, f"import {name} by its name: {best} does not export it to a star import.")
         return best
+
+    @staticmethod
+    def _is_public(peer: PeerModule, module: str, name: str) -> bool:
+        """Whether a star import of a peer's module may be where a name comes from."""
+        if find_answer(peer, name) is not None:
+            return True
+        return find_counterpart(module, name) in list_modules(peer) and find_submodule(module, name) is None
 
     def _choose_module(self, module: str, binding: Binding) -> str | None:
         """The module of ours in which most of what is used is found."""
@@ -322,7 +330,7 @@ class _Source:
             if function == "getLogger":
                 new: str | None = "treadle"  # the one logger of ours
             else:
-                new = find_dotted(node.value) or (find_module(node.value) if function else None)
+                new = find_module(node.value) if function else find_dotted(node.value)
             text = self._text(node)
             if new is not None and re.fullmatch(rf"[rRuU]?([\"']+){re.escape(node.value)}\1", text):
                 self._replace(node, text.replace(node.value, new))
@@ -378,7 +386,7 @@ def _split_last(module: str) -> tuple[str, str]:
     return parent or module, name
 
 
-def _takes_module(node: ast.AST) -> bool:
+def _takes_module(node: ast.AST) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and bool(node.args) and _last_name(node.func) in _TAKE_MODULES
 
 

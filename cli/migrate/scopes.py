@@ -18,6 +18,8 @@ ScopeNode = (
 )
 _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar
 
+_WITHOUT_NAMES = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)  # half of a tree's nodes
+
 
 @dataclass(eq=False)
 class Binding:
@@ -91,7 +93,11 @@ def list_nodes(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             children.remove(node.args)
             children = [*ast.iter_child_nodes(node.args), *children]
-        stack += [(child, scope if id(child) in outside else inner) for child in reversed(children)]
+        stack += [
+            (child, scope if id(child) in outside else inner)
+            for child in reversed(children)
+            if not isinstance(child, _WITHOUT_NAMES)
+        ]
     return nodes
 
 

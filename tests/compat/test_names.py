@@ -64,3 +64,21 @@ def test_old_names():
     for name in pl.__all__:
         assert hasattr(pl, name)
     assert pl.__version__ == treadle.__version__
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        "treadle.state.PartialState",
+        "treadle.loops.fit_loop",
+        "treadle.core.module.LightningModule",
+        "treadle.utilities.rank_zero.rank_zero_only",
+        "treadle.plugins.precision.Precision",
+        "treadle.compat.state.PartialState",
+        "treadle.compat.utilities.rank_zero.rank_zero_only",
+    ],
+)
+def test_modules_are_attributes_without_an_import_of_their_own(chain):
+    """As with the peers, whose packages import all their modules."""
+    done = subprocess.run([sys.executable, "-c", f"import treadle.compat; {chain}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -96,6 +96,8 @@ def test_bytes_modes_and_links_stay(capfd, tmp_path):
 def test_what_is_left_out(capfd):
     for name in (".venv/a.py", ".git/a.py", "node_modules/a.py", "env/a.py", "conda/a.py", "x/__pycache__/a.py"):
         write(name)
+    write("lightning_logs/version_0/hparams.yaml", "a: lightning.pytorch.Trainer\n")
+    write("data.json", '["lightning.pytorch.Trainer"]' + " " * (1 << 20))
     write("env/pyvenv.cfg", "")
     write("conda/conda-meta/history", "")
     os.mkfifo("pipe.py")
@@ -147,15 +149,15 @@ def test_without_libcst(capfd, monkeypatch):
 
 
 def test_two_hundred_files(capfd):
-    """In seconds; the bound is generous, for machines that are busy."""
+    """In seconds of the processor, whatever else the machine does; 1.5 on a machine of two cores."""
     filler = "".join(
         f"def function_{n}(a, b=None):\n    return [a + {n} for a in range(b or 3)]\n\n" for n in range(80)
     )
     for number in range(200):
         write(f"package/module_{number}.py", OLD + "from accelerate.utils import set_seed\n" + filler)
-    start = time.perf_counter()
+    start = time.process_time()
     assert migrate(capfd, ".", "--write") == "200 of 200 files changed.\n"
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_help(capfd):

@@ -1,7 +1,7 @@
 """Class paths of configurations are translated; requirements and commands are named."""
 
 import pytest
-from treadle.cli.migrate.other_files import is_text, migrate_text
+from treadle.cli.migrate.other_files import find_requirements, is_text, migrate_text
 
 CONFIGURATION = """\
 trainer:
@@ -57,6 +57,8 @@ def test_json():
         ("requirements.txt", "lightning-utilities>=0.8", None),
         ("requirements.txt", "torchmetrics", None),
         ("requirements.txt", "# lightning", None),
+        ("pyproject.toml", 'dependencies = ["torch", "lightning[extra]>=2"]', "lightning"),
+        ("pyproject.toml", 'keywords = ["torch", "lightning"]', None),
         ("pyproject.toml", 'name = "my-lightning-project"', None),
         ("pyproject.toml", 'description = "lightning fast"', None),
         ("pyproject.toml", "[tool.lightning]", None),
@@ -68,6 +70,15 @@ def test_requirements_are_named(name, line, package):
     assert new == f"torch\n{line}\n"
     advice = f"{package}: add treadle, and remove {package} unless something else needs it."
     assert [(finding.line, finding.text) for finding in findings] == ([(2, advice)] if package else [])
+
+
+def test_requirements_of_a_setup_script():
+    source = 'setup(name="lightning-thing", install_requires=["torch",\n  "lightning>=2", "accelerate"])\n'
+    findings = find_requirements(source, "setup.py")
+    assert [(finding.line, finding.text.partition(":")[0]) for finding in findings] == [
+        (2, "lightning"),
+        (2, "accelerate"),
+    ]
 
 
 def test_requirements_that_have_treadle_are_settled():

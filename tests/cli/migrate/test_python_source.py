@@ -84,6 +84,24 @@ CASES = {
             def hit(self): return treadle.Trainer
         """,
     ),
+    "a global that a function imports": (
+        """
+        def load():
+            global lightning, pl
+            import lightning
+            import lightning as pl
+        def use():
+            return lightning.pytorch.Trainer, pl.pytorch.Trainer
+        """,
+        """
+        def load():
+            global lightning, pl
+            import treadle
+            import treadle as pl
+        def use():
+            return treadle.Trainer, pl.Trainer
+        """,
+    ),
     "a module that only compat has": (
         """
         from lightning.pytorch.core import LightningModule
@@ -221,6 +239,7 @@ CASES = {
         module = importlib.import_module("pytorch_lightning")
         patch('accelerate.utils.set_seed')
         text = "see lightning.pytorch.Trainer", f"lightning.pytorch.Trainer", "accelerate.log", r"lightning"
+        groups = "lightning.callbacks", "accelerate.utils", "lightning.trainer.name"
         ''',
         '''
         """lightning.pytorch.Trainer"""
@@ -231,7 +250,85 @@ CASES = {
         module = importlib.import_module("treadle")
         patch('treadle.utils.set_seed')
         text = "see lightning.pytorch.Trainer", f"lightning.pytorch.Trainer", "accelerate.log", r"lightning"
+        groups = "lightning.callbacks", "accelerate.utils", "lightning.trainer.name"
         ''',
+    ),
+    "a template of Hydra's users": (
+        """
+        import hydra
+        import lightning as L
+        from lightning import Callback, LightningDataModule, LightningModule, Trainer
+        from lightning.pytorch.loggers import Logger
+        from lightning.pytorch.utilities import rank_zero_only
+        from lightning_utilities.core.rank_zero import rank_prefixed_message
+        from omegaconf import DictConfig
+
+        def train(cfg: DictConfig):
+            if cfg.get("seed"):
+                L.seed_everything(cfg.seed, workers=True)
+            model: LightningModule = hydra.utils.instantiate(cfg.model)
+        """,
+        """
+        import hydra
+        import treadle as L
+        from treadle import Callback, LightningDataModule, LightningModule, Trainer
+        from treadle.loggers import Logger
+        from treadle.utilities import rank_zero_only
+        from lightning_utilities.core.rank_zero import rank_prefixed_message
+        from omegaconf import DictConfig
+
+        def train(cfg: DictConfig):
+            if cfg.get("seed"):
+                L.seed_everything(cfg.seed, workers=True)
+            model: LightningModule = hydra.utils.instantiate(cfg.model)
+        """,
+    ),
+    "a script that fine-tunes a language model": (
+        """
+        from accelerate import Accelerator, DistributedType
+        from accelerate.logging import get_logger
+        from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, set_seed
+        import transformers
+        from transformers import Trainer, get_scheduler
+
+        logger = get_logger(__name__)
+        accelerator = Accelerator(log_with="tensorboard")
+        if accelerator.distributed_type == DistributedType.XLA:
+            accelerator.wait_for_everyone()
+        trainer = Trainer(accumulate_grad_batches=2)
+        """,
+        """
+        from treadle import Accelerator, DistributedType
+        from treadle.logging import get_logger
+        from treadle.utils import DistributedDataParallelKwargs, ProjectConfiguration, set_seed
+        import transformers
+        from transformers import Trainer, get_scheduler
+
+        logger = get_logger(__name__)
+        accelerator = Accelerator(log_with="tensorboard")
+        if accelerator.distributed_type == DistributedType.XLA:
+            accelerator.wait_for_everyone()
+        trainer = Trainer(accumulate_grad_batches=2)
+        """,
+    ),
+    "paths of older versions, and of modules that import a name": (
+        """
+        from pytorch_lightning.callbacks.base import Callback
+        from pytorch_lightning.core.lightning import LightningModule
+        from pytorch_lightning.utilities.distributed import rank_zero_only
+        from accelerate.accelerator import Accelerator, DataLoaderConfiguration
+        import pytorch_lightning as pl
+        pl.utilities.distributed.rank_zero_only
+        """,
+        """
+        from treadle.callbacks import Callback
+        from treadle.compat.core import LightningModule
+        from treadle.utilities import rank_zero_only
+        from treadle.compat.accelerator import Accelerator
+        from treadle import DataLoaderConfiguration
+        import treadle as pl
+        pl.utilities.rank_zero_only
+        """,
     ),
     "what belongs to nobody": (
         """
@@ -253,15 +350,14 @@ CASES = {
 
 
 def migrate(source):
-    """The migrated source and what was found, by line; a second migration finds the same and changes nothing."""
+    """The migrated source and what needs a hand, by line; a second migration changes nothing and finds as much."""
     new, findings = migrate_source(source, "file.py")
     ast.parse(new)
     again, findings_again = migrate_source(new, "file.py")
     assert again == new
-    assert {finding.text.rpartition(".")[2] for finding in findings_again} == {
-        finding.text.rpartition(".")[2] for finding in findings
-    }
-    return new, {(finding.line, finding.text) for finding in findings}
+    by_hand = [finding for finding in findings if finding.by_hand]
+    assert len([finding for finding in findings_again if finding.by_hand]) == len(by_hand)
+    return new, {(finding.line, finding.text) for finding in by_hand}
 
 
 @pytest.mark.parametrize("name", CASES)
