@@ -11,6 +11,10 @@ import torch
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from treadle.callbacks import EarlyStopping, Timer
+from treadle.callbacks.early_stopping import EarlyStoppingReason
+from treadle.callbacks.prediction_writer import WriteInterval
+from treadle.callbacks.timer import Interval
 from treadle.compat.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, find_usable_cuda_devices
 from treadle.compat.callbacks import Checkpoint, SpikeDetection
 from treadle.compat.callbacks.spike import TrainingSpikeException
@@ -224,6 +228,38 @@ def test_spikes_end_a_run_with_a_list_of_batches(losses, options, at, tmp_path) 
     with pytest.raises(TrainingSpikeException, match=f"batch {at}"):
         trainer.fit(Leaping(losses), val_dataloaders=[])
     assert json.loads((tmp_path / "skip_batches.json").read_text()) == callback.bad_batches == [at - 1, at]
+
+
+def test_why_a_run_was_stopped() -> None:
+    class Task(BoringModel):
+        def validation_step(self, batch, batch_idx):
+            self.log("x", 1.0)
+
+    for options, reason in (
+        ({"patience": 1}, EarlyStoppingReason.PATIENCE_EXHAUSTED),
+        ({"stopping_threshold": 2.0}, EarlyStoppingReason.STOPPING_THRESHOLD),
+        ({"divergence_threshold": 0.5}, EarlyStoppingReason.DIVERGENCE_THRESHOLD),
+        ({"patience": 9}, EarlyStoppingReason.NOT_STOPPED),
+    ):
+        stopping = EarlyStopping("x", **options)
+        Trainer(
+            **QUIET,
+            max_epochs=2,
+            limit_train_batches=1,
+            limit_val_batches=1,
+            num_sanity_val_steps=0,
+            callbacks=stopping,
+        ).fit(Task())
+        assert stopping.stopping_reason is reason
+        again = EarlyStopping("x")
+        again.load_state_dict(stopping.state_dict())
+        assert again.stopping_reason is reason
+
+
+def test_words_of_intervals() -> None:
+    assert (Interval.epoch, WriteInterval.BATCH_AND_EPOCH) == ("epoch", "batch_and_epoch")
+    assert (WriteInterval("epoch").on_batch, WriteInterval("epoch").on_epoch) == (False, True)
+    assert Timer(duration="00:00:01:00", interval=Interval.epoch).interval == "epoch"
 
 
 def test_a_checkpoint_callback_takes_the_place_of_the_default_one() -> None:
