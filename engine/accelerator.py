@@ -45,7 +45,7 @@ from .optim import (
     join_uneven_inputs,
     replica_check,
 )
-from .process_state import AcceleratorState, GradientState, Process
+from .process_state import AcceleratorState, GradientState, Process, register_accelerator
 from .profilers import profile
 from .rank_consistency import check_loaders_match, check_model_matches, check_values_match
 from .rng import RandomStream
@@ -194,6 +194,7 @@ class Accelerator(Process):
         )
         self.checkpointer = Checkpointer(self)
         self.tracking = trackers
+        register_accelerator(self)
 
     # -- preparing -----------------------------------------------------------------------------------------------
 
@@ -970,7 +971,7 @@ class Accelerator(Process):
     @property
     def gradient_state(self) -> GradientState:
         """Where the loop is in its group of micro-batches."""
-        return GradientState(self)
+        return GradientState.of(self)
 
     @property
     def project_dir(self) -> Any:

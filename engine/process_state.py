@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from ..common.durations import parse_duration
 from ..common.messages import nearest
@@ -15,11 +18,26 @@ from ..strategies import World, open_world
 from ..strategies.distributed import DistributedType, backend_of, connected, current_world, disconnect, distributed_type
 from . import collectives
 from .collectives import split
-from .data import Cursor
+from .data import Cursor, add_running_loader, get_running_loader, list_running_loaders, remove_running_loader
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
+    from .configuration import GradientAccumulationPlugin
     from .data import Loader
+
+# Of this process, the newest last: Accelerate's state objects describe the one that is in use.
+_accelerators: list[weakref.ref[Accelerator]] = []
+
+
+def register_accelerator(accelerator: Accelerator) -> None:
+    """Make ``accelerator`` the one that `GradientState()` and `AcceleratorState()` describe while it is alive."""
+    _accelerators[:] = [reference for reference in _accelerators if reference() is not None]
+    _accelerators.append(weakref.ref(accelerator))
+
+
+def get_latest_accelerator() -> Accelerator | None:
+    """Return the newest Accelerator of this process that is alive."""
+    return next((accelerator for reference in reversed(_accelerators) if (accelerator := reference())), None)
 
 
 class Process:
@@ -147,8 +165,10 @@ class Process:
         micro = self.cursor.micro
         stand_in = micro is not None and not micro.samples
         if use_gather_object or not collectives.holds_tensor(input_data):
-            return collectives.gather_objects([] if stand_in else input_data, self.data_world)
-        return collectives.gather(input_data, self.data_world, empty=stand_in)
+            gathered = collectives.gather_objects([] if stand_in else input_data, self.data_world)
+        else:
+            gathered = collectives.gather(input_data, self.data_world, empty=stand_in)
+        return gathered if micro is not None else _drop_repeated(gathered)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine tensors over the processes: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``."""
@@ -255,6 +275,16 @@ class Process:
             self.world.raise_together(None)
 
 
+def _drop_repeated(gathered: Any) -> Any:
+    """Return the rows without those that a loader without an Accelerator repeated to fill its last batch."""
+    loader = get_running_loader()
+    if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
+        return gathered
+    if not collectives.holds_tensor(gathered):
+        return gathered[: loader.remainder]
+    return apply_to_collection(gathered, torch.Tensor, lambda tensor: tensor[: loader.remainder])
+
+
 def _run_if(function: Callable[..., Any], chosen: bool) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -299,6 +329,23 @@ class PartialState(Process):
         return self.device
 
     @property
+    def debug(self) -> bool:
+        """Whether ``ACCELERATE_DEBUG_MODE`` is set; `treadle.strategies` has its own debug mode."""
+        return os.environ.get("ACCELERATE_DEBUG_MODE", "").lower() in ("1", "true", "yes", "y", "on", "t")
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a notebook launcher forked this process."""
+        return os.environ.get("FORK_LAUNCHED", "").lower() in ("1", "true", "yes", "y", "on", "t")
+
+    def set_device(self) -> None:
+        """Do nothing: the device is set when the object is made."""
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Do nothing: nothing is shared but torch's process group."""
+
+    @property
     def initialized(self) -> bool:
         """True: it is complete when it is made."""
         return True
@@ -333,9 +380,15 @@ class AcceleratorState(PartialState):
 
     def __init__(self, mixed_precision: Any = None, cpu: bool = False, **kwargs: Any) -> None:
         super().__init__(cpu, **kwargs)
-        self.strategy: Any = None
-        self.fsdp_plugin: Any = None
+        latest = get_latest_accelerator()
+        self.strategy: Any = None if latest is None else latest.strategy
+        self.fsdp_plugin: Any = None if latest is None else latest.fsdp_plugin
         self._mixed_precision = None if mixed_precision is None else str(mixed_precision)
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Forget this process's Accelerators; those that are alive go on working."""
+        _accelerators.clear()
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> AcceleratorState:
@@ -351,71 +404,153 @@ class AcceleratorState(PartialState):
         return self.strategy is not None and self.strategy.sharded
 
     @property
+    def is_fsdp2(self) -> bool:
+        """Whether parameters are sharded: Treadle shards with FSDP2."""
+        return self._is_sharded()
+
+    @property
     def mixed_precision(self) -> str:
         """``"no"``, ``"bf16"`` or ``"fp16"``.
 
-        Raises:
-            ValueError: where it was made without; an Accelerator's own is no process-wide state.
+        Without ``mixed_precision=`` it is that of the newest Accelerator alive; where there is none,
+        ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
         """
-        if self._mixed_precision is None:
-            raise ValueError(
-                "AcceleratorState() was made without mixed_precision, and each Accelerator has its own: use "
-                "accelerator.state.mixed_precision."
-            )
-        return self._mixed_precision
+        if self._mixed_precision is not None:
+            return self._mixed_precision
+        latest = get_latest_accelerator()
+        return os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if latest is None else latest.mixed_precision
 
     def __repr__(self) -> str:
-        precision_line = "" if self._mixed_precision is None else f"\nMixed precision type: {self._mixed_precision}\n"
-        return super().__repr__() + precision_line
+        return super().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"
 
 
 class GradientState:
     """What ``accelerator.gradient_state`` is: where the loop stands within its accumulation group and its loader.
 
+    All that are made without an Accelerator share one state, which is that of the newest Accelerator alive.
+
     Args:
-        accelerator: whose loop.
+        gradient_accumulation_plugin: what an iteration without an Accelerator is configured with.
     """
 
-    adjust_scheduler = True
-    sync_with_dataloader = True
+    _plugin: GradientAccumulationPlugin | None = None
+    _sync_without_accelerator = True
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        self._accelerator: Accelerator | None = None
+        if gradient_accumulation_plugin is not None:
+            GradientState._plugin = gradient_accumulation_plugin
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> GradientState:
+        """Return the state of ``accelerator``."""
+        state = cls()
+        state._accelerator = accelerator
+        return state
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget the plugin, the flag and the loaders of iterations without an Accelerator."""
+        GradientState._plugin, GradientState._sync_without_accelerator = None, True
+        for loader in list_running_loaders():
+            remove_running_loader(loader)
+
+    def _resolve(self) -> Accelerator | None:
+        return self._accelerator or get_latest_accelerator()
+
+    @property
+    def initialized(self) -> bool:
+        """True: it is complete when it is made."""
+        return True
 
     @property
     def sync_gradients(self) -> bool:
         """Whether this micro-batch ends its group."""
-        return self._accelerator.sync_gradients
+        accelerator = self._resolve()
+        return self._sync_without_accelerator if accelerator is None else accelerator.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        accelerator = self._resolve()
+        if accelerator is None:
+            GradientState._sync_without_accelerator = value
+        else:
+            accelerator.sync_gradients = value
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
 
     @property
     def num_steps(self) -> int:
         """Micro-batches per optimizer step."""
-        return self._accelerator.gradient_accumulation_steps
+        accelerator = self._resolve()
+        if accelerator is not None:
+            return accelerator.gradient_accumulation_steps
+        return 1 if self._plugin is None else self._plugin.num_steps
 
     @property
-    def active_dataloader(self) -> Loader | None:
-        """The prepared loader whose batch is being worked on."""
-        micro = self._accelerator.cursor.micro
-        if micro is None:
-            return None
-        return next((loader for loader in self._accelerator.loaders if loader._micro is micro), None)
+    def adjust_scheduler(self) -> bool:
+        """Whether a schedule advances at the end of a group only: always with an Accelerator."""
+        if self._resolve() is not None:
+            return True
+        return self._plugin is not None and self._plugin.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether a loader's end ends a group."""
+        return True if self._plugin is None or self._resolve() is not None else self._plugin.sync_with_dataloader
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The settings that differ from the defaults."""
+        return {} if self.num_steps == 1 else {"num_steps": self.num_steps}
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The loader whose batch is being worked on."""
+        accelerator = self._resolve()
+        micro = None if accelerator is None else accelerator.cursor.micro
+        if accelerator is None or micro is None:
+            return get_running_loader()
+        loaders: list[Loader] = accelerator.loaders
+        return next((loader for loader in loaders if loader._micro is micro), None)
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """None, and the loaders without an Accelerator that are being iterated."""
+        return [None, *list_running_loaders()]
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether the loop is in a prepared loader."""
-        return self._accelerator.cursor.micro is not None
+        """Whether the loop is in a loader that keeps this state."""
+        accelerator = self._resolve()
+        return (accelerator is not None and accelerator.cursor.micro is not None) or get_running_loader() is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether this is the loader's last batch. Of a stream without a length nobody knows it: False."""
+        """Whether this is the loader's last batch; False for a prepared stream, whose length nobody knows."""
         loader = self.active_dataloader
-        return loader is not None and loader.length is not None and loader.batches >= loader.length
+        if loader is None or loader is get_running_loader():
+            return loader is not None and loader.end_of_dataloader
+        return loader.length is not None and loader.batches >= loader.length
 
     @property
     def remainder(self) -> int:
-        """In the last batch the samples that it holds over all processes, else -1. Nothing is ever to be cut off."""
-        micro = self._accelerator.cursor.micro
-        return micro.everyone if micro is not None and self.end_of_dataloader else -1
+        """In a prepared loader's last batch the samples that it holds over all processes, else -1.
+
+        A prepared loader repeats no sample, so nothing is ever to be cut off.
+        """
+        accelerator, running = self._resolve(), get_running_loader()
+        micro = None if accelerator is None else accelerator.cursor.micro
+        if micro is None:
+            return -1 if running is None else running.remainder
+        return micro.everyone if self.end_of_dataloader else -1
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        add_running_loader(dataloader)
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        remove_running_loader(dataloader)
 
     def __repr__(self) -> str:
         names = ("sync_gradients", "num_steps", "end_of_dataloader", "remainder")

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from treadle.common.peer_names import PEERS, Elsewhere, read_names, read_table
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +44,7 @@ def test_a_mirrored_module_has_our_own_names_too() -> None:
     from treadle.compat import callbacks
     from treadle.compat.callbacks import ModelCheckpoint
     from treadle.compat.utils import gather
+
     from treadle.utils.operations import gather as same_gather
 
     assert callbacks.ModelCheckpoint is ModelCheckpoint
