@@ -424,6 +424,11 @@ class AcceleratorState(PartialState):
         return super().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"
 
 
+def is_initialized() -> bool:
+    """Return whether this process has an Accelerator."""
+    return get_latest_accelerator() is not None
+
+
 class GradientState:
     """What ``accelerator.gradient_state`` is: where the loop stands within its accumulation group and its loader.
 
