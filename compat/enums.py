@@ -31,8 +31,8 @@ class BaseEnum(enum.Enum, metaclass=EnumWithContains):
         return [str(member) for member in cls]
 
 
-class _TextEnum(str, enum.Enum):
-    """Enum whose members equal their values and read as their names do."""
+class _TextEnum(enum.StrEnum):
+    """Enum whose members equal their values and read as them, like `DistributedType`."""
 
 
 class SageMakerDistributedType(_TextEnum):

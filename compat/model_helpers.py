@@ -166,7 +166,10 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
-        save_object(clean_state_dict_for_safetensors(obj) if safe_serialization else obj, f, safe_serialization)
+        if safe_serialization:
+            save_object(clean_state_dict_for_safetensors(obj), f, safe=True)
+        else:
+            torch.save(obj, f)  # numpy arrays too, which `load` reads
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
