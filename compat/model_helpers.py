@@ -49,7 +49,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 def _compile_parts(module: nn.Module, options: dict[str, Any]) -> nn.Module:
     if is_repeated_blocks(module):
-        return nn.ModuleList(torch.compile(block, **options) for block in module)  # type: ignore[attr-defined]
+        return nn.ModuleList(torch.compile(block, **options) for block in module)  # type: ignore[misc, attr-defined]
     if not has_repeated_blocks(module):
         return torch.compile(module, **options)  # type: ignore[return-value]
     compiled = module.__class__.__new__(module.__class__)
@@ -180,7 +180,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         map_location: see ``torch.load``.
         kwargs: for ``torch.load``.
     """
-    core = np._core.multiarray
+    core = np._core.multiarray  # type: ignore[attr-defined]
     safe = [core._reconstruct, core.scalar, np.ndarray, np.dtype, codecs.encode, *_NUMPY_TYPES]
     with torch.serialization.safe_globals(safe):
         return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})

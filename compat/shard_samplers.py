@@ -97,7 +97,8 @@ class BatchSamplerShard(BatchSampler):
         assert self.batch_size is not None
         size = self.batch_size // self.num_processes
         mine = slice(size * self.process_index, size * (self.process_index + 1))
-        first = batch = None
+        first: list[Any] | None = None
+        batch: list[Any] = []
         for batch in self.batch_sampler:
             first = batch if first is None else first
             if len(batch) == self.batch_size:
@@ -116,7 +117,8 @@ class BatchSamplerShard(BatchSampler):
         count = self.num_processes
         first_round: list[list[Any]] = []
         mine: list[Any] | None = None  # held back until the round's last batch is known to be complete
-        index, batch = -1, []
+        index = -1
+        batch: list[Any] = []
         for index, batch in enumerate(self.batch_sampler):
             if index < count:
                 first_round.append(batch)

@@ -112,8 +112,8 @@ class DataLoaderAdapter:
             raise AttributeError(name)
         return getattr(self.base_dataloader, name)
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # type: ignore[misc, override]
         return self.base_dataloader.__class__
 
     def __reduce__(self) -> Any:
@@ -166,7 +166,7 @@ class DataLoaderAdapter:
 
 
 def _rebuild(kind: type, attributes: dict[str, Any]) -> Any:
-    loader = object.__new__(kind)
+    loader: Any = object.__new__(kind)
     loader.__dict__.update(attributes)
     return loader
 
@@ -181,7 +181,7 @@ def _set_sampler_epoch(sampler: Any, epoch: int) -> bool:
     """Set the epoch of a batch sampler and of the samplers within; returns whether one has such a method."""
     found = False
     for holder in (sampler, getattr(sampler, "sampler", None)):
-        if hasattr(holder, "set_epoch"):
+        if holder is not None and hasattr(holder, "set_epoch"):
             holder.set_epoch(epoch)
             found = True
     within = getattr(sampler, "batch_sampler", None)

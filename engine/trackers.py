@@ -150,7 +150,7 @@ class WandBTracker(RunTracker):
     def log_table(
         self,
         table_name: str,
-        columns: list[str] | None = None,
+        columns: list[str | int] | None = None,
         data: list[list[Any]] | None = None,
         dataframe: Any = None,
         step: int | None = None,

@@ -7,7 +7,6 @@ import pytest
 import torch
 from processes import run
 from torch import nn
-from torch.utils.data import DataLoader
 
 import treadle
 from treadle.state import AcceleratorState, GradientState, PartialState, is_initialized
@@ -110,7 +109,7 @@ def test_what_prepare_returns():
     accelerator, model = treadle.Accelerator(cpu=True), nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, DataLoader(range(4)))
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     assert isinstance(optimizer, AcceleratedOptimizer)
     assert isinstance(scheduler, AcceleratedScheduler)
 

@@ -66,7 +66,7 @@ def test_which_trackers_there_are(tmp_path):
     names = ["tensorboard", LoggerType.TENSORBOARD]
     assert filter_trackers(names, tmp_path) == [LoggerType.TENSORBOARD]
     assert filter_trackers(None) == []
-    with pytest.raises(ValueError, match="project_dir|logging_dir"):
+    with pytest.raises(ValueError, match=r"project_dir|logging_dir"):
         filter_trackers("tensorboard")
     with pytest.raises(ValueError, match="log_with"):
         filter_trackers("comet_ml")
