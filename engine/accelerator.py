@@ -373,6 +373,11 @@ class Accelerator(Process):
         """
         if isinstance(loader, Loader):
             return loader
+        if "base_dataloader" in getattr(loader, "__dict__", ()):  # of prepare_data_loader without an Accelerator
+            raise TypeError(
+                f"prepare got a {type(loader).__name__}, which is shared out among the processes already: pass the "
+                "DataLoader that it was made from, or iterate it as it is."
+            )
         if self.stream is None:
             self.compare_settings()
             self.start_order()
