@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import operator
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -57,6 +59,74 @@ def is_fp16_available() -> bool:
     return True
 
 
+def is_torch_distributed_available() -> bool:
+    """Return whether torch was built with ``torch.distributed``."""
+    return torch.distributed.is_available()
+
+
+def is_rocm_available() -> bool:
+    """Return whether torch sees an AMD GPU."""
+    return torch.version.hip is not None and torch.cuda.is_available()
+
+
+def is_weights_only_available() -> bool:
+    """Return whether ``torch.load(weights_only=True)`` takes a list of safe types."""
+    return is_torch_version(">=", "2.4.0")
+
+
+def is_pippy_available() -> bool:
+    """Return whether torch has ``torch.distributed.pipelining``."""
+    return is_torch_version(">=", "2.4.0")
+
+
+def is_numpy_available(min_version: str = "1.25.0") -> bool:
+    """Return whether numpy is installed in at least ``min_version``."""
+    return _is_version_installed("numpy", min_version)
+
+
+def is_4bit_bnb_available() -> bool:
+    """Return whether the installed ``bitsandbytes`` has 4-bit weights."""
+    return _is_version_installed("bitsandbytes", "0.39.0")
+
+
+def is_8bit_bnb_available() -> bool:
+    """Return whether the installed ``bitsandbytes`` has 8-bit weights."""
+    return _is_version_installed("bitsandbytes", "0.37.2")
+
+
+def is_torchdata_stateful_dataloader_available() -> bool:
+    """Return whether the installed ``torchdata`` has ``StatefulDataLoader``."""
+    return _is_version_installed("torchdata", "0.8.0")
+
+
+def is_pynvml_available() -> bool:
+    """Return whether ``pynvml`` is installed."""
+    return is_installed("pynvml")
+
+
+def _is_version_installed(package: str, version: str) -> bool:
+    return is_installed(package) and compare_versions(package, ">=", version)
+
+
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """Return whether the installed ``bitsandbytes`` runs on more than CUDA."""
+    if not is_installed("bitsandbytes"):
+        return False
+    return "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", set())
+
+
+def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: raise ImportError where ``torchao`` is not installed."""
+
+    @wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not is_installed("torchao"):
+            raise ImportError(f"{func.__name__} needs the package 'torchao', which is not installed.", name="torchao")
+        return func(*args, **kwargs)
+
+    return checked
+
+
 def _make_never_available(kind: str) -> Callable[..., bool]:
     def available(*args: Any, **kwargs: Any) -> bool:
         return False
@@ -73,8 +143,12 @@ is_sdaa_available = _make_never_available("Tecorigin accelerators")
 is_hpu_available = _make_never_available("Habana accelerators")
 is_xpu_available = _make_never_available("Intel GPUs")
 is_neuron_available = _make_never_available("AWS Neuron")
+is_xccl_available = _make_never_available("Intel GPUs")
+is_habana_gaudi1 = _make_never_available("Habana accelerators")
+is_sagemaker_available = _make_never_available("SageMaker")
 is_deepspeed_available = _make_never_available("DeepSpeed")
 is_megatron_lm_available = _make_never_available("Megatron-LM")
+is_msamp_available = is_transformer_engine_mxfp8_available = _make_never_available("fp8")
 is_fp8_available = is_transformer_engine_available = _make_never_available("fp8")
 
 
@@ -86,6 +160,13 @@ def _make_is_installed(module: str) -> Callable[[], bool]:
     return available
 
 
+is_amdsmi_available = _make_is_installed("amdsmi")
+is_boto3_available = _make_is_installed("boto3")
+is_import_timer_available = _make_is_installed("import_timer")
+is_lomo_available = _make_is_installed("lomo_optim")
+is_pytest_available = _make_is_installed("pytest")
+is_torchao_available = _make_is_installed("torchao")
+is_tqdm_available = _make_is_installed("tqdm")
 is_aim_available = _make_is_installed("aim")
 is_bnb_available = _make_is_installed("bitsandbytes")
 is_clearml_available = _make_is_installed("clearml")

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import gc
+import operator
 import os
-from collections.abc import Iterator
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
 
+from ..common.messages import warn
 from ..strategies.distributed import current_place, variables_set
 
 
@@ -74,3 +83,230 @@ def write_basic_config(*args: Any, **kwargs: Any) -> NoReturn:
         "Treadle reads no configuration file of the machine, so write_basic_config has nothing to write. Give the "
         "settings to Accelerator(...), and the number of processes to torchrun or `treadle launch`."
     )
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Return 1 for ``y, yes, t, true, on, 1`` and 0 for ``n, no, f, false, off, 0``, in any case.
+
+    Args:
+        value: the word.
+        to_bool: return a bool.
+
+    Raises:
+        ValueError: for any other word.
+    """
+    word = value.lower()
+    if word not in _TRUE_WORDS and word not in _FALSE_WORDS:
+        raise ValueError(f"invalid truth value {value!r}; use one of {', '.join((*_TRUE_WORDS, *_FALSE_WORDS))}.")
+    truth = word in _TRUE_WORDS
+    return truth if to_bool else int(truth)
+
+
+_TRUE_WORDS = ("y", "yes", "t", "true", "on", "1")
+_FALSE_WORDS = ("n", "no", "f", "false", "off", "0")
+
+
+def parse_flag_from_env(key: str, default: Any = False) -> bool:
+    """Return the truth value of an environment variable, or ``default``."""
+    return str_to_bool(os.environ.get(key, str(default))) == 1
+
+
+def parse_choice_from_env(key: str, default: Any = "no") -> str:
+    """Return an environment variable, or ``default`` as text."""
+    return os.environ.get(key, str(default))
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """Return the first of the environment variables that holds a number from 0 on, or ``default``."""
+    return next((number for key in env_keys if (number := int(os.environ.get(key, -1))) >= 0), default)
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Return those of the libraries that are imported already."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """Return ``"KEY=value\\n"`` for each variable.
+
+    Those that are empty or hold one of ``;<>``, a space or a line break are left out, with a warning.
+    """
+    lines = []
+    for key, value in current_env.items():
+        if key and value and not set(";\n<> ") & set(key + value):
+            lines.append(f"{key}={value}\n")
+        else:
+            warn(f"{key}={value!r} is left out: a variable may not be empty, nor hold ';', '<', '>', spaces or breaks.")
+    return lines
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Return ``("cuda", "MULTI_GPU")``: the kind of accelerator that Treadle runs on, without starting CUDA."""
+    return "cuda", "MULTI_GPU"
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Return the names of the machine's GPUs and their number, from ``nvidia-smi``, without starting CUDA."""
+    names = _query_gpus("name")
+    return names, len(names)
+
+
+def get_driver_version() -> str:
+    """Return the version of the NVIDIA driver."""
+    return _query_gpus("driver_version")[0]
+
+
+def _query_gpus(field: str) -> list[str]:
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+    return subprocess.check_output(command, text=True).strip().splitlines()
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Return whether GPUs may exchange data directly: False for several GeForce RTX 40 in one machine."""
+    try:
+        names, count = get_gpu_info()
+    except (OSError, subprocess.CalledProcessError):  # no driver: nothing speaks against it
+        return True
+    return count < 2 or not any("RTX 40" in name for name in names)
+
+
+@dataclass
+class CPUInformation:
+    """This process's place among those that a launcher started."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Return this process's place, from the variables of torchrun, Intel MPI, Open MPI or MVAPICH2."""
+    return CPUInformation(
+        get_int_from_env(["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0),
+        get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1),
+        get_int_from_env(
+            ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"], 0
+        ),
+        get_int_from_env(
+            ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"], 1
+        ),
+    )
+
+
+def purge_accelerate_environment(func_or_cls: Any) -> Any:
+    """Decorator: restore the variables ``ACCELERATE_*`` after the function, or after each test method of the class."""
+    if not isinstance(func_or_cls, type):
+        return _restore_variables(func_or_cls)
+
+    def wrap_tests(cls: Any) -> None:
+        for name in dir(cls):
+            method = getattr(cls, name)
+            if name.startswith("test") and callable(method) and not hasattr(method, "_restores_variables"):
+                setattr(cls, name, _restore_variables(method))
+
+    wrap_tests(func_or_cls)
+    func_or_cls.__init_subclass__ = classmethod(lambda cls, **_: wrap_tests(cls))  # type: ignore[assignment]
+    return func_or_cls
+
+
+def _restore_variables(function: Callable[..., Any]) -> Callable[..., Any]:
+    def collect() -> dict[str, str]:
+        return {key: value for key, value in os.environ.items() if key.startswith("ACCELERATE_")}
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = collect()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for key in collect():
+                del os.environ[key]
+            os.environ.update(before)
+
+    run._restores_variables = True  # type: ignore[attr-defined]
+    return run
+
+
+def env_var_path_add(env_var_name: str, path_to_add: Any) -> str:
+    """Return a variable of paths, such as ``PYTHONPATH``, with one more at the end; the variable stays as it is."""
+    return ":".join([path for path in os.environ.get(env_var_name, "").split(":") if path] + [str(path_to_add)])
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Return whether a port of this machine, by default 29500, answers."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
+        return connection.connect_ex(("localhost", 29500 if port is None else port)) == 0
+
+
+def get_free_port() -> int:
+    """Return a port of this machine that is free now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
+
+
+def check_os_kernel() -> None:
+    """Warn where Linux is older than 5.5, on which processes may hang."""
+    if platform.system() != "Linux":
+        return
+    version = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
+    if version < (5, 5):
+        warn(f"Linux {platform.release()} is older than 5.5, and processes may hang; upgrade the kernel.")
+
+
+def convert_bytes(size: float) -> str:
+    """Return a number of bytes in the largest unit in which it is at least 1."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"
+
+
+def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+    """Add the items of ``source`` to ``destination``, dicts within dicts item by item, and return it."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """Return an attribute of an attribute: ``"encoder.layer.weight"``."""
+    return operator.attrgetter(attr)(obj)
+
+
+def get_pretty_name(obj: Any) -> str:
+    """Return the name of a class or function, or of an object's class."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(named, "__qualname__", None) or named.__name__)
+
+
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Return whether an error says that memory was not enough (or that cuDNN refused the size)."""
+    signs = (
+        " out of memory.",
+        "MPS backend out of memory",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",
+        "DefaultCPUAllocator: can't allocate memory",
+    )
+    if not isinstance(exception, RuntimeError) or len(exception.args) != 1:
+        return False
+    return any(sign in str(exception.args[0]) for sign in signs)
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Return None, whatever the arguments."""
+
+
+def test_launch() -> None:
+    """Make a `PartialState`, which connects the processes."""
+    from ..engine import PartialState
+
+    PartialState()
+
+
+test_launch.__test__ = False  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ from .optim import (
     join_uneven_inputs,
     replica_check,
 )
-from .process_state import AcceleratorState, GradientState, Process, note_newest
+from .process_state import AcceleratorState, GradientState, Process, register_accelerator
 from .profilers import profile
 from .rank_consistency import check_loaders_match, check_model_matches, check_values_match
 from .rng import RandomStream
@@ -195,7 +195,7 @@ class Accelerator(Process):
         self.checkpointer = Checkpointer(self)
         self.tracking = trackers
         self.dataloader_config.announce_differences()
-        note_newest(self)
+        register_accelerator(self)
 
     # -- preparing -----------------------------------------------------------------------------------------------
 
@@ -373,6 +373,11 @@ class Accelerator(Process):
         """
         if isinstance(loader, Loader):
             return loader
+        if "base_dataloader" in getattr(loader, "__dict__", ()):  # of prepare_data_loader without an Accelerator
+            raise TypeError(
+                f"prepare got a {type(loader).__name__}, which is shared out among the processes already: pass the "
+                "DataLoader that it was made from, or iterate it as it is."
+            )
         if self.stream is None:
             self.compare_settings()
             self.start_order()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -9,6 +10,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from ..common.durations import parse_duration
 from ..common.messages import nearest
@@ -25,11 +27,26 @@ from ..strategies.distributed import (
 from . import collectives
 from .collectives import split
 from .configuration import GradientAccumulationPlugin
-from .data import Cursor
+from .data import Cursor, add_running_loader, get_running_loader, list_running_loaders, remove_running_loader
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
+    from .configuration import GradientAccumulationPlugin
     from .data import Loader
+
+# Of this process, the newest last: Accelerate's state objects describe the one that is in use.
+_accelerators: list[weakref.ref[Accelerator]] = []
+
+
+def register_accelerator(accelerator: Accelerator) -> None:
+    """Make ``accelerator`` the one that `GradientState()` and `AcceleratorState()` describe while it is alive."""
+    _accelerators[:] = [reference for reference in _accelerators if reference() is not None]
+    _accelerators.append(weakref.ref(accelerator))
+
+
+def get_latest_accelerator() -> Accelerator | None:
+    """Return the newest Accelerator of this process that is alive."""
+    return next((accelerator for reference in reversed(_accelerators) if (accelerator := reference())), None)
 
 
 class Process:
@@ -158,8 +175,10 @@ class Process:
         micro = self.cursor.micro
         stand_in = micro is not None and not micro.samples
         if use_gather_object or not collectives.holds_tensor(input_data):
-            return collectives.gather_objects([] if stand_in else input_data, self.data_world)
-        return collectives.gather(input_data, self.data_world, empty=stand_in)
+            gathered = collectives.gather_objects([] if stand_in else input_data, self.data_world)
+        else:
+            gathered = collectives.gather(input_data, self.data_world, empty=stand_in)
+        return gathered if micro is not None else _drop_repeated(gathered)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine tensors over the processes: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``."""
@@ -264,6 +283,16 @@ class Process:
             raise
         if leads:
             self.world.raise_together(None)
+
+
+def _drop_repeated(gathered: Any) -> Any:
+    """Return the rows without those that a loader without an Accelerator repeated to fill its last batch."""
+    loader = get_running_loader()
+    if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
+        return gathered
+    if not collectives.holds_tensor(gathered):
+        return gathered[: loader.remainder]
+    return apply_to_collection(gathered, torch.Tensor, lambda tensor: tensor[: loader.remainder])
 
 
 def _run_if(function: Callable[..., Any], chosen: bool) -> Callable[..., Any]:
@@ -371,7 +400,7 @@ class AcceleratorState(PartialState):
 
     def __init__(self, mixed_precision: Any = None, cpu: bool = False, **kwargs: Any) -> None:
         super().__init__(cpu, **kwargs)
-        self._accelerator = _newest()
+        self._accelerator = get_latest_accelerator()
         self._mixed_precision = None if mixed_precision is None else str(mixed_precision)
 
     @classmethod
@@ -388,10 +417,16 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """``"no"``, ``"bf16"`` or ``"fp16"``."""
-        if self._mixed_precision is None:
-            return "no" if self._accelerator is None else self._accelerator.mixed_precision
-        return self._mixed_precision
+        """``"no"``, ``"bf16"`` or ``"fp16"``.
+
+        Without ``mixed_precision=`` it is the Accelerator's; where there is none, ``ACCELERATE_MIXED_PRECISION``, else
+        ``"no"``.
+        """
+        if self._mixed_precision is not None:
+            return self._mixed_precision
+        if self._accelerator is not None:
+            return self._accelerator.mixed_precision
+        return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
     @property
     def strategy(self) -> Any:
@@ -426,7 +461,7 @@ class AcceleratorState(PartialState):
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Let ``AcceleratorState()`` have the defaults until there is another Accelerator."""
-        _Newest.accelerator = None
+        _accelerators.clear()
         if reset_partial_state:
             PartialState._reset_state()
 
@@ -434,34 +469,44 @@ class AcceleratorState(PartialState):
         return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
 
 
+def is_initialized() -> bool:
+    """Return whether this process has an Accelerator."""
+    return get_latest_accelerator() is not None
+
+
 class GradientState:
     """What ``accelerator.gradient_state`` is: where the loop stands within its accumulation group and its loader.
 
-    ``GradientState()`` is that of the newest Accelerator; without one it is outside of any loader.
+    All that are made without an Accelerator share one state, which is that of the newest Accelerator alive.
 
     Args:
-        gradient_accumulation_plugin: its ``num_steps`` and the like, as long as there is no Accelerator.
+        gradient_accumulation_plugin: what an iteration without an Accelerator is configured with.
     """
 
+    _plugin: GradientAccumulationPlugin | None = None
+    _sync_without_accelerator = True
+
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
-        self._bound: Accelerator | None = None
-        self._plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
+        self._accelerator: Accelerator | None = None
+        if gradient_accumulation_plugin is not None:
+            GradientState._plugin = gradient_accumulation_plugin
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> GradientState:
         """Return the state of ``accelerator``."""
-        state = cls(accelerator.gradient_accumulation_plugin)
-        state._bound = accelerator
+        state = cls()
+        state._accelerator = accelerator
         return state
 
-    @property
-    def _accelerator(self) -> Accelerator | None:
-        return self._bound or _newest()
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget the plugin, the flag and the loaders of iterations without an Accelerator."""
+        GradientState._plugin, GradientState._sync_without_accelerator = None, True
+        for loader in list_running_loaders():
+            remove_running_loader(loader)
 
-    @property
-    def _micro(self) -> Any:
-        accelerator = self._accelerator
-        return None if accelerator is None else accelerator.cursor.micro
+    def _resolve(self) -> Accelerator | None:
+        return self._accelerator or get_latest_accelerator()
 
     @property
     def initialized(self) -> bool:
@@ -471,29 +516,27 @@ class GradientState:
     @property
     def sync_gradients(self) -> bool:
         """Whether this micro-batch ends its group."""
-        accelerator = self._accelerator
-        return True if accelerator is None else accelerator.sync_gradients
+        accelerator = self._resolve()
+        return self._sync_without_accelerator if accelerator is None else accelerator.sync_gradients
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        self._set_sync_gradients(value)
+        accelerator = self._resolve()
+        if accelerator is None:
+            GradientState._sync_without_accelerator = value
+        else:
+            accelerator.sync_gradients = value
 
-    def _set_sync_gradients(self, sync_gradients: bool) -> None:  # scripts call it, though it is private in Accelerate
-        if self._accelerator is None:
-            raise RuntimeError("GradientState() has no Accelerator whose sync_gradients it could set: make one first.")
-        self._accelerator.sync_gradients = sync_gradients
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
 
     @property
     def num_steps(self) -> int:
         """Micro-batches per optimizer step."""
-        accelerator = self._accelerator
-        return self._plugin.num_steps if accelerator is None else accelerator.gradient_accumulation_steps
-
-    @property
-    def plugin_kwargs(self) -> dict[str, Any]:
-        """The fields of the plugin that are not at their defaults, and ``num_steps``."""
-        plugin = self._plugin if self._accelerator is None else self._accelerator.gradient_accumulation_plugin
-        return {**plugin.to_kwargs(), "num_steps": self.num_steps}
+        accelerator = self._resolve()
+        if accelerator is not None:
+            return accelerator.gradient_accumulation_steps
+        return 1 if self._plugin is None else self._plugin.num_steps
 
     @property
     def adjust_scheduler(self) -> bool:
@@ -506,60 +549,65 @@ class GradientState:
         return self.plugin_kwargs.get("sync_with_dataloader", True)
 
     @property
-    def active_dataloader(self) -> Loader | None:
-        """The prepared loader whose batch is being worked on."""
-        accelerator, micro = self._accelerator, self._micro
-        if accelerator is None or micro is None:
-            return None
-        return next((loader for loader in accelerator.loaders if loader._micro is micro), None)
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The fields of the plugin that are not at their defaults, and ``num_steps``."""
+        accelerator = self._resolve()
+        plugin = self._plugin if accelerator is None else accelerator.gradient_accumulation_plugin
+        return {**({} if plugin is None else plugin.to_kwargs()), "num_steps": self.num_steps}
 
     @property
-    def dataloader_references(self) -> list[Loader | None]:
-        """None, and the loader whose batch is being worked on."""
-        loader = self.active_dataloader
-        return [None] if loader is None else [None, loader]
+    def active_dataloader(self) -> Any:
+        """The loader whose batch is being worked on."""
+        accelerator = self._resolve()
+        micro = None if accelerator is None else accelerator.cursor.micro
+        if accelerator is None or micro is None:
+            return get_running_loader()
+        loaders: list[Loader] = accelerator.loaders
+        return next((loader for loader in loaders if loader._micro is micro), None)
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """None, and the loaders that are being iterated."""
+        running, active = list_running_loaders(), self.active_dataloader
+        return [None, *running] if active is None or active in running else [None, *running, active]
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether the loop is in a prepared loader."""
-        return self._micro is not None
+        """Whether the loop is in a loader that keeps this state."""
+        accelerator = self._resolve()
+        return (accelerator is not None and accelerator.cursor.micro is not None) or get_running_loader() is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether this is the loader's last batch. Of a stream without a length nobody knows it: False."""
+        """Whether this is the loader's last batch; False for a prepared stream, whose length nobody knows."""
         loader = self.active_dataloader
-        return loader is not None and loader.length is not None and loader.batches >= loader.length
+        if loader is None or loader is get_running_loader():
+            return loader is not None and loader.end_of_dataloader
+        return loader.length is not None and loader.batches >= loader.length
 
     @property
     def remainder(self) -> int:
-        """In the last batch the samples that it holds over all processes, else -1. Nothing is ever to be cut off."""
-        micro = self._micro
-        return micro.everyone if micro is not None and self.end_of_dataloader else -1
+        """In a prepared loader's last batch the samples that it holds over all processes, else -1.
+
+        A prepared loader repeats no sample, so nothing is ever to be cut off.
+        """
+        accelerator, running = self._resolve(), get_running_loader()
+        micro = None if accelerator is None else accelerator.cursor.micro
+        if micro is None:
+            return -1 if running is None else running.remainder
+        return micro.everyone if self.end_of_dataloader else -1
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        add_running_loader(dataloader)
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        remove_running_loader(dataloader)
 
     @property
     def is_xla_gradients_synced(self) -> bool:
         """False: there is no XLA."""
         return False
 
-    @staticmethod
-    def _reset_state() -> None:
-        """Accepted; nothing is shared: each Accelerator has a state of its own."""
-
     def __repr__(self) -> str:
         names = ("sync_gradients", "num_steps", "end_of_dataloader", "remainder")
         return "\n".join(f"{name}: {getattr(self, name)}" for name in names) + "\n"
-
-
-class _Newest:
-    """What Accelerate's states share: here no more than which Accelerator they speak of without being told."""
-
-    accelerator: weakref.ref[Accelerator] | None = None
-
-
-def note_newest(accelerator: Accelerator) -> None:
-    """Let ``AcceleratorState()`` and ``GradientState()`` speak of ``accelerator`` while it lives."""
-    _Newest.accelerator = weakref.ref(accelerator)
-
-
-def _newest() -> Accelerator | None:
-    return None if _Newest.accelerator is None else _Newest.accelerator()

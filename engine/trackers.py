@@ -7,19 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ..common.messages import nearest
+from ..common.messages import nearest, warn
 from ..common.optional import is_installed, require
 from ..common.validation import choose
 from ..strategies import World
 from .configuration import ProjectConfiguration
 
-# By name: the class in `treadle.loggers`, the package it needs, and what it calls the project.
-_LOGGERS = {
-    "tensorboard": ("TensorBoardLogger", "tensorboard", "name"),
-    "csv": ("CSVLogger", "", "name"),
-    "wandb": ("WandbLogger", "wandb", "project"),
-    "mlflow": ("MLFlowLogger", "mlflow", "experiment_name"),
-}
+# By name: the package that the logger needs.
+_LOGGERS = {"tensorboard": "tensorboard", "csv": "", "wandb": "wandb", "mlflow": "mlflow"}
 _WITH_FILES = ("tensorboard", "csv")
 
 
@@ -96,6 +91,129 @@ class RunTracker(LoggerTracker):
         self.logger.finish()
 
 
+class TensorBoardTracker(LoggerTracker):
+    """TensorBoard's event files below ``logging_dir/run_name``.
+
+    Args:
+        run_name: the project's name.
+        logging_dir: the directory of all projects.
+        kwargs: for `treadle.loggers.TensorBoardLogger`.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
+        from ..loggers import TensorBoardLogger
+
+        settings = {"save_dir": logging_dir, "name": run_name, "version": "", **kwargs}
+        super().__init__(TensorBoardLogger(**settings), self.name)
+
+    @property
+    def writer(self) -> Any:
+        """The ``SummaryWriter``."""
+        return self.tracker
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write batches of images by name; see ``SummaryWriter.add_images``."""
+        for name, images in values.items():
+            self.writer.add_images(name, images, global_step=step, **kwargs)
+
+
+class WandBTracker(RunTracker):
+    """A run of Weights & Biases.
+
+    Args:
+        run_name: the project's name.
+        kwargs: for `treadle.loggers.WandbLogger`.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        from ..loggers import WandbLogger
+
+        super().__init__(WandbLogger(**{"project": run_name, **kwargs}), self.name)
+
+    @property
+    def run(self) -> Any:
+        """The ``wandb`` run."""
+        return self.tracker
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Upload lists of images by name; ``kwargs`` are those of ``wandb.Image``."""
+        import wandb
+
+        images = {name: [wandb.Image(image, **kwargs) for image in batch] for name, batch in values.items()}
+        self.run.log(images, step=step)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str | int] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Upload a table of ``columns`` and ``data``, or a pandas ``dataframe``."""
+        import wandb
+
+        if dataframe is None and (columns is None or data is None):
+            raise ValueError(f"log_table({table_name!r}) takes columns= and data=, or dataframe=.")
+        self.run.log({table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step=step, **kwargs)
+
+
+class MLflowTracker(LoggerTracker):
+    """A run of MLflow.
+
+    Args:
+        experiment_name: the project's name.
+        logging_dir: a local directory for the runs; by default the tracking server's.
+        kwargs: for `treadle.loggers.MLFlowLogger`, such as ``run_name``, ``run_id``, ``tags``.
+    """
+
+    name = "mlflow"
+
+    def __init__(self, experiment_name: str | None = None, logging_dir: Any = None, **kwargs: Any) -> None:
+        from ..loggers import MLFlowLogger
+
+        settings = {} if experiment_name is None else {"experiment_name": experiment_name}
+        if logging_dir is not None:
+            settings["save_dir"] = logging_dir
+        super().__init__(MLFlowLogger(**{**settings, **kwargs}), self.name)
+
+
+_registered: dict[str, type[GeneralTracker]] = {}
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Let ``Accelerator(log_with=tracker_class.name)`` make trackers of a class.
+
+    It is called with the project's name, then with the logging directory if ``requires_logging_directory``, and with
+    its ``init_kwargs``.
+
+    Args:
+        tracker_class: a subclass of `GeneralTracker` with ``name`` and ``requires_logging_directory``.
+
+    Raises:
+        ValueError: for any other class.
+    """
+    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+        raise ValueError(f"register_tracker_class takes a subclass of GeneralTracker, not {tracker_class!r}.")
+    name = getattr(tracker_class, "name", None)
+    if not isinstance(name, str) or not name or not hasattr(tracker_class, "requires_logging_directory"):
+        raise ValueError(f"{tracker_class.__name__} needs the class attributes name and requires_logging_directory.")
+    if name in _registered or name in _LOGGERS:
+        warn(f"the tracker {name!r} was there already; {tracker_class.__name__} replaces it.")
+    _registered[name] = tracker_class
+
+
+def list_installed_trackers() -> list[str]:
+    """Return the names of the trackers whose packages are installed."""
+    return [name for name in _LOGGERS if _is_installed(name)]
+
+
 Source = Callable[[str, dict[str, Any]], GeneralTracker]
 
 
@@ -117,7 +235,7 @@ def tracker_sources(log_with: Any, project: ProjectConfiguration) -> dict[str, S
                 name for name in _LOGGERS if _is_installed(name) and (project.logging_dir or name not in _WITH_FILES)
             ]
         for name in names:
-            name = choose("log_with", name.lower(), [*_LOGGERS, "all"])
+            name = name if name in _registered else choose("log_with", name.lower(), [*_LOGGERS, *_registered, "all"])
             sources[name] = _resolve_source(name, project)
         if not isinstance(value, str):
             tracker = _to_tracker(value)
@@ -143,7 +261,7 @@ def _to_tracker(value: Any) -> GeneralTracker:
 
 
 def _is_installed(name: str) -> bool:
-    package = _LOGGERS[name][1]
+    package = _LOGGERS[name]
     return not package or is_installed(package)
 
 
@@ -154,23 +272,38 @@ def _make_directory_error(name: str) -> str:
 
 
 def _resolve_source(name: str, project: ProjectConfiguration) -> Source:
-    kind, package, project_argument = _LOGGERS[name]
+    if name in _registered:
+        return _resolve_registered(_registered[name], project)
+    package = _LOGGERS[name]
     if package:
         require(f"log_with={name!r}", package, extra=package)
     if name in _WITH_FILES and project.logging_dir is None:
         raise ValueError(_make_directory_error(name))
 
     def make(project_name: str, options: dict[str, Any]) -> GeneralTracker:
-        from .. import loggers
+        if name == "tensorboard":  # logging_dir/project_name, no numbered directory below
+            return TensorBoardTracker(project_name, project.logging_dir, **options)
+        if name == "csv":
+            from ..loggers import CSVLogger
 
-        if name in _WITH_FILES:  # logging_dir/project_name, no numbered directory below
-            options = {"save_dir": project.logging_dir, "version": "", **options}
-        elif project.logging_dir is not None and not {"save_dir", "dir"} & set(options):
+            settings = {"save_dir": project.logging_dir, "name": project_name, "version": "", **options}
+            return LoggerTracker(CSVLogger(**settings), name)
+        if project.logging_dir is not None and not {"save_dir", "dir"} & set(options):
             options = {"save_dir": project.logging_dir, **options}
-        logger = getattr(loggers, kind)(**{project_argument: project_name, **options})
-        return RunTracker(logger, name) if name == "wandb" else LoggerTracker(logger, name)
+        if name == "wandb":
+            return WandBTracker(**{"run_name": project_name, **options})
+        return MLflowTracker(**{"experiment_name": project_name, **options})
 
     return make
+
+
+def _resolve_registered(tracker_class: type[GeneralTracker], project: ProjectConfiguration) -> Source:
+    make: Callable[..., GeneralTracker] = tracker_class
+    if not tracker_class.requires_logging_directory:  # type: ignore[attr-defined]
+        return lambda project_name, options: make(project_name, **options)
+    if project.logging_dir is None:
+        raise ValueError(_make_directory_error(tracker_class.name))  # type: ignore[attr-defined]
+    return lambda project_name, options: make(project_name, project.logging_dir, **options)
 
 
 class Trackers:

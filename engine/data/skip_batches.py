@@ -26,7 +26,10 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     Raises:
         ValueError: for a negative number.
     """
-    return SkippedLoader(dataloader, check_int("num_batches", num_batches, 0))
+    count = check_int("num_batches", num_batches, 0)
+    if hasattr(type(dataloader), "skip_first_batches"):  # a loader without an Accelerator that iterates its own way
+        return dataloader.skip_first_batches(count)
+    return SkippedLoader(dataloader, count)
 
 
 class SkippedLoader:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ...common.validation import check_int
 from ...strategies import Strategy, World
 from ..configuration import GradientAccumulationPlugin
-from ..data import Cursor
+from ..data import Cursor, get_running_loader
 from .agreement import Agreement
 from .loss_scaling import LossScale, divide_gradients
 from .prepared_optimizer import PreparedOptimizer
@@ -125,7 +125,9 @@ class Accumulation:
             last = micro.last
         else:  # batches from elsewhere: every k-th ends a group
             self.position += 1
-            last = self.position >= self._micro_batches
+            running = get_running_loader()
+            at_end = running is not None and self.groups_end_with_loader and running.end_of_dataloader
+            last = at_end or self.position >= self._micro_batches
             self.position = 0 if last else self.position
         self.sync_gradients = last
         if self._delays_sync:

@@ -1,0 +1,140 @@
+"""Accelerate's enums, whose members scripts pass on and compare with."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+
+class EnumWithContains(enum.EnumMeta):
+    """Metaclass whose enums contain their values: ``"bf16" in PrecisionType``."""
+
+    def __contains__(cls, item: object) -> bool:
+        try:
+            cls(item)
+        except ValueError:
+            return False
+        return True
+
+
+class BaseEnum(enum.Enum, metaclass=EnumWithContains):
+    """Enum whose members read as their values."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """Return the values."""
+        return [str(member) for member in cls]
+
+
+class _TextEnum(enum.StrEnum):
+    """Enum whose members equal their values and read as them, like `DistributedType`."""
+
+
+class SageMakerDistributedType(_TextEnum):
+    """How SageMaker distributes a run; Treadle runs on none of them."""
+
+    NO = "NO"
+    DATA_PARALLEL = "DATA_PARALLEL"
+    MODEL_PARALLEL = "MODEL_PARALLEL"
+
+
+class FP8BackendType(_TextEnum):
+    """Libraries for 8-bit training; Treadle uses none of them."""
+
+    NO = "NO"
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"
+
+
+class ComputeEnvironment(_TextEnum):
+    """Where a run takes place."""
+
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
+
+
+class DynamoBackend(str, BaseEnum):
+    """Compilers for ``Accelerator(dynamo_backend=...)``; torch decides which of them it has."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
+
+    __str__ = BaseEnum.__str__
+
+
+class LoggerType(BaseEnum):
+    """Trackers by name; ``Accelerator(log_with=...)`` lists those that Treadle has."""
+
+    ALL = "all"
+    AIM = "aim"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+    COMETML = "comet_ml"
+    MLFLOW = "mlflow"
+    CLEARML = "clearml"
+    DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
+
+
+class PrecisionType(str, BaseEnum):
+    """Values of ``Accelerator(mixed_precision=...)``; Treadle has no ``fp8``."""
+
+    NO = "no"
+    FP8 = "fp8"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+    __str__ = BaseEnum.__str__
+
+
+class RNGType(BaseEnum):
+    """Random states for `synchronize_rng_states`; Treadle has ``torch``, ``cuda`` and ``generator``."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    MLU = "mlu"
+    SDAA = "sdaa"
+    MUSA = "musa"
+    NPU = "npu"
+    XLA = "xla"
+    XPU = "xpu"
+    HPU = "hpu"
+    NEURON = "neuron"
+    GENERATOR = "generator"
+
+
+class CustomDtype(enum.Enum):
+    """Number formats that torch has no dtype for, in device maps."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"
+
+
+@dataclass
+class TensorInformation:
+    """Shape and dtype of a tensor without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype

@@ -1,0 +1,41 @@
+"""Accelerate's wrapper of a function that processes are started with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..strategies.distributed import DistributedType
+
+
+class PrepareForLaunch:
+    """Callable for ``torch.multiprocessing`` that sets this process's rank and runs a function.
+
+    `treadle.notebook_launcher` does this by itself.
+
+    Args:
+        launcher: the function.
+        distributed_type: how the processes work together; with ``MULTI_*`` the rank follows from the variables
+            ``NODE_RANK`` and ``NPROC``.
+        debug: connect by the file that ``ACCELERATE_DEBUG_RDV_FILE`` names.
+    """
+
+    def __init__(self, launcher: Callable[..., Any], distributed_type: Any = "NO", debug: bool = False) -> None:
+        self.launcher = launcher
+        self.distributed_type = DistributedType(distributed_type)
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> None:
+        if self.debug:
+            size = int(os.environ["WORLD_SIZE"])
+            store = torch.distributed.FileStore(os.environ["ACCELERATE_DEBUG_RDV_FILE"], size)
+            torch.distributed.init_process_group("gloo", rank=index, store=store, world_size=size)
+        elif self.distributed_type.startswith("MULTI_"):
+            os.environ["LOCAL_RANK"] = str(index)
+            before = int(os.environ.get("NPROC", 1)) * int(os.environ.get("NODE_RANK", 0))
+            os.environ["RANK"] = str(before + index)
+        os.environ["FORK_LAUNCHED"] = "1"
+        self.launcher(*args)

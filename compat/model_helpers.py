@@ -1,0 +1,214 @@
+"""Accelerate's helpers for models: compilation by regions, order of modules, state dicts for safetensors."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..common.messages import warn
+from ..engine.nested import honor_type, is_compiled_module
+from ..engine.process_state import PartialState
+from ..engine.weights import save_object
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` made any module within."""
+    return any(is_compiled_module(part) for part in module.modules()) and bool(module._modules)
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Return whether this is a ``ModuleList`` of modules of one class."""
+    return isinstance(module, nn.ModuleList) and len(module) > 0 and all(isinstance(m, type(module[0])) for m in module)
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Return whether there is a ``ModuleList`` of modules of one class anywhere within."""
+    return any(is_repeated_blocks(part) for part in module.modules())
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Return a copy of the model that shares its parameters, with each repeated block compiled by itself.
+
+    Blocks of one class compile once, which shortens the first step; see torch's tutorial on regional compilation.
+
+    Args:
+        module: the model. Where it has no repeated blocks, it is compiled as a whole.
+        compile_kwargs: for ``torch.compile``.
+    """
+    compiled = _compile_parts(module, compile_kwargs)
+    compiled.__dict__.setdefault("_orig_mod", module)  # in __dict__: not a second child
+    return compiled
+
+
+def _compile_parts(module: nn.Module, options: dict[str, Any]) -> nn.Module:
+    if is_repeated_blocks(module):
+        return nn.ModuleList(torch.compile(block, **options) for block in module)  # type: ignore[misc, attr-defined]
+    if not has_repeated_blocks(module):
+        return torch.compile(module, **options)  # type: ignore[return-value]
+    compiled = module.__class__.__new__(module.__class__)
+    compiled.__dict__.update(module.__dict__)
+    for name, value in module.__dict__.items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            compiled.__dict__[name] = MethodType(value.__func__, compiled)
+    compiled._modules = {}
+    for name, child in module.named_children():
+        compiled.add_module(name, _compile_parts(child, options))
+    return compiled
+
+
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile each repeated block, and what lies between, in place; returns the model.
+
+    Args:
+        module: the model.
+        compile_kwargs: for ``nn.Module.compile``.
+    """
+    if is_repeated_blocks(module):
+        for block in module.children():
+            block.compile(**compile_kwargs)
+    elif has_repeated_blocks(module):
+        for child in module.children():
+            compile_regions_fsdp2(child, **compile_kwargs)
+    else:
+        module.compile(**compile_kwargs)
+    return module
+
+
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+    """Return all modules, each after those within it, the model last.
+
+    Args:
+        model: the model.
+        return_fqns: return pairs of name and module.
+    """
+    waiting, ordered = [("", model)], []
+    while waiting:
+        name, module = waiting.pop()
+        ordered.append((name, module))
+        waiting += [(f"{name}.{child}" if name else child, part) for child, part in module.named_children()]
+    return [pair if return_fqns else pair[1] for pair in reversed(ordered)]
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """Return the class of that name of a module within, or None.
+
+    Args:
+        module: the model.
+        name: the class's name.
+    """
+    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Return whether any parameter is a ``DTensor``."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Return over how many processes Transformers has split the model's matrices, or None."""
+    size = getattr(model, "tp_size", None)
+    if size is not None:
+        return int(size)
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    return config.get("tp_size") if isinstance(config, dict) else getattr(config, "tp_size", None)
+
+
+def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict that safetensors can write: each tensor once, and contiguous.
+
+    Names of one and the same tensor are removed but for the first, with a warning. Other tensors that share memory
+    are copied.
+    """
+    names: dict[Any, str] = {}
+    storages: set[tuple[torch.device, int]] = set()
+    cleaned, removed = {}, []
+    for name, value in state_dict.items():
+        if not isinstance(value, Tensor):
+            cleaned[name] = value
+            continue
+        storage = (value.device, value.untyped_storage().data_ptr())
+        view = (*storage, value.storage_offset(), value.shape, value.stride(), value.dtype)
+        if storage[1] and names.setdefault(view, name) != name:
+            removed.append(name)
+            continue
+        shares_memory = bool(storage[1]) and storage in storages
+        storages.add(storage)
+        cleaned[name] = value.clone() if shares_memory else value.contiguous()
+    if removed:
+        warn(f"{', '.join(removed)} shared their tensors with other names and are left out; tie them after loading.")
+    return cleaned
+
+
+def move_to_device(state: Any, device: Any) -> Any:
+    """Return an optimizer's state with every tensor on ``device``."""
+    if isinstance(state, list | tuple):
+        return honor_type(state, (move_to_device(item, device) for item in state))
+    if isinstance(state, dict):
+        return type(state)({key: move_to_device(item, device) for key, item in state.items()})
+    return state.to(device) if isinstance(state, Tensor) else state
+
+
+def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """Write ``obj`` on rank zero, as ``torch.save`` or safetensors does.
+
+    Args:
+        obj: what to write; for safetensors a dict of tensors.
+        f: the file.
+        save_on_each_node: write on the first process of every machine.
+        safe_serialization: write safetensors.
+    """
+    state = PartialState()
+    if state.is_local_main_process if save_on_each_node else state.is_main_process:
+        if safe_serialization:
+            save_object(clean_state_dict_for_safetensors(obj), f, safe=True)
+        else:
+            torch.save(obj, f)  # numpy arrays too, which `load` reads
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Read what ``torch.save`` wrote; by default only tensors, numpy arrays and plain values are unpickled.
+
+    Args:
+        f: the file.
+        map_location: see ``torch.load``.
+        kwargs: for ``torch.load``.
+    """
+    core = np._core.multiarray  # type: ignore[attr-defined]
+    safe = [core._reconstruct, core.scalar, np.ndarray, np.dtype, codecs.encode, *_NUMPY_TYPES]
+    with torch.serialization.safe_globals(safe):
+        return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+
+
+_NUMPY_TYPES = [kind for kind in vars(np.dtypes).values() if isinstance(kind, type)]
+
+
+def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
+    """Write ``obj.state_dict()`` to ``path/custom_checkpoint_{index}.pkl``, on the first process.
+
+    Args:
+        obj: anything with ``state_dict``.
+        path: the directory.
+        index: the number in the file's name.
+        save_on_each_node: write on the first process of every machine.
+    """
+    state = PartialState()
+    if state.is_local_main_process if save_on_each_node else state.is_main_process:
+        torch.save(obj.state_dict(), Path(path) / f"custom_checkpoint_{index}.pkl")
+
+
+def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
+    """Load what `save_custom_state` wrote; only tensors and plain values are unpickled.
+
+    Args:
+        obj: anything with ``load_state_dict``.
+        path: the directory.
+        index: the number in the file's name.
+    """
+    obj.load_state_dict(load(Path(path) / f"custom_checkpoint_{index}.pkl", map_location="cpu"))

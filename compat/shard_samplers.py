@@ -1,0 +1,239 @@
+"""Accelerate's samplers for one of several processes, with exactly its indices: short last batches are filled up.
+
+`treadle.Accelerator` and the Trainer use none of them: they share out every batch without repeating a sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+
+
+class SeedableRandomSampler(RandomSampler):
+    """Random sampler whose order in an epoch follows from a seed and the epoch's number alone.
+
+    A complete pass sets the next epoch.
+
+    Args:
+        args, kwargs: those of torch's ``RandomSampler``; a ``generator`` is seeded anew for each pass.
+        data_seed: the seed of epoch 0; by default the seed of torch's generator.
+    """
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.initial_seed = torch.random.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator(torch.get_default_device())
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that the next pass draws."""
+        self.epoch = epoch
+
+
+class BatchSamplerShard(BatchSampler):
+    """The batches of one process, out of those of a batch sampler that is alike on all of them.
+
+    Args:
+        batch_sampler: yields lists of indices; only its last batch may be short.
+        num_processes: how many processes share the batches.
+        process_index: the process whose batches these are.
+        split_batches: take a slice of every batch, not every ``num_processes``-th batch.
+        even_batches: fill the last round with indices from the beginning, so that all processes have as many batches
+            of one size. Otherwise the last batches may be short or missing.
+
+    Raises:
+        ValueError: for ``split_batches`` where the batch size is not a multiple of ``num_processes``.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: BatchSampler,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        if split_batches and (self.batch_size is None or self.batch_size % num_processes):
+            raise ValueError(
+                f"split_batches=True shares each batch of batch_size={self.batch_size} among "
+                f"num_processes={num_processes}; make the batch size a multiple of it."
+            )
+
+    @property
+    def total_length(self) -> int:
+        """Batches of all processes."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        if self.split_batches:
+            return len(self.batch_sampler)
+        rounds, rest = divmod(len(self.batch_sampler), self.num_processes)
+        if not rest or self.drop_last:
+            return rounds
+        return rounds + (self.even_batches or self.process_index < rest)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._iter_slices() if self.split_batches else self._iter_rounds()
+
+    def _iter_slices(self) -> Iterator[list[Any]]:
+        assert self.batch_size is not None
+        size = self.batch_size // self.num_processes
+        mine = slice(size * self.process_index, size * (self.process_index + 1))
+        first: list[Any] | None = None
+        batch: list[Any] = []
+        for batch in self.batch_sampler:
+            first = batch if first is None else first
+            if len(batch) == self.batch_size:
+                yield batch[mine]
+        if self.drop_last or not first or len(batch) >= self.batch_size:
+            return
+        if self.even_batches:
+            batch = batch + list(itertools.islice(itertools.cycle(first), self.batch_size))
+        if len(batch) > mine.start:
+            yield batch[mine]
+
+    def _is_complete(self, batch: list[Any]) -> bool:
+        return self.batch_size is None or len(batch) == self.batch_size
+
+    def _iter_rounds(self) -> Iterator[list[Any]]:
+        count = self.num_processes
+        first_round: list[list[Any]] = []
+        mine: list[Any] | None = None  # held back until the round's last batch is known to be complete
+        index = -1
+        batch: list[Any] = []
+        for index, batch in enumerate(self.batch_sampler):
+            if index < count:
+                first_round.append(batch)
+            if index % count == self.process_index:
+                mine = batch
+            if index % count == count - 1 and self._is_complete(batch):
+                yield mine  # type: ignore[misc]
+                mine = None
+        if self.drop_last or not first_round:
+            return
+        if mine and (not self.even_batches or self._is_complete(mine)):
+            yield mine
+        if self.even_batches:
+            yield from self._fill_round(index, batch, first_round)
+
+    def _fill_round(self, index: int, batch: list[Any], first_round: list[list[Any]]) -> Iterator[list[Any]]:
+        """Complete the last round, whose last batch was ``batch``, from the beginning."""
+        if self._is_complete(batch):
+            index, batch = index + 1, []
+        fill_batches = itertools.cycle(first_round)
+        fill_indices = itertools.cycle([i for part in first_round for i in part] if self.batch_size is not None else [])
+        while index % self.num_processes or batch:
+            if self.batch_size is None:
+                batch = next(fill_batches)
+            else:
+                batch = batch + list(itertools.islice(fill_indices, self.batch_size - len(batch)))
+            if index % self.num_processes == self.process_index:
+                yield batch
+            index, batch = index + 1, []
+
+
+class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
+    """The samples of one process, out of a stream that is alike on all of them.
+
+    Args:
+        dataset: the stream. One with a ``generator`` and no ``set_epoch`` is seeded with the epoch's number.
+        batch_size: the size of a process's batch; with ``split_batches`` that of all processes together.
+        drop_last: leave out the samples after the last complete global batch; otherwise it is filled up with samples
+            from the beginning.
+        num_processes: how many processes share the stream.
+        process_index: the process whose samples these are.
+        split_batches: share each batch of ``batch_size`` samples, not one of ``batch_size * num_processes``.
+
+    Raises:
+        ValueError: for ``split_batches`` where the batch size is not a multiple of ``num_processes``.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if split_batches and batch_size > 1 and batch_size % num_processes:
+            raise ValueError(
+                f"split_batches=True shares each batch of batch_size={batch_size} among "
+                f"num_processes={num_processes}; make the batch size a multiple of it."
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, also the dataset's."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        batches = len(self.dataset) / (self.batch_size * self.num_processes)  # type: ignore[arg-type]
+        return (math.floor(batches) if self.drop_last else math.ceil(batches)) * self.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self.dataset, "generator", None)
+        if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
+            generator.manual_seed(self.epoch)
+        share = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        total = self.batch_size if self.split_batches else self.batch_size * self.num_processes
+        mine = slice(share * self.process_index, share * (self.process_index + 1))
+        stream, first = iter(self.dataset), None
+        while batch := list(itertools.islice(stream, total)):
+            first = batch if first is None else first
+            if len(batch) < total:
+                if self.drop_last:
+                    return
+                batch += list(itertools.islice(itertools.cycle(first[:]), total - len(batch)))
+            yield from batch[mine]
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches, which are drawn all the same.
+
+    Args:
+        batch_sampler: the batch sampler.
+        skip_batches: how many.
+    """
+
+    def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return itertools.islice(iter(self.batch_sampler), self.skip_batches, None)
+
+    @property
+    def total_length(self) -> int:
+        """Batches before the skip."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) - self.skip_batches

@@ -1,0 +1,579 @@
+"""Accelerate's loaders for one of several processes, without an Accelerator; `prepare_data_loader` makes them.
+
+They follow Accelerate to the sample: last batches are filled up with samples from the beginning. A loader that
+`treadle.Accelerator` prepares repeats none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from ..common.optional import is_installed
+from ..engine import GradientState, PartialState
+from ..engine.nested import concatenate, find_batch_size, send_to_device, slice_tensors
+from .operations import synchronize_rng_states
+from .shard_samplers import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler, SkipBatchSampler
+
+_SETTINGS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+_OWN_SETTINGS = {
+    "DataLoaderShard": ("device", "rng_types", "synchronized_generator"),
+    "DataLoaderDispatcher": ("split_batches", "slice_fn"),
+}
+
+
+def get_sampler(dataloader: Any) -> Any:
+    """Return the sampler that draws a loader's indices, or None."""
+    holder = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
+    return getattr(holder, "sampler", None)
+
+
+class DataLoaderStateMixin:
+    """State of a loader that `GradientState` shows.
+
+    Attributes:
+        end_of_dataloader: whether the last batch is being worked on.
+        remainder: samples of the last global batch that are no repetitions; -1 where that is not known, 0 where no
+            sample is repeated.
+    """
+
+    end_of_dataloader = False
+    remainder = -1
+    gradient_state: Any
+
+    def reset(self) -> None:
+        """Forget where the last iteration ended."""
+        self.end_of_dataloader, self.remainder = False, -1
+
+    def begin(self) -> None:
+        """Make this loader the active one of `GradientState`."""
+        self.reset()
+        loader: Any = self
+        if not getattr(loader, "_drop_last", True):
+            try:
+                length = getattr(loader.dataset, "total_dataset_length", None)
+                self.remainder = (len(loader.dataset) if length is None else length) % loader.total_batch_size
+            except (TypeError, AttributeError, NotImplementedError):
+                pass  # a stream has no length, batches of a sampler without batch_size have no common size
+        self.gradient_state._add_dataloader(self)
+
+    def end(self) -> None:
+        """Give the place in `GradientState` back."""
+        self.gradient_state._remove_dataloader(self)
+
+
+class DataLoaderAdapter:
+    """A ``DataLoader`` (or torchdata's ``StatefulDataLoader``) with another iteration.
+
+    It passes for an instance of the loader's class, whose attributes it has.
+
+    Args:
+        dataset: the dataset.
+        use_stateful_dataloader: build torchdata's ``StatefulDataLoader``.
+        batch_sampler, kwargs: the loader's arguments.
+    """
+
+    def __init__(
+        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+    ) -> None:
+        self.use_stateful_dataloader = use_stateful_dataloader
+        if use_stateful_dataloader:
+            if not is_installed("torchdata"):
+                raise ModuleNotFoundError(
+                    "use_stateful_dataloader=True needs the package 'torchdata', which is not installed: pip install "
+                    "torchdata. A loader that treadle.Accelerator prepares has state_dict() without it."
+                )
+            from torchdata.stateful_dataloader import StatefulDataLoader
+
+            self.base_dataloader: Any = StatefulDataLoader(dataset, batch_sampler=batch_sampler, **kwargs)
+        else:
+            self.base_dataloader = DataLoader(dataset, batch_sampler=batch_sampler, **kwargs)
+        if hasattr(self.base_dataloader, "state_dict"):
+            self.dl_state_dict = self.base_dataloader.state_dict()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader":
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # type: ignore[misc, override]
+        return self.base_dataloader.__class__
+
+    def __reduce__(self) -> Any:
+        # By default pickle and copy would rebuild what __class__ says.
+        return _rebuild, (type(self), self.__dict__)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.base_dataloader)
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader)
+
+    def state_dict(self) -> Any:
+        """The position after the last batch that was given out; only torchdata's loader has one."""
+        return self.dl_state_dict
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a position."""
+        self.base_dataloader.load_state_dict(state_dict)
+
+    def _update_state_dict(self) -> None:
+        if hasattr(self.base_dataloader, "state_dict"):
+            self.dl_state_dict = self.base_dataloader.state_dict()
+            self.dl_state_dict["_iterator_finished"] = getattr(self, "end_of_dataloader", False)
+
+    def get_sampler(self) -> Any:
+        """See `get_sampler`."""
+        return get_sampler(self)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Draw indices with ``sampler``, within the batch sampler."""
+        loader: Any = self
+        holder = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+        _set_in_batch_sampler(holder, sampler)
+
+    def skip_first_batches(self, num_batches: int) -> Any:
+        """Return a loader like this one without its first batches; `treadle.skip_first_batches` calls it."""
+        loader: Any = self
+        settings = _copy_settings(loader)
+        names = ("iteration", "_drop_last", "_non_blocking", *_OWN_SETTINGS.get(type(loader).__name__, ()))
+        settings |= {name: loader.__dict__[name] for name in names if name in loader.__dict__}
+        if isinstance(loader.dataset, IterableDataset):
+            settings |= {"drop_last": loader.drop_last, "batch_size": loader.batch_size}
+            settings["skip_batches"] = num_batches + loader.skip_batches
+        elif isinstance(loader.sampler, BatchSampler):
+            settings |= {"sampler": SkipBatchSampler(loader.sampler, num_batches), "batch_size": None}
+        else:
+            settings["batch_sampler"] = SkipBatchSampler(loader.batch_sampler, num_batches)
+        return type(loader)(loader.dataset, use_stateful_dataloader=self.use_stateful_dataloader, **settings)
+
+
+def _rebuild(kind: type, attributes: dict[str, Any]) -> Any:
+    loader: Any = object.__new__(kind)
+    loader.__dict__.update(attributes)
+    return loader
+
+
+def _set_in_batch_sampler(holder: Any, sampler: Any) -> None:
+    holder.sampler = sampler
+    if hasattr(holder, "batch_sampler"):  # one of ours around the user's
+        _set_in_batch_sampler(holder.batch_sampler, sampler)
+
+
+def _set_sampler_epoch(sampler: Any, epoch: int) -> bool:
+    """Set the epoch of a batch sampler and of the samplers within; returns whether one has such a method."""
+    found = False
+    for holder in (sampler, getattr(sampler, "sampler", None)):
+        if holder is not None and hasattr(holder, "set_epoch"):
+            holder.set_epoch(epoch)
+            found = True
+    within = getattr(sampler, "batch_sampler", None)
+    return (within is not None and _set_sampler_epoch(within, epoch)) or found
+
+
+class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader of one process's batches, on its device.
+
+    Args:
+        dataset: the dataset.
+        device: where batches are moved to; None leaves them.
+        rng_types: random states that all processes take from rank zero before each iteration; see
+            `synchronize_rng_states`.
+        synchronized_generator: what ``"generator"`` means in ``rng_types``.
+        skip_batches: batches that each iteration passes over.
+        use_stateful_dataloader: build torchdata's loader.
+        iteration: the epoch to begin with.
+        kwargs: the ``DataLoader``'s arguments.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: Any = None,
+        rng_types: Sequence[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.device = device
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
+        self.skip_batches = skip_batches
+        self.gradient_state = GradientState()
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
+        self.iteration = iteration
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.rng_types is not None:
+            synchronize_rng_states(list(self.rng_types), self.synchronized_generator)
+        self.begin()
+        self.set_epoch(self.iteration)
+        batches = iter(self.base_dataloader)
+        batch, index = next(batches, _END), 0
+        while batch is not _END:
+            if self.device is not None:
+                batch = send_to_device(batch, self.device, non_blocking=self._non_blocking)
+            self._update_state_dict()  # before the next batch is read, which is only looked at
+            following = next(batches, _END)
+            if following is _END:
+                self.end_of_dataloader = True
+                self._update_state_dict()
+            if index >= self.skip_batches:
+                yield batch
+            batch, index = following, index + 1
+        self.iteration += index > 0
+        self.end()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, also of the samplers, or else of the dataset."""
+        self.iteration = epoch
+        if not _set_sampler_epoch(self.batch_sampler, epoch) and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of one batch of all processes together."""
+        batches = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
+        count = 1 if getattr(batches, "split_batches", False) else getattr(batches, "num_processes", 1)
+        return int(batches.batch_size * count)
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of all processes together."""
+        return self.dataset.total_length if hasattr(self.dataset, "total_length") else len(self.dataset)
+
+
+_END = object()
+_NOTHING: tuple[Any, ...] = ()
+
+
+class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader that only rank zero reads from: it sends every process its rows. All processes iterate it together.
+
+    Args:
+        dataset: the dataset.
+        split_batches: share each batch of the loader; otherwise ``num_processes`` of them, joined.
+        skip_batches: batches that each iteration passes over.
+        use_stateful_dataloader: build torchdata's loader.
+        slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts rows out of a batch; by default
+            `slice_tensors`.
+        iteration: the epoch to begin with.
+        kwargs: the ``DataLoader``'s arguments.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        if torch_device_mesh is not None and "tp" in torch_device_mesh.mesh_dim_names:
+            raise ValueError(
+                "dispatch_batches=True shares every batch among all processes, and with tensor parallelism several "
+                "need the same rows. Use dispatch_batches=False."
+            )
+        self.split_batches = split_batches
+        self.skip_batches = skip_batches
+        self.gradient_state = GradientState()
+        self.state = PartialState()
+        self.slice_fn = slice_tensors if slice_fn is None else slice_fn
+        self.iteration = iteration
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
+
+    def _read_global_batch(self, batches: Iterator[Any]) -> Any:
+        """Read the next global batch on rank zero; `_END` after the last."""
+        wanted = 1 if self.split_batches else self.state.num_processes
+        parts = []
+        for _ in range(wanted):
+            self._update_state_dict()
+            part = next(batches, _END)
+            if part is _END:
+                break
+            parts.append(part)
+        if not parts or (len(parts) < wanted and self._drop_last):
+            return _END
+        try:
+            return parts[0] if len(parts) == 1 else concatenate(parts, dim=0)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"dispatch_batches=True joins {wanted} batches of the loader, and they have different forms ({error}). "
+                "Use split_batches=True to share one batch, or dispatch_batches=False."
+            ) from error
+
+    def _receive_global_batch(self, batches: Iterator[Any]) -> Any:
+        message: tuple[Any, str | None] = (_NOTHING, None)
+        failure: Exception | None = None
+        if self.state.is_main_process:
+            try:
+                batch = self._read_global_batch(batches)
+                message = (_NOTHING if batch is _END else (batch,), None)
+            except Exception as error:  # told to the others, which wait for the batch
+                failure = error
+                message = (_NOTHING, f"{type(error).__name__}: {error}")
+        batch, text = self.state.world.broadcast(message, 0)
+        if failure is not None:
+            raise failure
+        if text is not None:
+            raise RuntimeError(f"rank 0 failed to read a batch: {text}")
+        return send_to_device(batch[0], self.state.device, non_blocking=self._non_blocking) if batch else _END
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        self.set_epoch(self.iteration)
+        count, rank = self.state.num_processes, self.state.process_index
+        cut = {"process_index": rank, "num_processes": count}
+        batches = iter(self.base_dataloader) if rank == 0 else iter(())
+        batch, index, first_rows = self._receive_global_batch(batches), 0, None
+        while batch is not _END:
+            if first_rows is None:
+                first_rows = self.slice_fn(batch, slice(0, count), **cut)
+            following = self._receive_global_batch(batches)
+            rows = find_batch_size(batch) or 0
+            share, rest = divmod(rows, count)
+            if following is _END:
+                self.end_of_dataloader, self.remainder = True, rows
+                self._update_state_dict()
+                if rest and not self._drop_last:
+                    batch, share = concatenate([batch, first_rows], dim=0), share + 1
+            if index >= self.skip_batches:
+                yield self.slice_fn(batch, slice(rank * share, (rank + 1) * share), **cut)
+            batch, index = following, index + 1
+        self.iteration += index > 0
+        self.end()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, also of the samplers, or else of the dataset."""
+        self.iteration = epoch
+        if not _set_sampler_epoch(self.batch_sampler, epoch) and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        length = len(self.base_dataloader)
+        if self.split_batches:
+            return length
+        return (math.floor if self._drop_last else math.ceil)(length / self.state.num_processes)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of one batch of all processes together."""
+        size = self.batch_size if self.batch_sampler is None else self.batch_sampler.batch_size
+        return int(size * (1 if self.split_batches else self.state.num_processes))
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of all processes together."""
+        return len(self.dataset)
+
+
+class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader without its first batches, which are read all the same; see `skip_first_batches`.
+
+    Args:
+        dataset: the dataset.
+        skip_batches: how many.
+        use_stateful_dataloader: build torchdata's loader.
+        kwargs: the ``DataLoader``'s arguments.
+    """
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.skip_batches = skip_batches
+        self.gradient_state = GradientState()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        for index, batch in enumerate(self.base_dataloader):
+            if index >= self.skip_batches:
+                self._update_state_dict()
+                yield batch
+        self.end()
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader) - self.skip_batches
+
+
+def prepare_data_loader(
+    dataloader: Any,
+    device: Any = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Sequence[Any] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> Any:
+    """Return a loader of one process's batches, as Accelerate makes it; no Accelerator is needed.
+
+    A shuffled loader's processes draw the same order if torch is seeded alike on all of them, if ``rng_types`` has
+    ``"generator"``, or with ``use_seedable_sampler`` and ``data_seed``.
+
+    Args:
+        dataloader: a ``DataLoader``.
+        device: where batches are moved to, with ``put_on_device``.
+        num_processes: how many processes share the batches; by default all.
+        process_index: the process whose batches these are; by default this one.
+        split_batches: share each batch, whose size then is the global one.
+        put_on_device: move batches to ``device``.
+        rng_types: random states that all processes take from rank zero before each iteration.
+        dispatch_batches: let only rank zero read; by default for an ``IterableDataset`` with ``put_on_device``.
+        even_batches: fill the last batches with samples from the beginning.
+        slice_fn_for_dispatch: see `DataLoaderDispatcher`.
+        use_seedable_sampler: draw a random order with `SeedableRandomSampler`.
+        data_seed: its seed.
+        non_blocking: move batches without waiting for the copy.
+        use_stateful_dataloader: build torchdata's ``StatefulDataLoader``.
+        torch_device_mesh: processes that differ only in its dimensions ``"tp"`` and ``"cp"`` read the same batches.
+
+    Raises:
+        ValueError: for a batch size that can not be split, or ``dispatch_batches`` without ``put_on_device``.
+    """
+    if dispatch_batches is None:
+        dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)
+    if dispatch_batches and not put_on_device:
+        raise ValueError("dispatch_batches=True sends batches to every device; give put_on_device=True as well.")
+    state = PartialState()
+    count = state.num_processes if num_processes is None else num_processes
+    rank = state.process_index if process_index is None else process_index
+    if torch_device_mesh:
+        rank, count = _place_in_mesh(torch_device_mesh, rank)
+    if split_batches:
+        _check_split(dataloader, count)
+
+    sampler = get_sampler(dataloader)
+    if isinstance(sampler, RandomSampler) and use_seedable_sampler:
+        sampler = SeedableRandomSampler(
+            sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, data_seed=data_seed
+        )
+    in_sampler = isinstance(dataloader.sampler, BatchSampler)
+    dataset, batch_sampler, generator = dataloader.dataset, dataloader.batch_sampler, None
+    if isinstance(dataset, IterableDataset):
+        batch_sampler = None
+    if count != 1 and not dispatch_batches:
+        if isinstance(dataset, IterableDataset):
+            dataset, generator = _shard_stream(dataloader, count, rank, split_batches)
+        else:
+            if not use_seedable_sampler:
+                generator = _seed_generator(sampler)
+            batches = dataloader.sampler if in_sampler else batch_sampler
+            batch_sampler = BatchSamplerShard(batches, count, rank, split_batches, even_batches)
+
+    settings = _copy_settings(dataloader)
+    if batch_sampler is None:
+        settings["drop_last"] = dataloader.drop_last
+        share = count if split_batches and not dispatch_batches else 1
+        settings["batch_size"] = None if dataloader.batch_size is None else dataloader.batch_size // share
+    settings |= {
+        "_drop_last": dataloader.drop_last,
+        "_non_blocking": non_blocking,
+        "use_stateful_dataloader": use_stateful_dataloader,
+    }
+    if dispatch_batches:
+        settings |= {"split_batches": split_batches, "slice_fn": slice_fn_for_dispatch, "generator": None}
+        prepared: Any = DataLoaderDispatcher(
+            dataset, batch_sampler=batch_sampler, torch_device_mesh=torch_device_mesh, **settings
+        )
+    else:
+        kinds = None if rng_types is None else list(rng_types)
+        if kinds is not None and generator is None:
+            kinds = [kind for kind in kinds if getattr(kind, "value", kind) != "generator"]
+        settings |= {"device": device if put_on_device else None, "rng_types": kinds}
+        if in_sampler and batch_sampler is not None:
+            settings |= {"sampler": batch_sampler if count != 1 else dataloader.sampler, "batch_size": None}
+        else:
+            settings["batch_sampler"] = batch_sampler
+        prepared = DataLoaderShard(dataset, synchronized_generator=generator, **settings)
+    if isinstance(sampler, SeedableRandomSampler) and use_seedable_sampler:
+        prepared.set_sampler(sampler)
+    return prepared
+
+
+def _copy_settings(dataloader: Any) -> dict[str, Any]:
+    return {name: getattr(dataloader, name) for name in _SETTINGS if hasattr(dataloader, name)}
+
+
+def _place_in_mesh(mesh: Any, rank: int) -> tuple[int, int]:
+    """Return rank and number of the processes with different data."""
+
+    def measure(*names: str) -> int:
+        return math.prod(mesh[name].size() for name in names if name in mesh.mesh_dim_names)
+
+    return rank // measure("tp", "cp"), measure("dp_replicate", "dp_shard")
+
+
+def _check_split(dataloader: Any, count: int) -> None:
+    size = dataloader.batch_size
+    if size is None:
+        size = getattr(dataloader.batch_sampler, "batch_size", None)
+    if size is None:
+        raise ValueError(
+            f"split_batches=True needs a batch_size of the DataLoader or of its batch sampler, and "
+            f"{type(dataloader.batch_sampler).__name__} has none."
+        )
+    if size > 1 and size % count:
+        raise ValueError(
+            f"split_batches=True shares each batch of batch_size={size} among num_processes={count}; make the batch "
+            "size a multiple of it."
+        )
+
+
+def _shard_stream(dataloader: Any, count: int, rank: int, split_batches: bool) -> tuple[Any, torch.Generator | None]:
+    dataset = dataloader.dataset
+    if is_installed("datasets") and not split_batches:
+        from datasets import IterableDataset as HubStream
+
+        if isinstance(dataset, HubStream) and dataset.n_shards >= count:
+            return dataset.shard(num_shards=count, index=rank), None
+    shard = IterableDatasetShard(dataset, dataloader.batch_size, dataloader.drop_last, count, rank, split_batches)
+    return shard, getattr(dataset, "generator", None)
+
+
+def _seed_generator(sampler: Any) -> torch.Generator | None:
+    """Return the generator of a sampler that can have one, made and seeded from torch's if need be."""
+    if not hasattr(sampler, "generator"):
+        return None
+    if sampler.generator is None:
+        sampler.generator = torch.Generator(torch.get_default_device())
+        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    return sampler.generator  # type: ignore[no-any-return]

@@ -1,0 +1,155 @@
+"""Accelerate's less common operations on nested tensors."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import update_wrapper, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.nested import convert_to_fp32, find_batch_size, find_device, recursively_apply
+from ..engine.process_state import PartialState
+from ..strategies.distributed import DistributedOperationException, current_world
+from .enums import TensorInformation
+from .operations import gather_object
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """Category for filters; Treadle raises where a nested tensor can not be padded, and does not warn."""
+
+
+def get_shape(data: Any) -> Any:
+    """Return ``data`` with the shape of every tensor, as a list, in its place."""
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+
+def get_data_structure(data: Any) -> Any:
+    """Return ``data`` with a `TensorInformation` in place of every tensor."""
+    return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Return whether this is a `TensorInformation`."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Return what `get_data_structure` described, with tensors of undefined values."""
+    return recursively_apply(
+        lambda info: torch.empty(*info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
+    )
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """Return the batch size of ``data``, or None where it holds no tensor."""
+    try:
+        return find_batch_size(data)
+    except TypeError:
+        return None
+
+
+def is_torch_xpu_tensor(tensor: Any) -> bool:
+    """Return whether a tensor lies on an Intel GPU."""
+    return isinstance(tensor, Tensor) and tensor.device.type == "xpu"
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Append rows of zeros until their number is a multiple of ``num_processes``.
+
+    Args:
+        tensor: nested tensors of ``batch_size`` rows.
+        batch_size: their length.
+        num_processes: what it has to be a multiple of.
+        dim: the dimension of the rows.
+    """
+    missing = -batch_size % num_processes
+
+    def pad(value: Tensor) -> Tensor:
+        shape = (*value.shape[:dim], missing, *value.shape[dim + 1 :])
+        return torch.cat([value, value.new_zeros(shape)], dim) if missing else value
+
+    return recursively_apply(pad, tensor, error_on_other_type=True)
+
+
+def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
+    """Return, on all processes, the tensor that one of them has; the others give None.
+
+    Raises:
+        ValueError: on every process, where not exactly one gave a tensor.
+    """
+    world = current_world()
+    owners = [rank for rank, given in enumerate(world.gather_objects(tensor is not None)) if given]
+    if len(owners) != 1:
+        raise ValueError(f"copy_tensor_to_devices takes the tensor of one process; ranks {owners} gave one.")
+    shape, dtype = world.broadcast(None if tensor is None else (tensor.shape, tensor.dtype), owners[0])
+    copied = torch.empty(shape, dtype=dtype, device=world.device) if tensor is None else tensor.to(world.device).clone()
+    return world.broadcast_tensor(copied, owners[0])
+
+
+def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: with ``ACCELERATE_DEBUG_MODE`` set, compare the shapes of all processes before the operation.
+
+    Raises:
+        DistributedOperationException: on every process, if they differ.
+    """
+
+    @wraps(function)
+    def verified(*args: Any, **kwargs: Any) -> Any:
+        state = PartialState()
+        if not state.use_distributed or not state.debug:
+            return function(*args, **kwargs)
+        tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+        device = find_device(tensor)
+        forms = gather_object([(get_shape(tensor), None if device is None else device.type)])
+        if any(form != forms[0] for form in forms):
+            lines = "\n".join(f"  rank {rank}: {shape} on {kind}" for rank, (shape, kind) in enumerate(forms))
+            raise DistributedOperationException(
+                f"{function.__module__}.{function.__name__} needs tensors of one shape on every process:\n{lines}"
+            )
+        return function(*args, **kwargs)
+
+    return verified
+
+
+def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: name the outer operation in which a `DistributedOperationException` was raised."""
+
+    @wraps(function)
+    def chained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except DistributedOperationException as error:
+            name = f"{function.__module__}.{function.__name__}"
+            raise DistributedOperationException(f"{name} failed: {error}") from error
+
+    return chained
+
+
+class ConvertOutputsToFp32:
+    """Callable that runs a function and converts its half-precision outputs to float32.
+
+    Args:
+        model_forward: the function.
+    """
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> Any:
+        raise pickle.PicklingError("a forward that converts its outputs can not be pickled; pickle the model instead.")
+
+
+@contextmanager
+def GatheredParameters(
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> Iterator[None]:
+    """Do nothing: only DeepSpeed's ZeRO-3 has parameters to gather here. The arguments are Accelerate's."""
+    yield

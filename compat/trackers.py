@@ -1,0 +1,52 @@
+"""Accelerate's helpers around trackers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from ..engine.configuration import ProjectConfiguration
+from ..engine.process_state import PartialState
+from ..engine.trackers import GeneralTracker, list_installed_trackers, tracker_sources
+from .enums import LoggerType
+
+
+def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for a tracker's method: run on rank zero only, where the tracker has ``main_process_only``."""
+
+    @wraps(function)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "main_process_only", False) and not PartialState().is_main_process:
+            return None
+        return function(self, *args, **kwargs)
+
+    return run
+
+
+def get_available_trackers() -> list[LoggerType]:
+    """Return those of Accelerate's trackers that Treadle has and whose packages are installed."""
+    return [LoggerType(name) for name in list_installed_trackers() if name in LoggerType]
+
+
+def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
+    """Return the trackers of ``log_with``, each once; ``"all"`` stands for all that are installed.
+
+    Args:
+        log_with: names, members of `LoggerType`, trackers, or a list of them.
+        logging_dir: where those that write files do so.
+
+    Raises:
+        ValueError: for a name that Treadle does not have, or without a ``logging_dir`` that is needed.
+        ModuleNotFoundError: for a tracker whose package is not installed.
+    """
+    if log_with is None:
+        return []
+    entries = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
+    trackers = [entry for entry in entries if isinstance(entry, GeneralTracker)]
+    names = [entry for entry in entries if not isinstance(entry, GeneralTracker)]
+    if any(getattr(name, "value", name) == "all" for name in names):
+        return [*trackers, *get_available_trackers()]
+    sources = tracker_sources(names, ProjectConfiguration(logging_dir=logging_dir))
+    return [*trackers, *(LoggerType(name) if name in LoggerType else name for name in sources)]

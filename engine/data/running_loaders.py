@@ -1,0 +1,37 @@
+"""Loaders without an Accelerator that are being iterated; `treadle.compat.sharded_loaders` keeps the list.
+
+An Accelerator asks for the innermost one where a loop reads from no prepared loader: its end ends a group of
+micro-batches, and samples that it repeated to fill its last batch are not gathered twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+_running_loaders: list[weakref.ref[Any]] = []  # weak: a loop that is left in the middle says nothing
+
+
+def add_running_loader(loader: Any) -> None:
+    """Make ``loader`` the innermost one; it has ``end_of_dataloader`` and ``remainder``."""
+    _running_loaders.append(weakref.ref(loader))
+
+
+def remove_running_loader(loader: Any) -> None:
+    """Note that ``loader`` is no longer iterated."""
+    _running_loaders[:] = [reference for reference in _running_loaders if reference() is not loader]
+
+
+def list_running_loaders() -> list[Any]:
+    """Return the loaders that are being iterated, the innermost last."""
+    return [loader for reference in _running_loaders if (loader := reference()) is not None]
+
+
+def get_running_loader() -> Any:
+    """Return the innermost loader that is being iterated, or None."""
+    while _running_loaders:
+        loader = _running_loaders[-1]()
+        if loader is not None:
+            return loader
+        _running_loaders.pop()
+    return None

@@ -1,0 +1,228 @@
+"""Accelerate's small helpers; expected values are what accelerate 1.15 returns for the same calls."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from processes import run
+from torch import nn
+
+import treadle
+from treadle.state import AcceleratorState, GradientState, PartialState, is_initialized
+from treadle.utils import DistributedOperationException
+from treadle.utils.dataclasses import (
+    ComputeEnvironment,
+    DynamoBackend,
+    LoggerType,
+    PrecisionType,
+    RNGType,
+    TensorInformation,
+)
+from treadle.utils.environment import (
+    convert_dict_to_env_variables,
+    get_cpu_distributed_information,
+    get_int_from_env,
+    parse_flag_from_env,
+    purge_accelerate_environment,
+    str_to_bool,
+)
+from treadle.utils.launch import PrepareForLaunch, env_var_path_add
+from treadle.utils.memory import should_reduce_batch_size
+from treadle.utils.operations import (
+    ConvertOutputsToFp32,
+    copy_tensor_to_devices,
+    get_data_structure,
+    get_shape,
+    ignorant_find_batch_size,
+    initialize_tensors,
+    pad_input_tensors,
+    verify_operation,
+)
+from treadle.utils.other import (
+    clean_state_dict_for_safetensors,
+    compile_regions,
+    convert_bytes,
+    get_free_port,
+    get_module_children_bottom_up,
+    get_pretty_name,
+    has_compiled_regions,
+    is_port_in_use,
+    load,
+    merge_dicts,
+    recursive_getattr,
+    save,
+)
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_enums():
+    assert ("bf16" in PrecisionType, "int3" in PrecisionType) == (True, False)
+    assert PrecisionType.list() == ["no", "fp8", "fp16", "bf16"]
+    assert (str(LoggerType.COMETML), str(DynamoBackend.INDUCTOR)) == ("comet_ml", "INDUCTOR")
+    assert ComputeEnvironment.LOCAL_MACHINE == "LOCAL_MACHINE"
+    accelerator = treadle.Accelerator(
+        cpu=True, mixed_precision=PrecisionType.BF16, rng_types=[RNGType.GENERATOR], dynamo_backend=DynamoBackend.NO
+    )
+    assert accelerator.mixed_precision == "bf16"
+    treadle.utils.synchronize_rng_states([RNGType.TORCH])
+
+
+def test_states_without_and_with_an_accelerator(monkeypatch):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    assert not is_initialized()
+    assert (PartialState().num_processes, PartialState().debug, PartialState().fork_launched) == (1, False, False)
+    assert AcceleratorState().mixed_precision == "no"
+    state = GradientState(treadle.utils.GradientAccumulationPlugin(num_steps=3))
+    assert (state.sync_gradients, state.num_steps, state.in_dataloader, GradientState().num_steps) == (
+        True,
+        3,
+        False,
+        3,
+    )
+    state._set_sync_gradients(False)
+    assert not GradientState().sync_gradients
+    accelerator = treadle.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    assert is_initialized()
+    assert (AcceleratorState().mixed_precision, GradientState().num_steps) == ("bf16", 2)
+    assert GradientState().sync_gradients
+    GradientState()._set_sync_gradients(False)
+    assert not accelerator.sync_gradients
+
+
+def test_what_prepare_returns():
+    from treadle.compat.optimizer import AcceleratedOptimizer
+    from treadle.compat.scheduler import AcceleratedScheduler
+
+    accelerator, model = treadle.Accelerator(cpu=True), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    assert isinstance(optimizer, AcceleratedOptimizer)
+    assert isinstance(scheduler, AcceleratedScheduler)
+
+
+def test_reading_the_environment(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_A", "yes")
+    monkeypatch.setenv("B", "7")
+    assert (str_to_bool("On"), str_to_bool("f", to_bool=True)) == (1, False)
+    assert (parse_flag_from_env("ACCELERATE_A"), parse_flag_from_env("NOT_SET", True)) == (True, True)
+    assert (get_int_from_env(["NOT_SET", "B"], 1), get_int_from_env(["NOT_SET"], 1)) == (7, 1)
+    with pytest.raises(ValueError, match="'maybe'"):
+        str_to_bool("maybe")
+    with pytest.warns(UserWarning, match="BAD"):
+        assert convert_dict_to_env_variables({"A": "1", "BAD": "<x"}) == ["A=1\n"]
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert get_cpu_distributed_information().world_size == 4
+    monkeypatch.setenv("PATHS", "/a::/b")
+    assert env_var_path_add("PATHS", "/c") == "/a:/b:/c"
+
+    @purge_accelerate_environment
+    def change():
+        os.environ.update(ACCELERATE_A="no", ACCELERATE_NEW="1")
+
+    change()
+    assert (os.environ["ACCELERATE_A"], "ACCELERATE_NEW" in os.environ) == ("yes", False)
+
+
+def test_small_helpers():
+    assert [convert_bytes(n) for n in (12, 2048, 5 * 1024**3)] == ["12 bytes", "2.0 KB", "5.0 GB"]
+    assert merge_dicts({"a": {"b": 1}, "c": 2}, {"a": {"d": 3}}) == {"a": {"d": 3, "b": 1}, "c": 2}
+    assert recursive_getattr(Blocks(), "head.weight").shape == (1, 4)
+    assert (get_pretty_name(Blocks), get_pretty_name(nn.Linear(1, 1))) == ("Blocks", "Linear")
+    assert not is_port_in_use(get_free_port())
+    assert should_reduce_batch_size(RuntimeError("CUDA out of memory. Tried to allocate"))
+    assert not should_reduce_batch_size(RuntimeError("shapes differ"))
+
+
+def test_nested_tensors():
+    data = {"x": torch.ones(3, 2), "y": [torch.zeros(3, dtype=torch.int64)]}
+    assert get_shape(data) == {"x": [3, 2], "y": [[3]]}
+    structure = get_data_structure(data)
+    assert structure["y"] == [TensorInformation(torch.Size([3]), torch.int64)]
+    assert get_data_structure(initialize_tensors(structure)) == structure
+    assert (ignorant_find_batch_size(data), ignorant_find_batch_size("none")) == (3, None)
+    assert pad_input_tensors(data, 3, 4)["x"].tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
+    assert pad_input_tensors(data, 3, 3)["x"].shape == (3, 2)
+    assert ConvertOutputsToFp32(lambda: torch.ones(1, dtype=torch.bfloat16))().dtype == torch.float32
+
+
+def test_files(tmp_path):
+    weight = torch.randn(2, 2)
+    state = {"a": weight, "tied": weight, "row": weight[0], "other": torch.ones(2, 2).T}
+    with pytest.warns(UserWarning, match="tied"):
+        cleaned = clean_state_dict_for_safetensors(state)
+    assert list(cleaned) == ["a", "row", "other"]
+    torch.testing.assert_close(cleaned["row"], weight[0])
+    save({"a": weight, "n": np.float64(2.5), "array": np.arange(3)}, tmp_path / "state.pt")
+    loaded = load(tmp_path / "state.pt")
+    torch.testing.assert_close(loaded["a"], weight)
+    assert loaded["array"].tolist() == [0, 1, 2]
+    with pytest.warns(UserWarning, match="tied"):
+        save(state, tmp_path / "state.safetensors", safe_serialization=True)
+    from safetensors.torch import load_file
+
+    assert sorted(load_file(tmp_path / "state.safetensors")) == ["a", "other", "row"]
+    from treadle.compat.checkpointing import load_custom_state, save_custom_state
+
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    save_custom_state(model, tmp_path, 3)
+    load_custom_state(other, tmp_path, 3)
+    torch.testing.assert_close(other.weight, model.weight)
+
+
+def test_compiled_regions():
+    model = Blocks()
+    compiled = compile_regions(model, backend="eager")
+    assert has_compiled_regions(compiled)
+    assert not has_compiled_regions(model)
+    assert compiled.head._orig_mod is model.head
+    assert compiled.layers[0]._orig_mod is model.layers[0]
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(compiled(x), model(x))
+    names = [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)]
+    assert names == ["layers.0", "layers.1", "layers", "head", ""]
+
+
+def exchange():
+    os.environ["ACCELERATE_DEBUG_MODE"] = "1"
+    state = PartialState()
+    rank = state.process_index
+    copied = copy_tensor_to_devices(torch.tensor([1.5, 2.0]) if rank == 1 else None)
+    with pytest.raises(ValueError, match=r"ranks \[\] gave one"):
+        copy_tensor_to_devices()
+    with pytest.raises(DistributedOperationException, match=r"rank 1: \[2\]"):
+        verify_operation(treadle.utils.gather)(torch.ones(rank + 1))
+    return copied.tolist()
+
+
+def test_operations_on_two_processes():
+    assert run(exchange, 2) == [[1.5, 2.0], [1.5, 2.0]]
+
+
+def test_a_launched_function_knows_its_rank(monkeypatch):
+    for name in ("LOCAL_RANK", "RANK", "FORK_LAUNCHED"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("NPROC", "2")
+    monkeypatch.setenv("NODE_RANK", "1")
+    seen = []
+
+    def note(*args):
+        seen.append((args, os.environ["RANK"], os.environ["LOCAL_RANK"]))
+
+    launched = PrepareForLaunch(note, "MULTI_CPU")
+    launched(1, "x")
+    assert seen == [(("x",), "3", "1")]

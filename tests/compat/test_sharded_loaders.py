@@ -1,0 +1,150 @@
+"""Accelerate's loaders without an Accelerator; expected batches are what accelerate 1.15 gives for the same calls."""
+
+import pickle
+
+import pytest
+import torch
+from processes import run
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+import treadle
+from treadle.data_loader import (
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    SkipDataLoader,
+    get_sampler,
+    prepare_data_loader,
+)
+from treadle.state import GradientState
+
+
+class Stream(IterableDataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+class BrokenStream(Stream):
+    def __iter__(self):
+        yield from range(2)
+        raise OSError("disk gone")
+
+
+def batches(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def shard(loader, rank, **settings):
+    return prepare_data_loader(loader, num_processes=2, process_index=rank, **settings)
+
+
+def test_each_process_gets_its_batches():
+    first, second = (shard(DataLoader(range(7), 2), rank) for rank in (0, 1))
+    assert (batches(first), batches(second)) == ([[0, 1], [4, 5]], [[2, 3], [6, 0]])
+    assert (len(first), first.total_batch_size, first.total_dataset_length) == (2, 4, 7)
+    assert isinstance(first, DataLoader)
+    assert isinstance(first, DataLoaderShard)
+    uneven = [batches(shard(DataLoader(range(7), 2), rank, even_batches=False)) for rank in (0, 1)]
+    assert uneven == [[[0, 1], [4, 5]], [[2, 3], [6]]]
+    split = [batches(shard(DataLoader(range(7), 4), rank, split_batches=True)) for rank in (0, 1)]
+    assert split == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
+    stream = [batches(shard(DataLoader(Stream(7), 2), rank)) for rank in (0, 1)]
+    assert stream == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
+
+
+def test_the_state_of_the_iteration():
+    loader, state = shard(DataLoader(range(7), 2), 0), GradientState()
+    seen = [
+        (state.end_of_dataloader, state.remainder, state.in_dataloader, state.active_dataloader is loader)
+        for _ in loader
+    ]
+    assert seen == [(False, 3, True, True), (True, 3, True, True)]
+    assert (state.in_dataloader, state.active_dataloader, state.remainder) == (False, None, -1)
+    for _ in loader:
+        break
+    del loader  # a loop that is left in the middle leaves no trace
+    assert not state.in_dataloader
+
+
+def test_an_order_that_follows_from_the_seed():
+    loader = shard(DataLoader(range(9), 2, shuffle=True), 0, use_seedable_sampler=True, data_seed=3)
+    first, second = batches(loader), batches(loader)
+    other = shard(DataLoader(range(9), 2, shuffle=True), 1, use_seedable_sampler=True, data_seed=3)
+    assert first != second
+    assert {i for batch in first + batches(other) for i in batch} == {*range(9)}
+    loader.set_epoch(0)
+    assert batches(loader) == first
+    assert get_sampler(loader).initial_seed == 3
+
+
+def test_first_batches_are_skipped():
+    loader = shard(DataLoader(range(12), 2), 1)
+    rest = treadle.skip_first_batches(loader, 1)
+    assert (batches(rest), len(rest)) == ([[6, 7], [10, 11]], 2)
+    assert batches(treadle.skip_first_batches(rest, 1)) == [[10, 11]]
+    assert batches(loader) == [[2, 3], [6, 7], [10, 11]]
+    assert batches(treadle.skip_first_batches(shard(DataLoader(Stream(12), 2), 1), 2)) == [[10, 11]]
+    in_sampler = DataLoader(
+        torch.arange(7), sampler=BatchSampler(SequentialSampler(range(7)), 2, False), batch_size=None
+    )
+    assert batches(shard(in_sampler, 0)) == [[0, 1], [4, 5]]
+    assert batches(treadle.skip_first_batches(shard(in_sampler, 1), 1)) == [[6, 0]]
+    skipping = SkipDataLoader(range(5), skip_batches=1, batch_size=2)
+    assert (batches(skipping), len(skipping)) == ([[2, 3], [4]], 2)
+
+
+def test_a_copy_is_of_the_same_kind():
+    loader = pickle.loads(pickle.dumps(shard(DataLoader(range(7), 2), 1)))
+    assert type(loader) is DataLoaderShard
+    assert batches(loader) == [[2, 3], [6, 0]]
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="put_on_device=True"):
+        prepare_data_loader(DataLoader(range(4)), dispatch_batches=True)
+    with pytest.raises(ValueError, match="batch_size=3 among num_processes=2"):
+        shard(DataLoader(range(9), 3), 0, split_batches=True)
+    with pytest.raises(TypeError, match="pass the DataLoader that it was made from"):
+        treadle.Accelerator(cpu=True).prepare(shard(DataLoader(range(9), 3), 0))
+
+
+def read_on_two():
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    dispatched = {}
+    for split, drop, length in [
+        (False, False, 7),
+        (False, True, 7),
+        (True, False, 7),
+        (True, True, 7),
+        (False, False, 5),
+    ]:
+        loader = DataLoader(Stream(length), 2, drop_last=drop)
+        loader = prepare_data_loader(loader, put_on_device=True, split_batches=split)
+        assert type(loader) is DataLoaderDispatcher
+        dispatched[split, drop, length] = batches(loader)
+    rows, ends = [], []
+    for batch in prepare_data_loader(DataLoader(range(11), 2)):
+        rows += accelerator.gather_for_metrics(batch).tolist()
+        with accelerator.accumulate():
+            ends.append(accelerator.sync_gradients)
+    torch.manual_seed(accelerator.process_index)
+    shuffled = prepare_data_loader(DataLoader(range(8), 2, shuffle=True), rng_types=["torch", "generator"])
+    drawn = accelerator.gather(torch.cat(list(shuffled)))
+    broken = prepare_data_loader(DataLoader(BrokenStream(8), 1), put_on_device=True)
+    with pytest.raises((OSError, RuntimeError), match="disk gone"):
+        batches(broken)
+    return dispatched, rows, ends, sorted(drawn.tolist())
+
+
+def test_two_processes():
+    first, second = run(read_on_two, 2)
+    assert [*first[0].values()] == [[[0, 1], [4, 5]], [[0, 1]], [[0], [2], [4], [6]], [[0], [2], [4]], [[0, 1], [4]]]
+    assert [*second[0].values()] == [[[2, 3], [6, 0]], [[2, 3]], [[1], [3], [5], [0]], [[1], [3], [5]], [[2, 3], [0]]]
+    assert first[1:] == second[1:]
+    # The repeated sample is gathered once, and the loader's end ends a group of micro-batches.
+    assert first[1:] == ([*range(11)], [False, True, True], [*range(8)])

@@ -1,0 +1,72 @@
+"""Accelerate's trackers by class and by name."""
+
+import pytest
+
+import treadle
+from treadle.tracking import (
+    GeneralTracker,
+    TensorBoardTracker,
+    filter_trackers,
+    get_available_trackers,
+    on_main_process,
+    register_tracker_class,
+)
+from treadle.utils import LoggerType
+
+
+def test_a_tracker_by_its_class(tmp_path):
+    tracker = TensorBoardTracker("run", tmp_path)
+    accelerator = treadle.Accelerator(cpu=True, log_with=[tracker], project_dir=tmp_path)
+    accelerator.init_trackers("project", {"lr": 0.1})
+    accelerator.log({"loss": 1.0}, step=0)
+    assert accelerator.get_tracker("tensorboard") is tracker
+    assert tracker.writer is tracker.tracker
+    accelerator.end_training()
+    assert list((tmp_path / "run").glob("events*"))
+
+
+def test_a_tracker_by_its_name_is_of_the_class(tmp_path):
+    accelerator = treadle.Accelerator(cpu=True, log_with=LoggerType.TENSORBOARD, project_dir=tmp_path)
+    accelerator.init_trackers("project")
+    assert isinstance(accelerator.trackers[0], TensorBoardTracker)
+    accelerator.end_training()
+
+
+def test_a_registered_class(tmp_path):
+    class Memory(GeneralTracker):
+        name = "memory"
+        requires_logging_directory = True
+
+        def __init__(self, run_name, logging_dir, flavour="plain"):
+            super().__init__()
+            self.place, self.rows = (run_name, logging_dir, flavour), []
+
+        @property
+        def tracker(self):
+            return self.rows
+
+        @on_main_process
+        def log(self, values, step=None, **kwargs):
+            self.rows.append((values, step))
+
+    register_tracker_class(Memory)
+    with pytest.raises(ValueError, match="project_dir"):
+        treadle.Accelerator(cpu=True, log_with="memory")
+    accelerator = treadle.Accelerator(cpu=True, log_with="memory", project_dir=tmp_path)
+    accelerator.init_trackers("project", init_kwargs={"memory": {"flavour": "round"}})
+    accelerator.log({"loss": 1.0}, step=3)
+    tracker = accelerator.get_tracker("memory")
+    assert (tracker.place, tracker.rows) == (("project", tmp_path, "round"), [({"loss": 1.0}, 3)])
+    with pytest.raises(ValueError, match="GeneralTracker"):
+        register_tracker_class(dict)
+
+
+def test_which_trackers_there_are(tmp_path):
+    assert LoggerType.TENSORBOARD in get_available_trackers()
+    names = ["tensorboard", LoggerType.TENSORBOARD]
+    assert filter_trackers(names, tmp_path) == [LoggerType.TENSORBOARD]
+    assert filter_trackers(None) == []
+    with pytest.raises(ValueError, match=r"project_dir|logging_dir"):
+        filter_trackers("tensorboard")
+    with pytest.raises(ValueError, match="log_with"):
+        filter_trackers("comet_ml")
