@@ -486,7 +486,6 @@ def prepare_data_loader(
         sampler = SeedableRandomSampler(
             sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, data_seed=data_seed
         )
-    in_sampler = isinstance(dataloader.sampler, BatchSampler)
     dataset, batch_sampler, generator = dataloader.dataset, dataloader.batch_sampler, None
     if isinstance(dataset, IterableDataset):
         batch_sampler = None
@@ -496,37 +495,46 @@ def prepare_data_loader(
         else:
             if not use_seedable_sampler:
                 generator = _seed_generator(sampler)
-            batches = dataloader.sampler if in_sampler else batch_sampler
+            batches = dataloader.sampler if _is_batched_by_sampler(dataloader) else batch_sampler
             batch_sampler = BatchSamplerShard(batches, count, rank, split_batches, even_batches)
 
-    settings = _copy_settings(dataloader)
-    if batch_sampler is None:
-        settings["drop_last"] = dataloader.drop_last
-        share = count if split_batches and not dispatch_batches else 1
-        settings["batch_size"] = None if dataloader.batch_size is None else dataloader.batch_size // share
-    settings |= {
+    settings = _copy_settings(dataloader) | {
         "_drop_last": dataloader.drop_last,
         "_non_blocking": non_blocking,
         "use_stateful_dataloader": use_stateful_dataloader,
     }
+    if batch_sampler is None:
+        settings["drop_last"] = dataloader.drop_last
+        share = count if split_batches and not dispatch_batches else 1
+        settings["batch_size"] = None if dataloader.batch_size is None else dataloader.batch_size // share
+    prepared: Any
     if dispatch_batches:
         settings |= {"split_batches": split_batches, "slice_fn": slice_fn_for_dispatch, "generator": None}
-        prepared: Any = DataLoaderDispatcher(
+        prepared = DataLoaderDispatcher(
             dataset, batch_sampler=batch_sampler, torch_device_mesh=torch_device_mesh, **settings
         )
     else:
-        kinds = None if rng_types is None else list(rng_types)
-        if kinds is not None and generator is None:
-            kinds = [kind for kind in kinds if getattr(kind, "value", kind) != "generator"]
-        settings |= {"device": device if put_on_device else None, "rng_types": kinds}
-        if in_sampler and batch_sampler is not None:
+        settings["device"] = device if put_on_device else None
+        if _is_batched_by_sampler(dataloader) and batch_sampler is not None:
             settings |= {"sampler": batch_sampler if count != 1 else dataloader.sampler, "batch_size": None}
         else:
             settings["batch_sampler"] = batch_sampler
+        settings["rng_types"] = _select_rng_types(rng_types, generator)
         prepared = DataLoaderShard(dataset, synchronized_generator=generator, **settings)
     if isinstance(sampler, SeedableRandomSampler) and use_seedable_sampler:
         prepared.set_sampler(sampler)
     return prepared
+
+
+def _is_batched_by_sampler(dataloader: Any) -> bool:
+    return isinstance(dataloader.sampler, BatchSampler)
+
+
+def _select_rng_types(rng_types: Sequence[Any] | None, generator: torch.Generator | None) -> list[Any] | None:
+    """Leave out ``"generator"`` where there is none."""
+    if rng_types is None or generator is not None:
+        return None if rng_types is None else list(rng_types)
+    return [kind for kind in rng_types if getattr(kind, "value", kind) != "generator"]
 
 
 def _copy_settings(dataloader: Any) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from ..strategies.distributed import (
 from . import collectives
 from .collectives import split
 from .configuration import GradientAccumulationPlugin
-from .data import Cursor, add_running_loader, get_running_loader, list_running_loaders, remove_running_loader
+from .data import Cursor
+from .running_loaders import add_running_loader, get_running_loader, list_running_loaders, remove_running_loader
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
@@ -332,6 +333,8 @@ class PartialState(Process):
             super().__init__(current_world())
         else:
             super().__init__(open_world("cpu" if cpu else "auto", spread=False, **options))
+        if os.environ.get("ACCELERATE_DEBUG_MODE", "").lower() in ("1", "true", "yes", "y", "on", "t"):
+            self.debug = True
 
     @property
     def default_device(self) -> torch.device:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from .joint_loader import JointLoader
     from .loader import Loader, batch_indices, note_indices
     from .micro_batches import Cursor, share
-    from .running_loaders import add_running_loader, get_running_loader, list_running_loaders, remove_running_loader
     from .sampler_rng import preserve_loader_state
     from .seedable_sampler import replace_random_sampler
     from .sharded_sampler import get_length, shards_itself

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from ...common.validation import check_int
 from ...strategies import Strategy, World
 from ..configuration import GradientAccumulationPlugin
-from ..data import Cursor, get_running_loader
+from ..data import Cursor
+from ..running_loaders import get_running_loader
 from .agreement import Agreement
 from .loss_scaling import LossScale, divide_gradients
 from .prepared_optimizer import PreparedOptimizer

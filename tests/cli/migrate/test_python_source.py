@@ -198,8 +198,8 @@ CASES = {
         from lightning_fabric.utilities.rank_zero import rank_zero_only
         """,
         """
-        from treadle import seed_everything
-        from treadle.utilities.seed import seed_everything as seed
+        from treadle.compat.fabric import seed_everything
+        from treadle.compat.fabric.utilities.seed import seed_everything as seed
         from treadle.utilities.rank_zero import rank_zero_only
         """,
     ),
@@ -409,7 +409,7 @@ def test_names_without_a_counterpart_stay_and_are_named():
 
 def test_attributes_without_a_counterpart_are_named():
     old = """
-    import lightning as L, accelerate.commands.launch
+    import lightning as L, accelerate.commands.flight
     import lightning.pytorch.callbacks as callbacks
     import lightning.pytorch.quantum as q
     L.pytorch.strategies.WarpStrategy()
@@ -417,7 +417,7 @@ def test_attributes_without_a_counterpart_are_named():
     """
     new, found = migrate(dedent(old))
     assert new == dedent("""
-    import treadle as L, accelerate.commands.launch
+    import treadle as L, accelerate.commands.flight
     import treadle.callbacks as callbacks
     import lightning.pytorch.quantum as q
     L.strategies.WarpStrategy()
@@ -426,7 +426,7 @@ def test_attributes_without_a_counterpart_are_named():
     assert found == {
         (line, f"{name}: has no counterpart in Treadle.")
         for line, name in [
-            (2, "accelerate.commands.launch"),
+            (2, "accelerate.commands.flight"),
             (4, "lightning.pytorch.quantum"),
             (5, "lightning.pytorch.strategies.WarpStrategy"),
             (6, "lightning.fabric.warp"),
