@@ -51,9 +51,10 @@ types: wheel
 	rm -rf build/site && $(BIN)/python -m pip install --quiet --no-deps --target build/site dist/*.whl
 	MYPYPATH=build/site $(BIN)/mypy -p treadle
 
-# The modules that hold a peer's names and nothing else.
+# The modules that hold a peer's names and nothing else; the tables of docs/migrating.md and compat/differences.toml.
 compat: install
 	$(BIN)/python .ci/make_compat.py
+	$(BIN)/python .ci/make_migration.py
 
 # The wheel holds the tracked files of the package and nothing else.
 wheel: install

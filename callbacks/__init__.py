@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ._throughput.throughput import Throughput, measure_flops
     from .batch_size_finder import BatchSizeFinder
     from .callback import HOOKS, Callback
+    from .checkpoint import Checkpoint
     from .device_stats_monitor import DeviceStatsMonitor
     from .early_stopping import EarlyStopping
     from .finetuning import BackboneFinetuning, BaseFinetuning

@@ -54,7 +54,7 @@ class DeviceStatsMonitor(BestEffortCallback):
         should_log = trainer.is_global_zero and trainer.loggers and (self._with_cpu or not on_cpu)
         self._every = trainer.log_every_n_steps if should_log else 0
         if self._with_cpu and should_log:
-            self._safely(_read_cpu_stats)  # its percentages are of the time since they were asked for last
+            self._safely(read_cpu_stats)  # its percentages are of the time since they were asked for last
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
         """As a step to be logged begins, with its first micro-batch."""
@@ -93,12 +93,12 @@ class DeviceStatsMonitor(BestEffortCallback):
             self._safely(self._write, trainer, moment, trainer.progress.step)
 
     def _write(self, trainer: Trainer, moment: str, step: int) -> None:
-        stats = _read_device_stats(trainer.accelerator.device) | (_read_cpu_stats() if self._with_cpu else {})
+        stats = read_device_stats(trainer.accelerator.device) | (read_cpu_stats() if self._with_cpu else {})
         row = {f"{type(self).__qualname__}.{moment}/{name}": value for name, value in stats.items()}
         trainer.logbook.call("log_metrics", {"epoch": trainer.progress.epoch, **row}, step=step)
 
 
-def _read_device_stats(device: torch.device) -> dict[str, float]:
+def read_device_stats(device: torch.device) -> dict[str, float]:
     """What its allocator knows; nothing waits for the device."""
     if device.type == "cuda":
         return dict(torch.cuda.memory_stats(device))
@@ -110,7 +110,7 @@ def _read_device_stats(device: torch.device) -> dict[str, float]:
     return {}
 
 
-def _read_cpu_stats() -> dict[str, float]:
+def read_cpu_stats() -> dict[str, float]:
     import psutil
 
     return {

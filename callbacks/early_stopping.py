@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,17 @@ from .monitored_metric import MODES, is_better, make_never_logged_error, read_lo
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
+
+
+class EarlyStoppingReason(Enum):
+    """Why an `EarlyStopping` asked to stop."""
+
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
+
 
 _STATE = ("best_score", "wait_count", "stopped_epoch", "stopping_reason_message")
 
@@ -45,7 +57,8 @@ class EarlyStopping(Callback):
         best_score: the best value so far, a 0-d tensor; at first the worst there is.
         wait_count: checks since.
         stopped_epoch: the epoch it asked to stop in; 0 if it did not in this run.
-        stopping_reason_message: why it asked to, in words; None if it did not.
+        stopping_reason: why it asked to.
+        stopping_reason_message: the same in words; None if it did not.
 
     Raises:
         ValueError: for a mode that doesn't exist, a negative patience; in training, for a value that was never logged.
@@ -85,6 +98,7 @@ class EarlyStopping(Callback):
         self.best_score: Tensor = torch.tensor(math.inf if mode == "min" else -math.inf, dtype=torch.float64)
         self.wait_count = 0
         self.stopped_epoch = 0
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
         self._decided_at: float | None = None  # the value it asked to stop at
         self._decided_after = 0  # and the wait_count
@@ -97,6 +111,7 @@ class EarlyStopping(Callback):
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
         decided = {"decided_at": self._decided_at, "decided_after": self._decided_after}
+        decided["stopping_reason"] = self.stopping_reason.value
         return {name: getattr(self, name) for name in _STATE} | decided
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -105,11 +120,16 @@ class EarlyStopping(Callback):
             setattr(self, name, state_dict[name])
         self._decided_at = state_dict.get("decided_at")
         self._decided_after = state_dict.get("decided_after", self.wait_count)
+        self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Forget that another run was stopped; a resumed one gets that back after this."""
         if stage == "fit":
-            self.stopped_epoch, self.stopping_reason_message = 0, None
+            self._forget_stop()
+
+    def _forget_stop(self) -> None:
+        self.stopped_epoch = 0
+        self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Stop a resumed run that had been stopped already."""
@@ -117,7 +137,7 @@ class EarlyStopping(Callback):
         if reason is None:
             return
         if self._find_exceeded_limit(self._decided_at, self._decided_after) is None:
-            self.stopped_epoch, self.stopping_reason_message = 0, None
+            self._forget_stop()
             announce(f"early stopping: the run had been stopped ({reason}), but by its limits now it goes on")
             return
         announce(f"early stopping: the run had been stopped already ({reason}); with other limits it would go on")
@@ -157,14 +177,14 @@ class EarlyStopping(Callback):
         reason = self._find_stopping_reason(value)
         if reason is not None:
             self.stopped_epoch = trainer.progress.epoch
-            self.stopping_reason_message = reason
+            self.stopping_reason, self.stopping_reason_message = reason
             self._decided_at, self._decided_after = value, self.wait_count
             if not trainer.should_stop:
-                announce(f"early stopping: {reason}")
+                announce(f"early stopping: {self.stopping_reason_message}")
             trainer.should_stop = True
 
-    def _find_stopping_reason(self, value: float) -> str | None:
-        """Why to stop at ``value``, or None; keeps count."""
+    def _find_stopping_reason(self, value: float) -> tuple[EarlyStoppingReason, str] | None:
+        """Return why to stop at ``value``, or None; keeps count."""
         reason = self._find_exceeded_limit(value, 0)
         if reason is not None:
             return reason
@@ -176,15 +196,18 @@ class EarlyStopping(Callback):
         self.wait_count += 1
         return self._find_exceeded_limit(None, self.wait_count)
 
-    def _find_exceeded_limit(self, value: float | None, waited: int) -> str | None:
+    def _find_exceeded_limit(self, value: float | None, waited: int) -> tuple[EarlyStoppingReason, str] | None:
         """The limit that ``value``, or so many checks without improvement, are beyond; None if there is none."""
         if value is not None:
             if self.check_finite and not math.isfinite(value):
-                return f"{self.monitor} is {value}"
+                return EarlyStoppingReason.NON_FINITE_METRIC, f"{self.monitor} is {value}"
             if self.stopping_threshold is not None and is_better(value, self.stopping_threshold, self.mode):
-                return f"{self.monitor} = {value:.4g} is better than stopping_threshold = {self.stopping_threshold}"
+                words = f"{self.monitor} = {value:.4g} is better than stopping_threshold = {self.stopping_threshold}"
+                return EarlyStoppingReason.STOPPING_THRESHOLD, words
             if self.divergence_threshold is not None and is_better(self.divergence_threshold, value, self.mode):
-                return f"{self.monitor} = {value:.4g} is worse than divergence_threshold = {self.divergence_threshold}"
+                words = f"{self.monitor} = {value:.4g} is worse than divergence_threshold = {self.divergence_threshold}"
+                return EarlyStoppingReason.DIVERGENCE_THRESHOLD, words
         if waited and waited >= self.patience:
-            return f"{self.monitor} has not improved on {self.best_score.item():.4g} in the last {waited} checks"
+            words = f"{self.monitor} has not improved on {self.best_score.item():.4g} in the last {waited} checks"
+            return EarlyStoppingReason.PATIENCE_EXHAUSTED, words
         return None

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 Modules = nn.Module | Iterable[Any]
 
 
+def multiplicative(epoch: int) -> float:
+    """Return the factor by which `BackboneFinetuning` raises the backbone's learning rate in every epoch: 2."""
+    return 2.0
+
+
 class BaseFinetuning(Callback):
     """Freezes parts of the model before training, and gives them to the optimizer later: override two methods.
 
@@ -206,7 +211,7 @@ class BackboneFinetuning(BaseFinetuning):
     def __init__(
         self,
         unfreeze_backbone_at_epoch: int = 10,
-        lambda_func: Callable[[int], float] = lambda epoch: 2.0,
+        lambda_func: Callable[[int], float] = multiplicative,
         backbone_initial_ratio_lr: float = 0.1,
         backbone_initial_lr: float | None = None,
         should_align: bool = True,

@@ -30,14 +30,14 @@ from ._checkpointing import (
     relocate,
     remove,
 )
-from .callback import Callback
+from .checkpoint import Checkpoint
 from .monitored_metric import MODES, make_never_logged_error, read_logged_metrics
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
 
-class ModelCheckpoint(Callback):
+class ModelCheckpoint(Checkpoint):
     """Save checkpoints between optimizer steps and keep the ones worth keeping.
 
     A checkpoint is a directory, put in place in one move once it is complete; an older one is removed only after that.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from ..common.validation import choose
@@ -12,6 +13,24 @@ from .callback import Callback
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
+
+
+class WriteInterval(StrEnum):
+    """When a `BasePredictionWriter` writes."""
+
+    BATCH = "batch"
+    EPOCH = "epoch"
+    BATCH_AND_EPOCH = "batch_and_epoch"
+
+    @property
+    def on_batch(self) -> bool:
+        """True if `BasePredictionWriter.write_on_batch_end` is called."""
+        return self in (WriteInterval.BATCH, WriteInterval.BATCH_AND_EPOCH)
+
+    @property
+    def on_epoch(self) -> bool:
+        """True if `BasePredictionWriter.write_on_epoch_end` is called."""
+        return self in (WriteInterval.EPOCH, WriteInterval.BATCH_AND_EPOCH)
 
 
 class BasePredictionWriter(Callback):
@@ -31,7 +50,7 @@ class BasePredictionWriter(Callback):
     """
 
     def __init__(self, write_interval: str = "batch") -> None:
-        self.interval = choose("write_interval", write_interval, ("batch", "epoch", "batch_and_epoch"))
+        self.interval = WriteInterval(choose("write_interval", write_interval, tuple(map(str, WriteInterval))))
         for name, when in (("write_on_batch_end", "batch"), ("write_on_epoch_end", "epoch")):
             if when in self.interval and getattr(type(self), name) is getattr(BasePredictionWriter, name):
                 raise ValueError(f"write_interval={write_interval!r} needs {type(self).__name__} to have a {name}.")
@@ -87,15 +106,15 @@ class BasePredictionWriter(Callback):
         indices = batch_indices(_get_loaders(trainer)[dataloader_idx])
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
             return  # a stand-in, which keeps the processes in step: its sample is another process's
-        if "batch" in self.interval:
+        if self.interval.on_batch:
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
-        if "epoch" in self.interval:
+        if self.interval.on_epoch:
             self._predictions[dataloader_idx].append(move_data_to_device(outputs, "cpu"))
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Write all of them."""
-        if "epoch" in self.interval:
+        if self.interval.on_epoch:
             predictions = self._predictions
             self.write_on_epoch_end(
                 trainer, pl_module, predictions[0] if len(predictions) == 1 else predictions, self._indices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from ..common.durations import parse_duration
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
 
 
 _STAGES = ("train", "validate", "test")
+
+
+class Interval(StrEnum):
+    """When a `Timer` checks the time."""
+
+    step = "step"
+    epoch = "epoch"
 
 
 class Timer(Callback):
@@ -42,7 +50,7 @@ class Timer(Callback):
         self, duration: str | timedelta | dict[str, int] | None = None, interval: str = "step", verbose: bool = True
     ) -> None:
         self._limit = None if duration is None else parse_duration("duration", duration).total_seconds()
-        self.interval = choose("interval", interval, ("step", "epoch"))
+        self.interval = Interval(choose("interval", interval, tuple(map(str, Interval))))
         self.verbose = check_bool("verbose", verbose)
         self._before = 0.0  # seconds of training of the runs this one goes on from
         self._began: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The command line: configurations, commands, and `run`, which makes a script one."""
+"""The command line: configurations, commands, and `run` and `LightningCLI`, which make a script one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from ..common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .entry_point import COMMANDS, main
+    from .lightning_cli import (
+        ArgsType,
+        LightningArgumentParser,
+        LightningCLI,
+        LRSchedulerCallable,
+        LRSchedulerType,
+        LRSchedulerTypeTuple,
+        LRSchedulerTypeUnion,
+        OptimizerCallable,
+        ReduceLROnPlateau,
+        SaveConfigCallback,
+        instantiate_class,
+        instantiate_module,
+    )
     from .script import run
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

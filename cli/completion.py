@@ -89,6 +89,8 @@ def _list_words(before: list[str], last: str) -> Iterable[str]:
         return COMMANDS
     if before[0] == "completion":
         return SCRIPTS
+    if before[0] == "migrate":
+        return ("--write", "--help") if last.startswith("-") else ()
     if before[0] not in _STAGES or before[-1] in ("-c", "--config", "--from-run"):
         return ()  # files, which the shell completes
     if last.startswith("-"):

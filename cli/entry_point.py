@@ -15,6 +15,10 @@ COMMANDS = {
     "export": ("treadle.cli.commands.export", "turn a checkpoint's model into files that other programs load"),
     "fit": ("treadle.cli.commands.stages:fit", "train, as a configuration file and the command line say"),
     "launch": ("treadle.strategies.launch.command", "start a script in several processes, on one machine or many"),
+    "migrate": (
+        "treadle.cli.commands.migrate",
+        "rewrite the imports of a project that uses Lightning, Fabric or Accelerate",
+    ),
     "plan": ("treadle.cli.commands.plan", "say what a run would do and need, before it and without its machines"),
     "predict": ("treadle.cli.commands.stages:predict", "run the predict steps, likewise"),
     "runs": ("treadle.cli.commands.runs", "list runs and how they stand, or open one with its curves"),

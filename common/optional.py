@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
+from typing import Any
 
 
 def is_installed(package: str) -> bool:
@@ -12,6 +14,12 @@ def is_installed(package: str) -> bool:
     """
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
+
+
+def is_config(value: Any) -> bool:
+    """Return whether a value is a ``DictConfig`` or ``ListConfig`` of OmegaConf, without importing it to find out."""
+    omegaconf = sys.modules.get("omegaconf")
+    return omegaconf is not None and omegaconf.OmegaConf.is_config(value)
 
 
 def require(needed_by: str, *packages: str, extra: str) -> None:

@@ -78,13 +78,34 @@ def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
     Raises:
         ImportError, AttributeError: there is nothing; says what to use instead, if the peers have such a name.
     """
-    home = None if name.startswith("__") else read_names(peer_path(module)).get(name)
+    path = peer_path(module)
+    home = None if name.startswith("__") else read_names(path).get(name)
     if isinstance(home, Elsewhere):
         _refuse(module, name, f"{module} has no {name}: {home}")
     if home is None:
-        _refuse(module, name, f"module {module!r} has no attribute {name!r}.{nearest(name, valid)}")
+        submodule = None if name.startswith("_") else _import_submodule(module, f"{path}.{name}".lstrip("."))
+        if submodule is None:
+            _refuse(module, name, f"module {module!r} has no attribute {name!r}.{nearest(name, valid)}")
+        return submodule
     path, _, inner = home.rpartition(".")
     return getattr(importlib.import_module(f"treadle.{path}".rstrip(".")), inner)
+
+
+def _import_submodule(module: str, path: str) -> Any:
+    # The peers import all their modules with the package: `accelerate.state.PartialState` needs no other import.
+    roots = ("treadle", "treadle.compat")
+    for root in reversed(roots) if module.startswith("treadle.compat") else roots:
+        submodule = f"{root}.{path}"
+        if _is_module(submodule):
+            return importlib.import_module(submodule)
+    return None
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # nor is there the package that it would be in
+        return False
 
 
 def _refuse(module: str, name: str, text: str) -> NoReturn:
@@ -151,10 +172,7 @@ def _own_module(module: str, path: str) -> Any:
     own = f"treadle.{path}" if below_fabric is None else f"treadle.compat.{below_fabric}"
     if not path or below_fabric == "" or module == own:
         return None
-    try:
-        return importlib.import_module(own) if importlib.util.find_spec(own) is not None else None
-    except ModuleNotFoundError:  # nor is there the package that it would be in
-        return None
+    return importlib.import_module(own) if _is_module(own) else None
 
 
 def _list_public(module: Any) -> list[str]:

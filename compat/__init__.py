@@ -9,6 +9,7 @@ from ..common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from .. import callbacks, loggers, plugins, profilers, strategies, tuner, utilities
     from ..callbacks import Callback
+    from ..cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
     from ..common.version import __version__
     from ..engine import seed_everything
     from ..trainer import DataModule, TaskModule, Trainer

@@ -13,7 +13,9 @@ from ..strategies.distributed import current_place, current_world
 
 def gather(tensor: Any) -> Any:
     """Concatenate every process's tensors along dimension 0, on every process; see `Accelerator.gather`."""
-    return collectives.gather(tensor, current_world())
+    world = current_world()
+    collectives.check_equal_shapes("gather", tensor, world)
+    return collectives.gather(tensor, world)
 
 
 def gather_object(object: Any) -> list[Any]:

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
+from ..common.messages import warn
 from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world
-from ..strategies.distributed import Devices
+from ..strategies.distributed import SHARD, TENSOR, Devices
 from . import configuration
 from .checkpoint import Checkpointer, Job, OpenCheckpoint
 from .configuration import (
@@ -45,7 +46,7 @@ from .optim import (
     join_uneven_inputs,
     replica_check,
 )
-from .process_state import AcceleratorState, GradientState, Process
+from .process_state import AcceleratorState, GradientState, Process, note_newest
 from .profilers import profile
 from .rank_consistency import check_loaders_match, check_model_matches, check_values_match
 from .rng import RandomStream
@@ -57,8 +58,6 @@ _UNSUPPORTED = {
     "maybe_context_parallel": "a sequence is not split over processes here.",
     "deepspeed_ulysses_dl_adapter": "a sequence is not split over processes here.",
     "fp8_backend": "float8 is not computed here; mixed_precision='bf16' is.",
-    "pipeline_parallel_rank": "there is no pipeline parallelism.",
-    "context_parallel_rank": "a sequence is not split over processes here.",
     "megatron_lm_plugin": "Megatron-LM is not used here.",
     "build_parallelism_config": "give Accelerator(parallelism_config=...) itself.",
 }
@@ -182,6 +181,7 @@ class Accelerator(Process):
         self.loaders: list[Loader] = []
         self._compared = False
         self._trained: dict[int, frozenset[int]] = {}  # by model, the parameters that it was wrapped to train
+        self.strategy.prepared = self.models, self.optimizers
         self.rng = RunRng(self.world, self.strategy)
         self.accumulation = Accumulation(
             self.gradient_accumulation_plugin,
@@ -194,6 +194,8 @@ class Accelerator(Process):
         )
         self.checkpointer = Checkpointer(self)
         self.tracking = trackers
+        self.dataloader_config.announce_differences()
+        note_newest(self)
 
     # -- preparing -----------------------------------------------------------------------------------------------
 
@@ -201,11 +203,8 @@ class Accelerator(Process):
         """Make models, optimizers, schedulers and loaders ready for this process; returns them in the same order.
 
         Args:
-            objects: what to prepare; None stays None.
+            objects: what to prepare. Objects of other kinds are returned as they are, with one warning that names them.
             device_placement: for each, in place of the Accelerator's ``device_placement``.
-
-        Raises:
-            TypeError: for an object of any other kind.
         """
         placement: Sequence[bool | None] = [None] * len(objects) if device_placement is None else device_placement
         if len(placement) != len(objects):
@@ -229,12 +228,14 @@ class Accelerator(Process):
             return self.prepare_optimizer(value, place)
         if isinstance(value, DataLoader | Loader | CombinedLoader):
             return self.prepare_data_loader(value, place)
-        if hasattr(value, "step") and hasattr(value, "state_dict"):
+        if hasattr(value, "step") and hasattr(value, "state_dict") and not isinstance(value, type):
             return self.prepare_scheduler(value)
-        raise TypeError(
-            f"prepare takes models, optimizers, schedulers and DataLoaders, not {type(value).__name__}. "
-            "An iterable of batches goes through prepare_data_loader."
-        )
+        is_class = isinstance(value, type)
+        kind = f"the class {value.__name__}" if is_class else f"an object of type {type(value).__name__}"
+        is_iterable = isinstance(value, Iterable) and not isinstance(value, type | str | Mapping | Tensor)
+        advice = " Every rank gets all of it; prepare_data_loader shares out an iterable of batches." * is_iterable
+        warn(f"prepare returns {kind} as it is: it prepares models, optimizers, schedulers and DataLoaders.{advice}")
+        return value
 
     def prepare_model(
         self,
@@ -970,7 +971,7 @@ class Accelerator(Process):
     @property
     def gradient_state(self) -> GradientState:
         """Where the loop is in its group of micro-batches."""
-        return GradientState(self)
+        return GradientState.of(self)
 
     @property
     def project_dir(self) -> Any:
@@ -994,7 +995,7 @@ class Accelerator(Process):
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Never true: each process reads its own part."""
+        """As it was given; each process reads its own share either way."""
         return self.dataloader_config.dispatch_batches
 
     @property
@@ -1042,9 +1043,39 @@ class Accelerator(Process):
         return getattr(self.strategy, "device_mesh", None)
 
     @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether each process keeps only a shard of the model."""
+        return self.is_fsdp2
+
+    @property
     def data_parallel_rank(self) -> int:
         """This process among those that the data is shared out to."""
         return self.data_world.rank
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This process among those that the parameters of one replica are sharded over; 0 if they are not sharded."""
+        return self._mesh_rank(SHARD)
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This process among those that work on one sample together; 0 if each works alone."""
+        return self._mesh_rank(TENSOR)
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """0: there is no pipeline parallelism."""
+        return 0
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """0: a sequence is not split over processes."""
+        return 0
+
+    def _mesh_rank(self, dimension: str) -> int:
+        mesh = self.torch_device_mesh
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        return mesh.get_local_rank(dimension) if dimension in names else 0
 
     def _is_sharded(self) -> bool:
         return self.strategy.sharded

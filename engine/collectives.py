@@ -14,10 +14,37 @@ from torch.autograd.function import once_differentiable
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from ..common.validation import choose
-from ..strategies import World
+from ..strategies import DistributedOperationException, World
 from .data import share
 
 REDUCTIONS = ("sum", "mean", "max", "min", "none")
+
+
+class ShapesDiffer(DistributedOperationException, ValueError):
+    """The ranks pass tensors of different number, shape or format to one call."""
+
+
+class DebugMode:
+    """Accelerate's debug mode, one for the whole process: ``PartialState().debug`` switches it.
+
+    Attributes:
+        enabled: `check_equal_shapes` compares.
+    """
+
+    enabled = False
+
+
+debug_mode = DebugMode()
+
+
+def check_equal_shapes(name: str, value: Any, world: World) -> None:
+    """In debug mode, check that all ranks pass tensors of the same shapes, which `gather` itself does not need.
+
+    Raises:
+        ShapesDiffer: on every rank.
+    """
+    if debug_mode.enabled and world.size > 1:
+        _check_forms(name, value, world)
 
 
 def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = False) -> Any:
@@ -33,7 +60,7 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
 
     Raises:
         TypeError: if the value holds no tensor.
-        ValueError: on every process, if the forms differ.
+        ShapesDiffer: on every process, if the forms differ.
     """
     tensors: list[Tensor] = []
     others: list[Any] = []
@@ -59,7 +86,7 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
             f"rank {rank}: {', '.join(f'{(n, *shape)} {dtype}' for shape, dtype, n in shapes)}"
             for rank, (shapes, _) in enumerate(parts)
         )
-        raise ValueError(
+        raise ShapesDiffer(
             f"gather needs the same number of tensors on every process, that differ in dimension 0 only, but got "
             f"{listed}. gather_for_metrics(..., use_gather_object=True) takes anything."
         )
@@ -106,7 +133,7 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
         sync_grads: let gradients flow back to the process that each tensor came from; see `_AllGather`.
 
     Raises:
-        ValueError: on every process, if the shapes differ.
+        ShapesDiffer: on every process, if the shapes differ.
     """
     if world.size == 1:
         return value
@@ -115,7 +142,7 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
     forms = world.gather_objects(local_forms)
     if any(form != local_forms for form in forms):
         by_rank = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
-        raise ValueError(
+        raise ShapesDiffer(
             f"all_gather stacks tensors, which needs the same shapes and formats on every process, but got {by_rank}. "
             "Accelerator.gather concatenates batches of different sizes; DataLoader(drop_last=True) leaves the last, "
             "short one out."
@@ -184,7 +211,7 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
     """Combine every tensor in a nested value over the processes; the input is left as it is.
 
     Raises:
-        ValueError: on every process, if their tensors differ in number, shape or format.
+        ShapesDiffer: on every process, if their tensors differ in number, shape or format.
     """
     choose("reduction", reduction, REDUCTIONS)
     if world.size > 1 and world.debug is None and reduction != "none":
@@ -207,24 +234,32 @@ def _check_forms(name: str, value: Any, world: World) -> None:
     forms = world.gather_objects(local_forms)
     if any(form != local_forms for form in forms):
         by_rank = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
-        raise ValueError(f"{name} needs tensors of the same shapes and formats on every process, but got {by_rank}.")
+        raise ShapesDiffer(f"{name} needs tensors of the same shapes and formats on every process, but got {by_rank}.")
 
 
 def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, pad_first: bool) -> Any:
     """Pad every tensor in a nested value along ``dim`` to the longest one of any process.
 
     Raises:
-        ValueError: on every process, if they hold different numbers of tensors.
+        ShapesDiffer: on every process, if they hold different numbers of tensors, or of dimensions.
     """
     if world.size == 1:
         return value
     tensors: list[Tensor] = []
     apply_to_collection(value, Tensor, tensors.append)
-    lengths = world.gather_objects([t.shape[dim] if _has_dimension(t, dim) else 0 for t in tensors])
-    if any(len(rank_lengths) != len(tensors) for rank_lengths in lengths):
-        counts = ", ".join(f"rank {rank}: {len(every)}" for rank, every in enumerate(lengths))
-        raise ValueError(f"pad_across_processes needs the same number of tensors on every process, not {counts}.")
-    longest = iter([max(every) for every in zip(*lengths, strict=True)])
+    shapes = world.gather_objects([tuple(t.shape) for t in tensors])
+    if any([len(shape) for shape in rank_shapes] != [t.ndim for t in tensors] for rank_shapes in shapes):
+        by_rank = "; ".join(f"rank {rank}: {', '.join(map(str, every))}" for rank, every in enumerate(shapes))
+        raise ShapesDiffer(
+            f"pad_across_processes needs the same number of tensors, of as many dimensions, on every process, but got "
+            f"{by_rank}."
+        )
+    longest = iter(
+        [
+            max(shape[dim] if _has_dimension(tensor, dim) else 0 for shape in rank_shapes)
+            for tensor, rank_shapes in zip(tensors, zip(*shapes, strict=True), strict=True)
+        ]
+    )
 
     def pad_tensor(tensor: Tensor) -> Tensor:
         length = next(longest)
@@ -246,7 +281,7 @@ def broadcast(value: Any, world: World, source: int) -> Any:
     """Process ``source``'s tensors, in a nested value of one form on all processes; the input is left as it is.
 
     Raises:
-        ValueError: on every process, if their tensors differ in number, shape or format.
+        ShapesDiffer: on every process, if their tensors differ in number, shape or format.
     """
     check_process(source, world.size, "from_process")
     if world.size > 1 and world.debug is None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..common.durations import parse_duration
-from ..common.messages import nearest, warn
+from ..common.messages import announce, nearest, warn
 from ..common.validation import check_int, choose
 from ..strategies import Precision, ReplicaKwargs, Strategy
 from .modules import Compiler, compile_modules, forget
@@ -24,7 +24,8 @@ class DataLoaderConfiguration:
 
     Args:
         split_batches: ``batch_size`` is that of the global batch, which the processes share; it must divide.
-        dispatch_batches: True, reading on the main process only, is not honoured: each process reads its own part.
+        dispatch_batches: accepted; True would read on rank zero only, and each rank reads its own share instead, which
+            gives the same batches.
         even_batches: accepted; all processes take part in every batch, and no sample is ever repeated for it.
         use_seedable_sampler: a shuffling loader draws each epoch's order from a seed plus the epoch's number
             (``loader.set_epoch(epoch)`` sets it). The seed is ``data_seed``, else that of torch's generator when the
@@ -33,8 +34,6 @@ class DataLoaderConfiguration:
         non_blocking: accepted; a pinned batch is always copied while the device computes.
         use_stateful_dataloader: accepted; every prepared loader has ``state_dict`` and is in every checkpoint.
 
-    Raises:
-        ValueError: for ``dispatch_batches=True``.
     """
 
     split_batches: bool = False
@@ -45,11 +44,12 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
 
-    def __post_init__(self) -> None:
+    def announce_differences(self) -> None:
+        """Log what is done otherwise than asked. Call it when the ranks are known, so that only one of them does."""
         if self.dispatch_batches:
-            raise ValueError(
-                "dispatch_batches=True (the main process reads for all) is not there: every process reads its own "
-                "part, of a stream each n-th batch, with the same result. Leave it out."
+            announce(
+                "dispatch_batches=True: every rank reads its own share of the batches, where Accelerate reads all of "
+                "them on rank zero. The batches are the same."
             )
 
 
@@ -86,8 +86,16 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
 
+class KwargsHandler:
+    """Base of what ``Accelerator(kwargs_handlers=[...])`` takes."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}  # type: ignore[arg-type]
+
+
 @dataclass
-class GradientAccumulationPlugin:
+class GradientAccumulationPlugin(KwargsHandler):
     """Which micro-batches form one optimizer step.
 
     Args:
@@ -104,14 +112,6 @@ class GradientAccumulationPlugin:
 
     def __post_init__(self) -> None:
         check_int("num_steps", self.num_steps, 1)
-
-
-class KwargsHandler:
-    """Base of what ``Accelerator(kwargs_handlers=[...])`` takes."""
-
-    def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults."""
-        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}  # type: ignore[arg-type]
 
 
 @dataclass

@@ -128,10 +128,15 @@ def plain_calls(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards each part is in the mode it was in, frozen parts too."""
+def evaluation_mode(module: nn.Module, enter: Callable[[], Any] | None = None) -> Iterator[None]:
+    """Evaluation mode inside; afterwards each part is in the mode it was in, frozen parts too.
+
+    Args:
+        module: whose parts.
+        enter: sets the modes for the inside; by default all are in evaluation mode.
+    """
     modes = {part: part.training for part in module.modules()}
-    module.eval()
+    (enter or module.eval)()
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
@@ -12,9 +13,18 @@ import torch
 from ..common.durations import parse_duration
 from ..common.messages import nearest
 from ..strategies import World, open_world
-from ..strategies.distributed import DistributedType, backend_of, connected, current_world, disconnect, distributed_type
+from ..strategies.distributed import (
+    DistributedType,
+    backend_of,
+    connected,
+    current_world,
+    disconnect,
+    distributed_type,
+    is_forked,
+)
 from . import collectives
 from .collectives import split
+from .configuration import GradientAccumulationPlugin
 from .data import Cursor
 
 if TYPE_CHECKING:
@@ -118,6 +128,7 @@ class Process:
                 processes, is left out.
         """
         if not sync_grads:
+            collectives.check_equal_shapes("gather", tensor, self.world)
             return collectives.gather(tensor, self.world)
         micro = self.cursor.micro
         stand_in = micro is not None and not micro.samples
@@ -303,6 +314,33 @@ class PartialState(Process):
         """True: it is complete when it is made."""
         return True
 
+    @property
+    def debug(self) -> bool:
+        """Whether `gather` checks that all ranks pass the same shapes. The other calls always do.
+
+        One switch for the whole process, as in Accelerate. ``TREADLE_DEBUG=1`` compares the calls themselves.
+        """
+        return collectives.debug_mode.enabled or self.world.debug is not None
+
+    @debug.setter
+    def debug(self, value: bool) -> None:
+        collectives.debug_mode.enabled = bool(value)
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether `notebook_launcher` or `debug_launcher` forked this process."""
+        return is_forked()
+
+    def set_device(self) -> None:
+        """Make `device` torch's current one, where it is a GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget what Accelerate's states share: here only ``debug``."""
+        collectives.debug_mode.enabled = False
+
     def __repr__(self) -> str:
         lines = {
             "Distributed environment": f"{self.distributed_type}"
@@ -318,14 +356,14 @@ class PartialState(Process):
 class AcceleratorState(PartialState):
     """What ``accelerator.state`` is: a `PartialState` that knows the precision, and how the model is laid out.
 
+    ``AcceleratorState()`` is that of the newest Accelerator; without one it has the defaults.
+
     Args:
         mixed_precision: as the Accelerator's.
         cpu: compute on the CPU.
         kwargs: see `PartialState`.
 
     Attributes:
-        strategy: an Accelerator's.
-        fsdp_plugin: an Accelerator's.
         deepspeed_plugin: None; scripts ask for it before they do something else.
     """
 
@@ -333,8 +371,7 @@ class AcceleratorState(PartialState):
 
     def __init__(self, mixed_precision: Any = None, cpu: bool = False, **kwargs: Any) -> None:
         super().__init__(cpu, **kwargs)
-        self.strategy: Any = None
-        self.fsdp_plugin: Any = None
+        self._accelerator = _newest()
         self._mixed_precision = None if mixed_precision is None else str(mixed_precision)
 
     @classmethod
@@ -342,68 +379,150 @@ class AcceleratorState(PartialState):
         """Return the state of ``accelerator``."""
         state = cls.__new__(cls)
         Process.__init__(state, accelerator.world)
-        state.strategy = accelerator.strategy
-        state.fsdp_plugin = accelerator.fsdp_plugin
+        state._accelerator = accelerator
         state._mixed_precision = accelerator.mixed_precision
         return state
 
     def _is_sharded(self) -> bool:
-        return self.strategy is not None and self.strategy.sharded
+        return self.is_fsdp2
 
     @property
     def mixed_precision(self) -> str:
-        """``"no"``, ``"bf16"`` or ``"fp16"``.
-
-        Raises:
-            ValueError: where it was made without; an Accelerator's own is no process-wide state.
-        """
+        """``"no"``, ``"bf16"`` or ``"fp16"``."""
         if self._mixed_precision is None:
-            raise ValueError(
-                "AcceleratorState() was made without mixed_precision, and each Accelerator has its own: use "
-                "accelerator.state.mixed_precision."
-            )
+            return "no" if self._accelerator is None else self._accelerator.mixed_precision
         return self._mixed_precision
 
+    @property
+    def strategy(self) -> Any:
+        """The Accelerator's, or None."""
+        return None if self._accelerator is None else self._accelerator.strategy
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether each process keeps only a shard of the model."""
+        return self._accelerator is not None and self._accelerator.is_fsdp2
+
+    @property
+    def fsdp_plugin(self) -> Any:
+        """The Accelerator's, or None."""
+        return None if self._accelerator is None else self._accelerator.fsdp_plugin
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The Accelerator's, or None."""
+        return None if self._accelerator is None else self._accelerator.parallelism_config
+
+    @property
+    def device_mesh(self) -> Any:
+        """The grid of processes that the model is sharded over, or None."""
+        return None if self._accelerator is None else self._accelerator.torch_device_mesh
+
+    @property
+    def dynamo_plugin(self) -> Any:
+        """How the Accelerator compiles models, or None."""
+        return None if self._accelerator is None else self._accelerator.dynamo_plugin
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Let ``AcceleratorState()`` have the defaults until there is another Accelerator."""
+        _Newest.accelerator = None
+        if reset_partial_state:
+            PartialState._reset_state()
+
     def __repr__(self) -> str:
-        precision_line = "" if self._mixed_precision is None else f"\nMixed precision type: {self._mixed_precision}\n"
-        return super().__repr__() + precision_line
+        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
 
 
 class GradientState:
     """What ``accelerator.gradient_state`` is: where the loop stands within its accumulation group and its loader.
 
+    ``GradientState()`` is that of the newest Accelerator; without one it is outside of any loader.
+
     Args:
-        accelerator: whose loop.
+        gradient_accumulation_plugin: its ``num_steps`` and the like, as long as there is no Accelerator.
     """
 
-    adjust_scheduler = True
-    sync_with_dataloader = True
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        self._bound: Accelerator | None = None
+        self._plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> GradientState:
+        """Return the state of ``accelerator``."""
+        state = cls(accelerator.gradient_accumulation_plugin)
+        state._bound = accelerator
+        return state
+
+    @property
+    def _accelerator(self) -> Accelerator | None:
+        return self._bound or _newest()
+
+    @property
+    def _micro(self) -> Any:
+        accelerator = self._accelerator
+        return None if accelerator is None else accelerator.cursor.micro
+
+    @property
+    def initialized(self) -> bool:
+        """True: it is complete when it is made."""
+        return True
 
     @property
     def sync_gradients(self) -> bool:
         """Whether this micro-batch ends its group."""
-        return self._accelerator.sync_gradients
+        accelerator = self._accelerator
+        return True if accelerator is None else accelerator.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._set_sync_gradients(value)
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:  # scripts call it, though it is private in Accelerate
+        if self._accelerator is None:
+            raise RuntimeError("GradientState() has no Accelerator whose sync_gradients it could set: make one first.")
+        self._accelerator.sync_gradients = sync_gradients
 
     @property
     def num_steps(self) -> int:
         """Micro-batches per optimizer step."""
-        return self._accelerator.gradient_accumulation_steps
+        accelerator = self._accelerator
+        return self._plugin.num_steps if accelerator is None else accelerator.gradient_accumulation_steps
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The fields of the plugin that are not at their defaults, and ``num_steps``."""
+        plugin = self._plugin if self._accelerator is None else self._accelerator.gradient_accumulation_plugin
+        return {**plugin.to_kwargs(), "num_steps": self.num_steps}
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """As it was given; a schedule advances at the end of a group only."""
+        return self.plugin_kwargs.get("adjust_scheduler", True)
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether a loader's end ends a group."""
+        return self.plugin_kwargs.get("sync_with_dataloader", True)
 
     @property
     def active_dataloader(self) -> Loader | None:
         """The prepared loader whose batch is being worked on."""
-        micro = self._accelerator.cursor.micro
-        if micro is None:
+        accelerator, micro = self._accelerator, self._micro
+        if accelerator is None or micro is None:
             return None
-        return next((loader for loader in self._accelerator.loaders if loader._micro is micro), None)
+        return next((loader for loader in accelerator.loaders if loader._micro is micro), None)
+
+    @property
+    def dataloader_references(self) -> list[Loader | None]:
+        """None, and the loader whose batch is being worked on."""
+        loader = self.active_dataloader
+        return [None] if loader is None else [None, loader]
 
     @property
     def in_dataloader(self) -> bool:
         """Whether the loop is in a prepared loader."""
-        return self._accelerator.cursor.micro is not None
+        return self._micro is not None
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -414,9 +533,33 @@ class GradientState:
     @property
     def remainder(self) -> int:
         """In the last batch the samples that it holds over all processes, else -1. Nothing is ever to be cut off."""
-        micro = self._accelerator.cursor.micro
+        micro = self._micro
         return micro.everyone if micro is not None and self.end_of_dataloader else -1
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """False: there is no XLA."""
+        return False
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Accepted; nothing is shared: each Accelerator has a state of its own."""
 
     def __repr__(self) -> str:
         names = ("sync_gradients", "num_steps", "end_of_dataloader", "remainder")
         return "\n".join(f"{name}: {getattr(self, name)}" for name in names) + "\n"
+
+
+class _Newest:
+    """What Accelerate's states share: here no more than which Accelerator they speak of without being told."""
+
+    accelerator: weakref.ref[Accelerator] | None = None
+
+
+def note_newest(accelerator: Accelerator) -> None:
+    """Let ``AcceleratorState()`` and ``GradientState()`` speak of ``accelerator`` while it lives."""
+    _Newest.accelerator = weakref.ref(accelerator)
+
+
+def _newest() -> Accelerator | None:
+    return None if _Newest.accelerator is None else _Newest.accelerator()

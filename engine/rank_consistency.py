@@ -70,11 +70,21 @@ def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
 
 
 def check_model_matches(model: nn.Module, world: World) -> None:
-    """As `check_values_match`, for names, shapes, formats and ``requires_grad`` of a model's parameters and buffers."""
+    """As `check_values_match`, for names, shapes, formats and ``requires_grad`` of a model's parameters and buffers.
+
+    Raises:
+        ValueError: on every rank, also for a lazy layer: replicas and shards need its weights before the first batch.
+    """
     if world.size == 1:
         return
+    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        raise ValueError(
+            f"{type(model).__name__}.{lazy} belongs to a lazy layer without weights, and {world.size} ranks need them "
+            "before the first batch: run a batch through the model when it is built (in __init__ or configure_model)."
+        )
     values = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        shape = "not initialized" if is_lazy(tensor) else f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
+        shape = f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
         values[name] = f"{shape}, trained" if tensor.requires_grad else shape
     check_values_match(f"the {type(model).__name__} differs between the ranks", values, world)

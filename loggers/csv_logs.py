@@ -103,7 +103,8 @@ class CSVLogger(DirectoryLogger):
     def finalize(self, status: str) -> None:
         """Write the waiting rows. A later `log_metrics` continues the file."""
         self.save()
-        self._experiment = None
+        if self._experiment is not None and not self._experiment.waiting:  # else a subclass's save() keeps them
+            self._experiment = None
 
 
 class MetricsFile:
@@ -112,35 +113,48 @@ class MetricsFile:
     Args:
         log_dir: Directory of the file; created if missing.
         flush_every: Number of steps, or of rows, after which waiting rows are written.
+
+    Attributes:
+        waiting: Rows that are not written yet.
     """
 
     def __init__(self, log_dir: str, flush_every: int = 100) -> None:
         os.makedirs(log_dir, exist_ok=True)
         self.path = os.path.join(log_dir, "metrics.csv")
         self._flush_every = flush_every
-        self._waiting: list[dict[str, float]] = []
+        self.waiting: list[dict[str, float]] = []
         self._columns: list[str] = []
         if os.path.exists(self.path):
             _drop_torn_row(self.path)
             with open(self.path, newline="", encoding="utf-8") as file:
                 self._columns = next(csv.reader(file), [])
 
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """All rows so far, those in the file and those that wait, each without its empty cells. Reads the file."""
+        rows: list[dict[str, float]] = []
+        if os.path.exists(self.path):
+            with open(self.path, newline="", encoding="utf-8") as file:
+                for row in csv.DictReader(file):
+                    rows.append({name: _parse_cell(cell) for name, cell in row.items() if cell})
+        return [*rows, *(dict(row) for row in self.waiting)]
+
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Add one row, and write the waiting ones if they span enough steps."""
-        self._waiting.append({STEP: step, **metrics})
-        steps = step - self._waiting[0][STEP] + 1
-        if steps >= self._flush_every or len(self._waiting) >= self._flush_every:
+        self.waiting.append({STEP: step, **metrics})
+        steps = step - self.waiting[0][STEP] + 1
+        if steps >= self._flush_every or len(self.waiting) >= self._flush_every:
             self.save()
 
     def save(self) -> None:
         """Write the waiting rows; they keep waiting if the disk refuses them."""
-        if not self._waiting:
+        if not self.waiting:
             return
-        row_columns = dict.fromkeys(key for row in self._waiting for key in row)
+        row_columns = dict.fromkeys(key for row in self.waiting for key in row)
         new_columns = [key for key in row_columns if key not in self._columns]
         if new_columns or not os.path.exists(self.path):
             self._write_anew(self._columns + new_columns)
-        text = _format_csv([row.get(column, "") for column in self._columns] for row in self._waiting)
+        text = _format_csv([row.get(column, "") for column in self._columns] for row in self.waiting)
         size = os.path.getsize(self.path)
         try:
             with open(self.path, "a", newline="", encoding="utf-8") as file:
@@ -149,7 +163,7 @@ class MetricsFile:
             with contextlib.suppress(OSError):
                 os.truncate(self.path, size)  # what was written in part would be there twice after the next try
             raise
-        self._waiting.clear()
+        self.waiting.clear()
 
     def go_on(self, step: int) -> None:
         """Drop the rows of later steps."""
@@ -178,6 +192,14 @@ class MetricsFile:
             os.fsync(target.fileno())  # the old file is gone after the next line: the new one must be on the disk
         os.replace(self.path + ".tmp", self.path)
         self._columns = columns
+
+
+def _parse_cell(cell: str) -> Any:
+    """Return the number in a cell, or the text that someone else has written there."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(cell)
+    return cell
 
 
 def _is_later(cells: list[str], step: float) -> bool:

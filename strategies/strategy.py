@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from ..common.messages import warn
 from .distributed import World
 from .forward_router import Router, routed
+from .lightning_aliases import StrategyAliases
 from .model_init import built_in_place
 from .precision import Precision
 from .wrap_policy import direct_parts
 
 
-class Strategy:
+class Strategy(StrategyAliases):
     """How a model lies on the world. Third parties subclass this and register a name.
 
     A strategy knows models and processes; it knows no steps, epochs or files. The defaults are right for a model
@@ -42,7 +43,6 @@ class Strategy:
     delays_sync: bool = False
     device_mesh: DeviceMesh | None = None
 
-    world: World
     precision: Precision
 
     def attach(self, world: World, precision: Precision) -> None:

@@ -81,12 +81,14 @@ def check_directory(name: str, value: Any) -> str:
 
 
 def check_clipping(name: str, value: float | None) -> float | None:
-    """Accept a number above zero, and None.
+    """Accept a number above zero; None and 0 leave it off.
 
     Raises:
         ValueError: for any other value.
     """
-    return None if value is None else check_positive(name, value, "or None to leave it off")
+    if value is None or (value == 0 and not isinstance(value, bool)):
+        return None
+    return check_positive(name, value, "or None to leave it off")
 
 
 def check_batches(name: str, value: int | bool) -> int:
@@ -219,8 +221,9 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
             sync_batchnorm = True
         else:
             raise TypeError(
-                f"plugins takes a treadle.plugins.Precision or TorchSyncBatchNorm(), not {plugin!r:.100}. The cluster "
-                "is found in the environment, and there is one format of checkpoints."
+                f"plugins takes a treadle.plugins.Precision or TorchSyncBatchNorm(), not {plugin!r:.100}. Leave it "
+                "out: the cluster is found in the environment, there is one format of checkpoints, and "
+                "ModelCheckpoint(async_save=True) writes them beside the training."
             )
     return precision, sync_batchnorm
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..callbacks import (
     Callback,
+    Checkpoint,
     EarlyStopping,
     ModelCheckpoint,
     ModelSummary,
@@ -28,7 +29,6 @@ def choose_callbacks(
     model_summary: bool | None,
     report: bool | None,
     in_folder: bool,
-    keep_nothing: bool,
 ) -> list[Callback]:
     """The callbacks given, and a default of each kind that is wanted and missing.
 
@@ -39,7 +39,6 @@ def choose_callbacks(
         model_summary: whether a `ModelSummary` is wanted (default yes).
         report: whether a `RunReport` is wanted (default: if the run is ``in_folder``).
         in_folder: whether a logger has a folder for the run.
-        keep_nothing: leave out those that save or stop, as ``fast_dev_run`` does.
 
     Raises:
         TypeError: for something that is no callback.
@@ -49,7 +48,7 @@ def choose_callbacks(
     defaults: tuple[tuple[str, bool | None, type[Callback], type[Callback]], ...] = (
         ("enable_model_summary", model_summary, ModelSummary, ModelSummary),
         ("enable_progress_bar", progress_bar, ProgressBar, TQDMProgressBar),
-        ("enable_checkpointing", checkpointing, ModelCheckpoint, ModelCheckpoint),
+        ("enable_checkpointing", checkpointing, Checkpoint, ModelCheckpoint),
         ("enable_report", report, RunReport, RunReport),
     )
     for flag, enabled, kind, default in defaults:
@@ -61,9 +60,14 @@ def choose_callbacks(
             raise ValueError(f"{flag}=False contradicts the {kind.__name__} in callbacks; drop one of them.")
         if not is_present and enabled is not False and (enabled or in_folder or kind is not RunReport):
             callbacks.append(default())
-    if keep_nothing:
-        callbacks = [c for c in callbacks if not isinstance(c, ModelCheckpoint | EarlyStopping | RunReport)]
     return callbacks
+
+
+def set_aside(callbacks: list[Callback]) -> list[Callback]:
+    """Remove the callbacks that save or stop from ``callbacks``, as ``fast_dev_run`` does; return them."""
+    removed: list[Callback] = [c for c in callbacks if isinstance(c, ModelCheckpoint | EarlyStopping | RunReport)]
+    callbacks[:] = [c for c in callbacks if not any(c is other for other in removed)]
+    return removed
 
 
 def as_callbacks(label: str, value: Any) -> list[Callback]:

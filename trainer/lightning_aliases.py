@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,22 +11,11 @@ from ..callbacks import EarlyStopping
 from ..strategies import Precision
 from .core import TaskModule
 from .logging import tensors_by_name
+from .loop_aliases import FitLoopView
+from .states import RunningStage, TrainerFn, TrainerState
 
 if TYPE_CHECKING:
     from .trainer import Trainer
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """What runs, in Lightning's words.
-
-    Attributes:
-        fn: what was called: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``; None if nothing runs.
-        stage: what it does at the moment: ``"train"``, ``"sanity_check"``, ``"validate"``, ``"test"`` or ``"predict"``.
-    """
-
-    fn: str | None
-    stage: str | None
 
 
 class LightningAliases:
@@ -72,17 +61,32 @@ class LightningAliases:
         """The precision."""
         return self._trainer.accelerator.precision
 
+    @property
+    def _accelerator_connector(self) -> SimpleNamespace:
+        """The devices, which libraries look up here before the run begins."""
+        device = self._trainer.strategy.root_device
+        devices = [
+            torch.device(device.type, index) if device.index is not None else device for index in self.device_ids
+        ]
+        return SimpleNamespace(_parallel_devices=devices, strategy=self._trainer.strategy)
+
     # -- the stage -----------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> TrainerState:
-        """What runs, as a function and a stage of it."""
+        """The method that runs, or ran last, what it does at the moment, and how it ended."""
+        trainer = self._trainer
+        fn = None if trainer.latest_stage is None else TrainerFn(trainer.latest_stage)
+        return TrainerState(trainer.status, fn, self._running_stage)
+
+    @property
+    def _running_stage(self) -> RunningStage | None:
         trainer = self._trainer
         if trainer.stage != "fit":
-            return TrainerState(trainer.stage, trainer.stage)
+            return None if trainer.stage is None else RunningStage(trainer.stage)
         if trainer.sanity_checking:
-            return TrainerState("fit", "sanity_check")
-        return TrainerState("fit", "validate" if self._validates_within_fit else "train")
+            return RunningStage.SANITY_CHECKING
+        return RunningStage.VALIDATING if self._validates_within_fit else RunningStage.TRAINING
 
     @property
     def training(self) -> bool:
@@ -121,6 +125,11 @@ class LightningAliases:
         if sources is None or self._trainer.stage != "fit":
             return False
         return sources.train.length is not None and sources.train.batches >= sources.train.length
+
+    @property
+    def fit_loop(self) -> FitLoopView:
+        """Lightning's limits and counters of the training loop."""
+        return FitLoopView(self._trainer)
 
     @property
     def enable_validation(self) -> bool:
@@ -189,6 +198,11 @@ class LightningAliases:
         return tensors_by_name(self._trainer.logbook.logged_values)
 
     @property
+    def _logger_connector(self) -> Trainer:
+        """Has ``callback_metrics`` and its kin, which are the Trainer's own."""
+        return self._trainer
+
+    @property
     def lightning_module(self) -> TaskModule | None:
         """The task."""
         return self._trainer.task
@@ -201,5 +215,6 @@ class LightningAliases:
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
-        """The first early-stopping callback."""
-        return next(iter(self._trainer.early_stopping_callbacks), None)
+        """The first early-stopping callback; with ``fast_dev_run`` it is idle."""
+        callbacks = [*self._trainer.callbacks, *self._trainer.idle_callbacks]
+        return next((callback for callback in callbacks if isinstance(callback, EarlyStopping)), None)

@@ -31,8 +31,8 @@ from ..strategies import Strategy, report_uncaught
 from ..strategies.distributed import Devices
 from . import arguments
 from .checkpointing import LastStep, TrainerCheckpointer
-from .core import DataModule, SchedulerConfig, TaskModule, log_to
-from .default_callbacks import choose_callbacks, choose_loggers
+from .core import DataModule, SchedulerConfig, TaskModule, log_to, overrides
+from .default_callbacks import choose_callbacks, choose_loggers, set_aside
 from .lightning_aliases import LightningAliases
 from .logging import History, Logbook, tensors_by_name
 from .loop import (
@@ -53,6 +53,7 @@ from .loop import (
 )
 from .profiling import Profiled
 from .settings import Limit, TrainerSettings
+from .states import TrainerStatus
 
 
 class Trainer(LightningAliases):
@@ -89,7 +90,7 @@ class Trainer(LightningAliases):
         enable_model_summary: add a `ModelSummary` if there is none.
         enable_report: add a `RunReport` if there is none: a page about the run, in the folder of its logger.
         accumulate_grad_batches: micro-batches per optimizer step.
-        gradient_clip_val: the limit of the gradients' norm or value, per optimizer step.
+        gradient_clip_val: the limit of the gradients' norm or value, per optimizer step; None or 0 for none.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         deterministic: use deterministic algorithms only; ``"warn"`` warns where there is none.
         benchmark: let cuDNN try its algorithms.
@@ -252,8 +253,9 @@ class Trainer(LightningAliases):
             model_summary=enable_model_summary,
             report=enable_report,
             in_folder=any(configured_logger.save_dir for configured_logger in self.loggers),
-            keep_nothing=bool(fast),
         )
+        # Scripts read their paths; they are never called.
+        self.idle_callbacks = set_aside(self.callbacks) if fast else []
         self.history = History(self.accelerator.cursor)
         self.logbook = Logbook(self.accelerator.world, self.accelerator.data_world, self.loggers, self.history)
         self.progress = Progress()
@@ -269,6 +271,8 @@ class Trainer(LightningAliases):
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         # Of the stage that runs, or ran last.
         self.stage: str | None = None
+        self.latest_stage: str | None = None
+        self.status = TrainerStatus.INITIALIZING
         self.task: TaskModule | None = None
         self.datamodule: DataModule | None = None
         self.hooks: Hooks | None = None
@@ -519,7 +523,7 @@ class Trainer(LightningAliases):
         """True if ``fit`` validates: a loader that is not empty, a ``validation_step``, and no limit of zero."""
         if self.sources is None or self.task is None or self.limit_val_batches == 0:
             return False
-        if type(self.task).validation_step is TaskModule.validation_step:
+        if not overrides(self.task, "validation_step"):
             return False
         return len(self.sources.evaluation("val")) > len(self.sources.empty("val"))
 
@@ -579,8 +583,8 @@ class Trainer(LightningAliases):
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first checkpoint callback, of those that save while all goes well."""
-        callbacks = self.checkpoint_callbacks
+        """The first checkpoint callback, of those that save while all goes well; with ``fast_dev_run`` it is idle."""
+        callbacks = self.checkpoint_callbacks or [c for c in self.idle_callbacks if isinstance(c, ModelCheckpoint)]
         return min(callbacks, key=lambda callback: isinstance(callback, OnExceptionCheckpoint), default=None)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -62,12 +63,13 @@ def _collect_tensors(state: Any) -> list[Tensor]:
 
 
 def _count_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()  # of a sharded one the whole
+    # Of a sharded one the whole; the size of a lazy one is unknown before its layer's first batch.
+    return 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
 
 
 def _identify_storage(tensor: Tensor) -> tuple[Any, ...]:
     """What tied tensors have in common."""
     try:
         return tensor.device, tensor.data_ptr() or id(tensor), tensor.shape
-    except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
+    except (RuntimeError, NotImplementedError, ValueError):  # a subclass without memory of its own, or a lazy one
         return (id(tensor),)

@@ -62,9 +62,7 @@ class ProgressBar(BestEffortCallback):
 
         Reads the device, so ask only when you draw.
         """
-        version = getattr(trainer.logger, "version", None)
-        shown = {} if version in (None, "") else {"v_num": version[-4:] if isinstance(version, str) else version}
-        return shown | trainer.progress_bar_metrics
+        return get_standard_metrics(trainer) | trainer.progress_bar_metrics
 
     @property
     def sanity_check_description(self) -> str:
@@ -152,6 +150,12 @@ class ProgressBar(BestEffortCallback):
         self._trainer = trainer
         if not trainer.is_global_zero:
             self.disable()
+
+
+def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
+    """Return what every progress bar shows: the first logger's version as ``v_num``, its last four characters."""
+    version = getattr(trainer.logger, "version", None)
+    return {} if version in (None, "") else {"v_num": version[-4:] if isinstance(version, str) else version}
 
 
 def _count_batches(length: int | None) -> int | float:

@@ -8,7 +8,8 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import stages
-    from .command_line import report_error
+    from .command_line import report_error, say
+    from .config_help import describe_target
     from .stages import Session
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

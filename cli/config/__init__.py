@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .resolve import COMMAND_LINE, SECTIONS, Config, load
+    from .resolve import COMMAND_LINE, SECTIONS, Config, load, parse_override_value, resolve_references
     from .values import (
         DEFAULT,
         ConfigError,
         Value,
+        expand_class_name,
         format_path,
         hide_secrets,
         iterate_values,
@@ -21,6 +22,6 @@ if TYPE_CHECKING:
         split_at_secrets,
         to_plain,
     )
-    from .yaml_loader import parse_scalar, read, read_text
+    from .yaml_loader import parse, parse_scalar, read, read_text
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -121,7 +121,7 @@ def load(
         root = _apply_override(root, override)
     secrets = _collect_secrets(root)
     try:
-        return Config(_resolve_references(root), secrets)
+        return Config(resolve_references(root), secrets)
     except ConfigError as error:  # OmegaConf may have quoted a variable's value
         raise ConfigError(hide_secrets(str(error), secrets)) from None
 
@@ -157,22 +157,22 @@ def _apply_override(root: Value, override: str) -> Value:
                 f"nothing stands behind '='. Write {key}=null for none, {key}='\"\"' for empty text, or ~{key} to take "
                 "it out."
             )
-        return normalize(place_value(root, path, _parse_override_value(text), add))
+        return normalize(place_value(root, path, parse_override_value(text), add))
     except ConfigError as error:
         raise ConfigError(f"{COMMAND_LINE}: {override}: {error}") from None
 
 
-def _parse_override_value(text: str) -> Value:
-    """The value of an override: YAML where it is a list, a mapping or in quotes, else one word or text."""
+def parse_override_value(text: str, source: str = COMMAND_LINE) -> Value:
+    """Return the value of an override: YAML where it is a list, a mapping or in quotes, else one word or text."""
     if text[0] in "[{\"'":
         parsed = parse(text, "its value", lines=False)
         assert parsed is not None
-        return _replace_sources(parsed, lambda _: COMMAND_LINE)
+        return _replace_sources(parsed, lambda _: source)
     try:
         parsed = parse_scalar(text)
     except ValueError as error:
         raise ConfigError(f"{text[:40]!r} can't be read as a number: {error}.") from error
-    return Value(parsed, COMMAND_LINE, None if isinstance(parsed, str) else text)
+    return Value(parsed, source, None if isinstance(parsed, str) else text)
 
 
 def _replace_sources(value: Value, new: Callable[[str], str]) -> Value:
@@ -197,8 +197,8 @@ def parse_path(key: str) -> Path:
     return tuple("class" if part == "class_path" else part for part in parts if part != "init_args")
 
 
-def _resolve_references(root: Value) -> Value:
-    """The values with every ``${...}`` filled in."""
+def resolve_references(root: Value) -> Value:
+    """Return the values with every ``${...}`` filled in."""
     leaves = {path: value for path, value in iterate_values(root) if isinstance(value.data, str)}
     missing = next(((path, value) for path, value in leaves.items() if value.data == "???"), None)
     if missing is not None:

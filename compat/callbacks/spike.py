@@ -1,5 +1,120 @@
-"""Names of ``lightning.pytorch.callbacks.spike``; written by `make compat`."""
+"""End a run when the loss of a batch leaps, and write down the batches to leave out."""
 
-from ...common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+import json
+import math
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ...callbacks import Callback
+from ...common.peer_names import find_peer_names
+from ...common.validation import check_int, choose
+
+if TYPE_CHECKING:
+    from ...trainer import TaskModule, Trainer
+
+
+class TrainingSpikeException(RuntimeError):
+    """Raised on every rank when one of them saw a spike.
+
+    Args:
+        batch_idx: the batch in which it was.
+    """
+
+    def __init__(self, batch_idx: int, *args: Any) -> None:
+        super().__init__(f"Training spike detected in batch {batch_idx}", *args)
+        self.batch_idx = batch_idx
+
+
+class SpikeDetection(Callback):
+    """Ends the training with a `TrainingSpikeException` when a batch's loss leaps, on any rank.
+
+    The batch and the one before it, which may have spoilt the weights, are appended to a JSON file. It reads the loss
+    from the device in every batch; `SpikeWatch` finds spikes without that.
+
+    Args:
+        mode: whether ``"min"`` or ``"max"`` is good.
+        window: batches of the running mean that a loss is compared with.
+        warmup: batches at an epoch's start that are no spikes.
+        atol: a loss is a spike only if it differs from the mean by at least this much.
+        rtol: a loss is a spike only if it differs from the mean by at least this many times the mean.
+        exclude_batches_path: the file, or its folder. Default: the Trainer's ``default_root_dir``.
+        finite_only: a loss that is not finite is a spike.
+
+    Attributes:
+        bad_batches: the batches in the file.
+
+    Raises:
+        ValueError: for a mode that doesn't exist, or a window of no batches.
+    """
+
+    exchanges = True
+
+    def __init__(
+        self,
+        mode: str = "min",
+        window: int = 10,
+        warmup: int = 1,
+        atol: float | None = None,
+        rtol: float | None = 2.0,
+        exclude_batches_path: str | Path | None = None,
+        finite_only: bool = True,
+    ) -> None:
+        self.mode = choose("mode", mode, ("min", "max"))
+        self.window = check_int("window", window, 1)
+        self.warmup = check_int("warmup", warmup, 0)
+        self.atol, self.rtol = atol, rtol
+        self.exclude_batches_path = exclude_batches_path
+        self.finite_only = finite_only
+        self.bad_batches: list[int] = []
+        self.last_val = 0.0
+        self._recent: deque[float] = deque(maxlen=window)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Compare the batch's loss with those before it."""
+        loss = outputs if isinstance(outputs, Tensor) else outputs["loss"]
+        value = float(loss.detach())
+        if trainer.accelerator.world.any(batch_idx >= self.warmup and self._is_spike(value)):
+            self.bad_batches += [batch_idx - 1, batch_idx]
+            self._write(trainer)
+            raise TrainingSpikeException(batch_idx)
+        if self.finite_only or trainer.accelerator.world.all(math.isfinite(value)):
+            self._recent.append(value)
+            self.last_val = value
+
+    def _is_spike(self, value: float) -> bool:
+        if self.finite_only and not math.isfinite(value):
+            return True
+        if value <= self.last_val if self.mode == "min" else value >= self.last_val:
+            return False
+        mean = sum(self._recent) / len(self._recent) if self._recent else math.nan
+        distance = abs(value - mean)
+        exceeds_atol = self.atol is None or distance >= abs(self.atol)
+        return exceeds_atol and (self.rtol is None or distance >= abs(self.rtol * mean))
+
+    def _write(self, trainer: Trainer) -> None:
+        if not trainer.is_global_zero:
+            return
+        path = Path(self.exclude_batches_path or trainer.default_root_dir)
+        if path.suffix != ".json":
+            path = path / "skip_batches.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.bad_batches, indent=4), encoding="utf-8")
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return {"bad_batches": self.bad_batches, "last_val": self.last_val, "recent": list(self._recent)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `Callback.load_state_dict`."""
+        self.bad_batches, self.last_val = list(state_dict["bad_batches"]), state_dict["last_val"]
+        self._recent = deque(state_dict["recent"], maxlen=self.window)
+
+
+__getattr__ = find_peer_names(__name__)

@@ -1,5 +1,11 @@
-"""Names of ``lightning.pytorch.core.optimizer``; written by `make compat`."""
+"""Optimizers as a task gets them from ``self.optimizers()``."""
 
-from ...common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+from ...engine.optim import PreparedOptimizer as LightningOptimizer
+
+__all__ = ["LightningOptimizer", "do_nothing_closure"]
+
+
+def do_nothing_closure() -> None:
+    """Do nothing: a closure for a step whose gradients are there already."""

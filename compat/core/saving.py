@@ -1,5 +1,115 @@
-"""Names of ``lightning.pytorch.core.saving``; written by `make compat`."""
+"""Hyperparameters in YAML and CSV files."""
 
-from ...common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+import ast
+import csv
+import os
+from argparse import Namespace
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...common.messages import warn
+from ...common.peer_names import find_peer_names
+from ...loggers import plain
+from ...trainer.core.stored_hparams import make_config
+
+__all__ = [
+    "convert",
+    "load_hparams_from_tags_csv",
+    "load_hparams_from_yaml",
+    "save_hparams_to_tags_csv",
+    "save_hparams_to_yaml",
+    "update_hparams",
+]
+
+_File = str | os.PathLike[str]
+
+
+def update_hparams(hparams: MutableMapping[str, Any], updates: Mapping[str, Any]) -> None:
+    """Put values into hyperparameters in place, those of nested dicts one by one."""
+    for name, value in updates.items():
+        if isinstance(value, Mapping) and name in hparams:
+            update_hparams(hparams[name], value)
+        else:
+            hparams[name] = value
+
+
+def convert(val: str) -> Any:
+    """Return the Python literal that a text holds (a number, True, a list), or the text itself."""
+    try:
+        return ast.literal_eval(val)
+    except (ValueError, SyntaxError):
+        return val
+
+
+def load_hparams_from_tags_csv(tags_csv: _File) -> dict[str, Any]:
+    """Return what `save_hparams_to_tags_csv` wrote; nothing, with a warning, where there is no file."""
+    if not os.path.isfile(tags_csv):
+        warn(f"there is no file {os.fspath(tags_csv)!r} with hyperparameters.")
+        return {}
+    with open(tags_csv, newline="", encoding="utf-8") as file:
+        return {row[0]: convert(row[1]) for row in list(csv.reader(file))[1:]}
+
+
+def save_hparams_to_tags_csv(tags_csv: _File, hparams: Mapping[str, Any] | Namespace) -> None:
+    """Write hyperparameters to a CSV file with the columns ``key`` and ``value``.
+
+    Raises:
+        RuntimeError: if the folder is missing.
+    """
+    _check_folder(tags_csv)
+    with open(tags_csv, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("key", "value"), *_as_mapping(hparams).items()])
+
+
+def load_hparams_from_yaml(config_yaml: _File, use_omegaconf: bool = True) -> Any:
+    """Return the hyperparameters in a YAML file; nothing, with a warning, where there is no file.
+
+    Args:
+        config_yaml: the file. It holds plain data; no tag of it runs code.
+        use_omegaconf: return a ``DictConfig`` where all values can be in one, else a dict.
+    """
+    if not os.path.isfile(config_yaml):
+        warn(f"there is no file {os.fspath(config_yaml)!r} with hyperparameters.")
+        return {}
+    values = yaml.safe_load(Path(config_yaml).read_text(encoding="utf-8"))
+    return make_config(values) if use_omegaconf else values
+
+
+def save_hparams_to_yaml(
+    config_yaml: _File, hparams: Mapping[str, Any] | Namespace, use_omegaconf: bool = True
+) -> None:
+    """Write hyperparameters to a YAML file, as plain data.
+
+    Args:
+        config_yaml: the file.
+        hparams: the values. What is not data is written as its text.
+        use_omegaconf: accepted; the references (``${...}``) of a ``DictConfig`` are resolved either way.
+
+    Raises:
+        RuntimeError: if the folder is missing.
+        TypeError: for hyperparameters without names.
+    """
+    _check_folder(config_yaml)
+    text = yaml.safe_dump(plain(_as_mapping(hparams)), sort_keys=False, allow_unicode=True)
+    Path(config_yaml).write_text(text, encoding="utf-8")
+
+
+def _as_mapping(hparams: Any) -> Mapping[str, Any]:
+    values = vars(hparams) if isinstance(hparams, Namespace) else hparams
+    if not isinstance(values, Mapping):
+        raise TypeError(f"hparams must be a dict or a Namespace, not a {type(hparams).__name__}.")
+    return values
+
+
+def _check_folder(file: _File) -> None:
+    folder = os.path.dirname(file) or "."
+    if not os.path.isdir(folder):
+        raise RuntimeError(f"the folder {folder!r} of {os.fspath(file)!r} is missing: make it first.")
+
+
+__getattr__ = find_peer_names(__name__)

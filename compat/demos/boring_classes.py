@@ -1,5 +1,248 @@
-"""Names of ``lightning.pytorch.demos.boring_classes``; written by `make compat`."""
+"""Small tasks, data and data modules for tests and debugging, as Lightning has them."""
 
-from ...common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from ...trainer import DataModule, TaskModule
+
+__all__ = [
+    "BoringDataModule",
+    "BoringDataModuleNoLen",
+    "BoringModel",
+    "DemoModel",
+    "IterableBoringDataModule",
+    "ManualOptimBoringModel",
+    "Net",
+    "RandomDataset",
+    "RandomDictDataset",
+    "RandomIterableDataset",
+    "RandomIterableDatasetWithLen",
+]
+
+
+class RandomDataset(Dataset[Tensor]):
+    """``length`` samples of ``size`` normally distributed numbers, drawn once."""
+
+    def __init__(self, size: int, length: int) -> None:
+        self.len = length
+        self.data = torch.randn(length, size)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.data[index]
+
+    def __len__(self) -> int:
+        return self.len
+
+
+class RandomDictDataset(RandomDataset):
+    """As `RandomDataset`; each sample is a dict of the numbers ``a`` and ``b = a + 2``."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"a": self.data[index], "b": self.data[index] + 2}
+
+
+class RandomIterableDataset(IterableDataset[Tensor]):
+    """A stream of ``count`` samples of ``size`` normally distributed numbers, drawn as they are read."""
+
+    def __init__(self, size: int, count: int) -> None:
+        self.size = size
+        self.count = count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.randn(self.size) for _ in range(self.count))
+
+
+class RandomIterableDatasetWithLen(RandomIterableDataset):
+    """As `RandomIterableDataset`, with a length."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class BoringModel(TaskModule):
+    """One linear layer from 32 numbers to 2, trained to return ones; it has loaders of its own. Override at will."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output."""
+        output: Tensor = self.layer(x)
+        return output
+
+    def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return the mean squared distance to ``labels``, ones by default."""
+        return nn.functional.mse_loss(preds, torch.ones_like(preds) if labels is None else labels)
+
+    def step(self, batch: Any) -> Tensor:
+        """Return the loss of a batch."""
+        return self.loss(self(batch))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """See `TaskModule.training_step`."""
+        return {"loss": self.step(batch)}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """See `TaskModule.validation_step`."""
+        return {"x": self.step(batch)}
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """See `TaskModule.test_step`."""
+        return {"y": self.step(batch)}
+
+    def configure_optimizers(self) -> Any:
+        """See `TaskModule.configure_optimizers`."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)]
+
+    def train_dataloader(self) -> Any:
+        """See `TaskModule.train_dataloader`."""
+        return DataLoader(RandomDataset(32, 64))
+
+    def val_dataloader(self) -> Any:
+        """See `TaskModule.val_dataloader`."""
+        return DataLoader(RandomDataset(32, 64))
+
+    def test_dataloader(self) -> Any:
+        """See `TaskModule.test_dataloader`."""
+        return DataLoader(RandomDataset(32, 64))
+
+    def predict_dataloader(self) -> Any:
+        """See `TaskModule.predict_dataloader`."""
+        return DataLoader(RandomDataset(32, 64))
+
+
+class ManualOptimBoringModel(BoringModel):
+    """`BoringModel` that steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """See `TaskModule.training_step`."""
+        optimizer = self.optimizers()
+        loss = self.step(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class _BoringData(DataModule):
+    """A loader, or a list of them, for each stage: of what `datasets` returns for its kind, sample by sample."""
+
+    KINDS = ("train", "val", "test", "predict")
+    ATTRIBUTE = "random_{}"
+
+    def datasets(self, kind: str) -> Any:
+        """Return a dataset, or a list of them."""
+        raise NotImplementedError
+
+    def setup(self, stage: str) -> None:
+        """See `DataModule.setup`."""
+        for kind in {"fit": ("train", "val"), "validate": ("val",)}.get(stage, (stage,)):
+            self.__dict__[self.ATTRIBUTE.format(kind)] = self.datasets(kind)
+
+    def _make_loaders(self, kind: str) -> Any:
+        datasets = self.__dict__[self.ATTRIBUTE.format(kind)]
+        return [DataLoader(part) for part in datasets] if isinstance(datasets, list) else DataLoader(datasets)
+
+    def train_dataloader(self) -> Any:
+        """See `DataModule.train_dataloader`."""
+        return self._make_loaders("train")
+
+    def val_dataloader(self) -> Any:
+        """See `DataModule.val_dataloader`."""
+        return self._make_loaders("val")
+
+    def test_dataloader(self) -> Any:
+        """See `DataModule.test_dataloader`."""
+        return self._make_loaders("test")
+
+    def predict_dataloader(self) -> Any:
+        """See `DataModule.predict_dataloader`."""
+        return self._make_loaders("predict")
+
+
+class BoringDataModule(_BoringData):
+    """64 samples of 32 numbers for each stage, parts of one `RandomDataset`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random_full = RandomDataset(32, 64 * len(self.KINDS))
+
+    def datasets(self, kind: str) -> Any:
+        """Return the stage's quarter."""
+        start = 64 * self.KINDS.index(kind)
+        return Subset(self.random_full, range(start, start + 64))
+
+
+class BoringDataModuleNoLen(_BoringData):
+    """A stream for each stage, without a length."""
+
+    COUNTS = {"train": 512, "val": 128, "test": 256, "predict": 64}
+
+    def datasets(self, kind: str) -> Any:
+        """Return a stream of samples of 32 numbers."""
+        return RandomIterableDataset(32, self.COUNTS[kind])
+
+
+class IterableBoringDataModule(_BoringData):
+    """Two loaders for each stage: of a dataset, and of a stream."""
+
+    ATTRIBUTE = "{}_datasets"
+    COUNTS = {"train": 16, "val": 32, "test": 64, "predict": 128}
+
+    def datasets(self, kind: str) -> Any:
+        """Return a dataset and a stream of samples of 4 numbers."""
+        return [RandomDataset(4, self.COUNTS[kind]), RandomIterableDataset(4, self.COUNTS[kind])]
+
+
+class DemoModel(TaskModule):
+    """One linear layer from 32 numbers to ``out_dim`` classes, trained with Adam."""
+
+    def __init__(self, out_dim: int = 10, learning_rate: float = 0.02) -> None:
+        super().__init__()
+        self.l1 = nn.Linear(32, out_dim)
+        self.learning_rate = learning_rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's positive part, of inputs of any shape."""
+        return torch.relu(self.l1(x.view(x.size(0), -1)))
+
+    def training_step(self, batch: Any, batch_nb: int) -> Any:
+        """See `TaskModule.training_step`."""
+        x = batch
+        return self(x).sum()
+
+    def configure_optimizers(self) -> Optimizer:
+        """See `TaskModule.configure_optimizers`."""
+        return torch.optim.Adam(self.parameters(), lr=self.learning_rate)
+
+
+class Net(nn.Module):
+    """Two convolutions and two linear layers for images of 28 by 28 pixels: log-probabilities of 10 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3, 1)
+        self.conv2 = nn.Conv2d(32, 64, 3, 1)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(9216, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return log-probabilities, shape ``(batch, 10)``."""
+        x = torch.relu(self.conv2(torch.relu(self.conv1(x))))
+        x = self.dropout1(nn.functional.max_pool2d(x, 2)).flatten(1)
+        return nn.functional.log_softmax(self.fc2(self.dropout2(torch.relu(self.fc1(x)))), dim=1)

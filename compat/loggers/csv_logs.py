@@ -1,5 +1,65 @@
-"""Names of ``lightning.pytorch.loggers.csv_logs``; written by `make compat`."""
+"""CSV files for metrics."""
 
-from ...common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+import csv
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ...loggers import CSVLogger, plain
+from ...loggers.csv_logs import MetricsFile
+from ..core.saving import save_hparams_to_yaml
+
+__all__ = ["CSVLogger", "ExperimentWriter"]
+
+
+class ExperimentWriter:
+    """Writes ``metrics.csv`` and ``hparams.yaml`` in a folder.
+
+    Args:
+        log_dir: the folder, made if it is missing. Metrics in it are continued.
+
+    Attributes:
+        metrics: rows that wait for `save`.
+        hparams: the hyperparameters.
+    """
+
+    NAME_HPARAMS_FILE = "hparams.yaml"
+    NAME_METRICS_FILE = "metrics.csv"
+
+    def __init__(self, log_dir: str) -> None:
+        self.log_dir = log_dir
+        self._file = MetricsFile(log_dir)
+        self.metrics_file_path = self._file.path
+        self.metrics: list[dict[str, Any]] = []
+        self.hparams: dict[str, Any] = {}
+
+    def log_hparams(self, params: Mapping[str, Any]) -> None:
+        """Write hyperparameters, beside those of earlier calls."""
+        self.hparams.update(params)
+        save_hparams_to_yaml(os.path.join(self.log_dir, self.NAME_HPARAMS_FILE), self.hparams)
+
+    def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
+        """Keep a row for `save`.
+
+        Args:
+            metrics_dict: numbers or tensors of one element, by name.
+            step: what they belong to. Default: the number of rows that wait.
+        """
+        self.metrics.append({**plain(metrics_dict), "step": len(self.metrics) if step is None else step})
+
+    def save(self) -> None:
+        """Write the rows that wait."""
+        for row in self.metrics:
+            self._file.log_metrics({name: value for name, value in row.items() if name != "step"}, row["step"])
+        self._file.save()
+        self.metrics = []
+
+    @property
+    def metrics_keys(self) -> list[str]:
+        """The columns of the file."""
+        if not os.path.exists(self.metrics_file_path):
+            return []
+        with open(self.metrics_file_path, newline="", encoding="utf-8") as file:
+            return next(csv.reader(file), [])

@@ -1,5 +1,18 @@
-"""Names of ``lightning.pytorch.loops.utilities``; written by `make compat`."""
+"""Checks of a step's loss."""
 
-from ...common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+import torch
+from torch import Tensor
+
+__all__ = ["check_finite_loss"]
+
+
+def check_finite_loss(loss: Tensor | None) -> None:
+    """Check a loss, which waits for the device; None passes.
+
+    Raises:
+        ValueError: for a loss with NaN or infinity in it.
+    """
+    if loss is not None and not torch.isfinite(loss).all():
+        raise ValueError(f"The loss returned in `training_step` is {loss}.")

@@ -1,5 +1,88 @@
-"""Names of ``lightning.pytorch.overrides.distributed``; written by `make compat`."""
+"""Samplers that share samples out without repeating any."""
 
-from ...common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, DistributedSampler
+
+__all__ = ["UnrepeatedDistributedSampler", "UnrepeatedDistributedSamplerWrapper", "prepare_for_backward"]
+
+
+def prepare_for_backward(model: DistributedDataParallel, output: Any) -> None:
+    """Let a replica reduce the gradients of a loss that was not computed by its ``forward``.
+
+    Args:
+        model: the replica.
+        output: what the loss comes from; with ``find_unused_parameters`` its tensors tell which parameters take part.
+    """
+    model.require_forward_param_sync = bool(torch.is_grad_enabled() and model.require_backward_grad_sync)
+    if model.require_forward_param_sync:
+        tensors: list[Tensor] = []
+        if model.find_unused_parameters and not model.static_graph:
+            apply_to_collection(output, Tensor, tensors.append)
+        model.reducer._rebuild_buckets()
+        model.reducer.prepare_for_backward(tensors)
+
+
+class UnrepeatedDistributedSampler(DistributedSampler[Any]):
+    """Every ``num_replicas``-th sample from ``rank`` on; ranks may differ by one sample. For evaluation.
+
+    Prepared loaders share samples out like that by themselves.
+
+    Args:
+        args, kwargs: see ``torch.utils.data.DistributedSampler``.
+
+    Raises:
+        ValueError: if a rank would get no sample of a dataset that isn't empty.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.total_size = len(self.dataset)  # type: ignore[arg-type]
+        self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
+        if self.total_size and not self.num_samples:
+            raise ValueError(f"rank {self.rank} of {self.num_replicas} gets none of {self.total_size} samples.")
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(range(self.total_size))
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.epoch)
+            order = torch.randperm(self.total_size, generator=generator).tolist()
+        return iter(order[self.rank :: self.num_replicas])
+
+
+class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
+    """As `UnrepeatedDistributedSampler`, of what another sampler yields.
+
+    Args:
+        sampler: the sampler; it must yield the same on every rank.
+        args, kwargs: see ``torch.utils.data.DistributedSampler``.
+    """
+
+    def __init__(self, sampler: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        self._yielded = _Yielded(sampler)
+        super().__init__(self._yielded, *args, **kwargs)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._yielded.values = list(self._yielded.sampler)
+        return (self._yielded[index] for index in super().__iter__())
+
+
+class _Yielded(Dataset[Any]):
+    """What a sampler yields in an epoch."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.values: list[Any] = []
+
+    def __getitem__(self, index: int) -> Any:
+        return self.values[index]
+
+    def __len__(self) -> int:
+        return len(self.sampler)

@@ -1,5 +1,52 @@
-"""Names of ``lightning.pytorch.profilers.pytorch``; written by `make compat`."""
+"""torch's profiler, and names of a model's parts in what it records."""
 
-from ...common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.utils.hooks import RemovableHandle
+
+from ...common.peer_names import find_peer_names
+from ...engine.profilers import PyTorchProfiler
+
+__all__ = ["PyTorchProfiler", "RegisterRecordFunction"]
+
+
+class RegisterRecordFunction:
+    """Context in which each call of a model's parts is a range with the part's name.
+
+    A `PyTorchProfiler` does so by itself, unless ``record_module_names=False``.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+        self._open: list[Any] = []
+
+    def __enter__(self) -> None:
+        for name, part in self._model.named_modules():
+            if name:
+                text = f"[pl][module]{type(part).__module__}.{type(part).__name__}: {name}"
+                self._handles.append(part.register_forward_pre_hook(partial(self._start, text)))
+                self._handles.append(part.register_forward_hook(self._stop, always_call=True))
+
+    def _start(self, text: str, *_: Any) -> None:
+        record = record_function(text)
+        record.__enter__()
+        self._open.append(record)
+
+    def _stop(self, *_: Any) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+    def __exit__(self, *error: Any) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+__getattr__ = find_peer_names(__name__)

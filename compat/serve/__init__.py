@@ -1,5 +1,6 @@
-"""Names of ``lightning.pytorch.serve``; written by `make compat`."""
+"""Models that a server runs, and a check of them."""
 
-from ...common.peer_names import export_peer_names
+from .servable_module import ServableModule
+from .servable_module_validator import ServableModuleValidator
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+__all__ = ["ServableModule", "ServableModuleValidator"]

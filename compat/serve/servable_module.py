@@ -1,5 +1,31 @@
-"""Names of ``lightning.pytorch.serve.servable_module``; written by `make compat`."""
+"""The contract of a model that a server runs."""
 
-from ...common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["ServableModule"]
+
+
+class ServableModule(ABC, nn.Module):
+    """Base of a model with an example request, and with what turns requests to tensors and results to answers."""
+
+    @abstractmethod
+    def configure_payload(self) -> dict[str, Any]:
+        """Return an example of a request: ``{"body": {name: value}}``."""
+
+    @abstractmethod
+    def configure_serialization(self) -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]:
+        """Return functions by name: of the request's values to `serve_step`'s arguments, and of its results to data."""
+
+    @abstractmethod
+    def serve_step(self, *args: Tensor, **kwargs: Tensor) -> dict[str, Tensor]:
+        """Return the results of a request, by name."""
+
+    @abstractmethod
+    def configure_response(self) -> dict[str, Any]:
+        """Return the answer to the request of `configure_payload`."""

@@ -1,5 +1,153 @@
-"""Names of ``lightning.pytorch.serve.servable_module_validator``; written by `make compat`."""
+"""A check before training: does the model answer a request as it should?"""
 
-from ...common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+import json
+import threading
+import urllib.error
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...callbacks import Callback
+from ...common.validation import check_bool, check_int, check_positive, choose
+from ...engine import evaluation_mode
+from .servable_module import ServableModule
+
+if TYPE_CHECKING:
+    from ...trainer import TaskModule, Trainer
+
+__all__ = ["ServableModule", "ServableModuleValidator"]
+
+
+class Response:
+    """What a server answered.
+
+    Attributes:
+        status_code: HTTP's number; 200 is success.
+        text: the body.
+    """
+
+    def __init__(self, status_code: int, text: str) -> None:
+        self.status_code, self.text = status_code, text
+
+    def json(self) -> Any:
+        """Return the body's data."""
+        return json.loads(self.text)
+
+
+class ServableModuleValidator(Callback):
+    """Serves the task on rank zero before it trains, sends it its example request, and checks the answer.
+
+    Args:
+        optimization: only None.
+        server: only ``"fastapi"``, whose answers are those of Python's own server, which is used.
+        host: where it listens.
+        port: where it listens; 0 for any free port.
+        timeout: seconds to wait for the answer.
+        exit_on_failure: raise if the request fails.
+
+    Attributes:
+        resp: the answer, with ``status_code`` and ``json()``; None before training.
+
+    Raises:
+        ValueError: for arguments that are not supported; in training, for another answer than the expected one.
+        TypeError: in training, for a task that is no `ServableModule`.
+    """
+
+    def __init__(
+        self,
+        optimization: str | None = None,
+        server: str = "fastapi",
+        host: str = "127.0.0.1",
+        port: int = 8080,
+        timeout: float = 20,
+        exit_on_failure: bool = True,
+    ) -> None:
+        if optimization is not None:
+            raise ValueError(f"optimization={optimization!r} is not supported; leave it out.")
+        self.optimization = optimization
+        self.server = choose("server", server, ("fastapi",))
+        self.host, self.port = host, check_int("port", port, 0)
+        self.timeout = check_positive("timeout", timeout, "seconds")
+        self.exit_on_failure = check_bool("exit_on_failure", exit_on_failure)
+        self.resp: Response | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Serve, ask, and compare."""
+        with trainer.accelerator.world.together():
+            if trainer.is_global_zero:
+                self._validate(pl_module)
+
+    def _validate(self, task: Any) -> None:
+        if not isinstance(task, ServableModule):
+            raise TypeError(f"ServableModuleValidator needs a task that is a ServableModule too, not {type(task)!r}.")
+        payload = task.configure_payload()
+        if "body" not in payload:
+            raise ValueError(f"configure_payload returned {list(payload)}; it needs the name 'body'.")
+        server = ThreadingHTTPServer((self.host, self.port), _make_handler(task))
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            with evaluation_mode(task):
+                self.resp = self._ask(f"http://{self.host}:{server.server_address[1]}/serve", payload)
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+        if not self.successful:
+            if self.exit_on_failure:
+                raise ValueError(f"the model does not answer its example request: {self.resp.text}")
+            return
+        expected = task.configure_response()
+        if self.resp.json() != expected:
+            raise ValueError(f"the model answered {self.resp.json()!r}; configure_response expects {expected!r}.")
+
+    def _ask(self, address: str, payload: dict[str, Any]) -> Response:
+        body = json.dumps(payload).encode()
+        request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy knows this machine's ports
+        try:
+            with direct.open(request, timeout=self.timeout) as answer:
+                return Response(answer.status, answer.read().decode())
+        except urllib.error.HTTPError as error:
+            return Response(error.code, error.read().decode())
+
+    @property
+    def successful(self) -> bool | None:
+        """Whether the request succeeded; None before training."""
+        return None if self.resp is None else self.resp.status_code == 200
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return {"successful": self.successful, "optimization": self.optimization, "server": self.server}
+
+
+def _make_handler(model: ServableModule) -> type[BaseHTTPRequestHandler]:
+    deserializers, serializers = model.configure_serialization()
+
+    def serve(body: dict[str, Any]) -> dict[str, Any]:
+        arguments = {name: deserializers.get(name, lambda value: value)(value) for name, value in body.items()}
+        with torch.no_grad():
+            results = model.serve_step(**arguments)
+        if not isinstance(results, dict):
+            raise TypeError(f"serve_step returned a {type(results).__name__}; it must return a dict.")
+        return {name: serializers.get(name, lambda value: value)(value) for name, value in results.items()}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            content = self.rfile.read(int(self.headers["Content-Length"]))
+            try:
+                status, answer = 200, json.dumps(serve(json.loads(content)["body"]))
+            except Exception as error:  # the client is told, and raises
+                status, answer = 500, f"{type(error).__name__}: {error}"
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Print nothing."""
+
+    return Handler

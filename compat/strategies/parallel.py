@@ -1,5 +1,29 @@
-"""Names of ``lightning.pytorch.strategies.parallel``; written by `make compat`."""
+"""The base of strategies that run in several processes."""
 
-from ...common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+from typing import Any
+
+from ...strategies import Strategy
+
+__all__ = ["ParallelStrategy"]
+
+
+class _Distributed(type):
+    """Makes ``isinstance(trainer.strategy, ParallelStrategy)`` a question about what a strategy can do."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if cls is ParallelStrategy:
+            return isinstance(instance, Strategy) and instance.distributed
+        return super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        if cls is ParallelStrategy:
+            return issubclass(subclass, Strategy) and subclass.distributed
+        return super().__subclasscheck__(subclass)
+
+
+class ParallelStrategy(Strategy, metaclass=_Distributed):
+    """Base of a strategy for several processes; every `Strategy` that is ``distributed`` is one."""
+
+    distributed = True

@@ -1,5 +1,78 @@
-"""Names of ``lightning.pytorch.utilities.data``; written by `make compat`."""
+"""Sizes of batches and of loaders."""
 
-from ...common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from ...common.messages import warn
+from ...strategies import Strategy
+
+__all__ = ["extract_batch_size", "has_len_all_ranks"]
+
+_GIVE = "give it as self.log(..., batch_size=...), or simplify the batch."
+
+
+def extract_batch_size(batch: Any) -> int:
+    """Return the length of the first tensor in a batch, nested as you like.
+
+    A 0-d tensor counts as one sample. Where tensors differ in length, a warning says so.
+
+    Raises:
+        ValueError: if there is no tensor.
+    """
+    try:
+        sizes = _iter_sizes(batch)
+        first = next(sizes, None)
+        differs = first is not None and any(size != first for size in sizes)
+    except RecursionError:
+        raise RecursionError(f"the batch holds itself, so its size is unknown: {_GIVE}") from None
+    if first is None:
+        raise ValueError(f"the batch is a {type(batch).__name__} without tensors, so its size is unknown: {_GIVE}")
+    if differs:
+        warn(f"tensors of the batch differ in length; its size is taken as {first}, that of the first: {_GIVE}")
+    return first
+
+
+def _iter_sizes(batch: Any) -> Iterator[int]:
+    if isinstance(batch, Tensor):
+        yield batch.shape[0] if batch.ndim else 1
+        return
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        batch = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    if isinstance(batch, Iterable) and not isinstance(batch, str | bytes):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _iter_sizes(part)
+
+
+def has_len_all_ranks(
+    dataloader: object, strategy: Strategy, allow_zero_length_dataloader_with_multiple_devices: bool = False
+) -> bool:
+    """Return whether a loader has a length. All ranks must ask.
+
+    Args:
+        dataloader: the loader.
+        strategy: the run's.
+        allow_zero_length_dataloader_with_multiple_devices: whether one rank's loader may be empty.
+
+    Raises:
+        RuntimeError: if this rank's loader is empty and another's is not, unless that is allowed.
+    """
+    name = type(dataloader).__name__
+    try:
+        length = len(dataloader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return False
+    if not strategy.world.any(length > 0):
+        warn(f"{name} has no batches on any rank.")
+    elif not length:
+        if not allow_zero_length_dataloader_with_multiple_devices:
+            raise RuntimeError(f"{name} has no batches on rank {strategy.world.rank}: give every rank at least one.")
+        warn(f"{name} has no batches on rank {strategy.world.rank}.")
+    if isinstance(getattr(dataloader, "dataset", None), IterableDataset):
+        warn(f"the IterableDataset of {name} has a length; with workers it is right only if each knows its share.")
+    return True

@@ -1,5 +1,41 @@
-"""Names of ``lightning.pytorch.utilities.model_helpers``; written by `make compat`."""
+"""Questions to a task, and models of torchvision."""
 
-from ...common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+from typing import Any
+
+from lightning_utilities.core.overrides import is_overridden as has_other_method
+from torch import nn
+
+from ...callbacks import Callback
+from ...trainer import DataModule, TaskModule
+
+__all__ = ["get_torchvision_model", "is_overridden"]
+
+
+def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
+    """Return whether an object's method is not the one of its base class.
+
+    Args:
+        method_name: the method.
+        instance: the object; None has none.
+        parent: the base class. Default: the one of `TaskModule`, `DataModule` and `Callback` that it is of.
+
+    Raises:
+        ValueError: if it is of none of them and ``parent`` is missing.
+    """
+    if instance is None:
+        return False
+    if parent is None:
+        parent = next((base for base in (TaskModule, DataModule, Callback) if isinstance(instance, base)), None)
+    if parent is None:
+        raise ValueError(f"is_overridden needs parent=...: a {type(instance).__name__} is no task, data or callback.")
+    return bool(has_other_method(method_name, instance, parent))
+
+
+def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
+    """Return ``torchvision.models.get_model(model_name, **kwargs)``."""
+    from torchvision import models
+
+    model: nn.Module = models.get_model(model_name, **kwargs)
+    return model

@@ -1,5 +1,26 @@
-"""Names of ``lightning.pytorch.utilities.signature_utils``; written by `make compat`."""
+"""Questions to a method's signature."""
 
-from ...common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["is_param_in_hook_signature"]
+
+
+def is_param_in_hook_signature(
+    hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
+) -> bool:
+    """Return whether a method can be called with a parameter.
+
+    Args:
+        hook_fx: the method; of a decorated one, the function inside.
+        param: the parameter's name.
+        explicit: whether ``*args`` does not count.
+        min_args: so many parameters, ``self`` left out, are enough whatever their names.
+    """
+    specification = inspect.getfullargspec(getattr(hook_fx, "__wrapped__", hook_fx))
+    names = specification.args[1:]
+    takes_any = not explicit and specification.varargs is not None
+    return param in names or takes_any or (isinstance(min_args, int) and len(names) >= min_args)

@@ -7,20 +7,43 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .device_map import check_device_map, clean_device_map, get_balanced_memory, infer_auto_device_map
+    from .device_map import (
+        check_device_map,
+        clean_device_map,
+        get_balanced_memory,
+        infer_auto_device_map,
+        look_up_device,
+    )
     from .device_map_report import device_map_plan
     from .dispatch import (
         cpu_offload,
         cpu_offload_with_hook,
         disk_offload,
         dispatch_model,
+        find_station,
         is_dispatched,
         remove_hook_from_submodules,
     )
     from .empty_init import init_empty_weights, init_on_device
-    from .hooks import UserCpuOffloadHook
+    from .hooks import Loan, make_stand_in, move
     from .load_checkpoint import load_checkpoint_and_dispatch, load_checkpoint_in_model
-    from .memory import get_max_memory
+    from .memory import get_max_memory, is_accelerator, parse_bytes, resolve
+    from .model_hooks import (
+        CpuOffload,
+        ModelHook,
+        SequentialHook,
+        UserCpuOffloadHook,
+        add_hook_to_module,
+        remove_hook_from_module,
+    )
     from .module_sizes import compute_module_sizes
+    from .module_tensors import (
+        copy_attributes,
+        group_tied_names,
+        iter_direct_tensors,
+        named_tensors,
+        set_tensor,
+        set_tensor_by_names,
+    )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

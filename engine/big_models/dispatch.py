@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ..checkpoint import MemoryPiece, Piece, Weights, abbreviate
 from ..weights import open_weights
 from .device_map import check_device_map, look_up_device
-from .hooks import Home, Loan, StandIn, Station, UserCpuOffloadHook
-from .memory import Device, accelerators, is_accelerator, resolve
+from .hooks import Home, Loan, Station, make_stand_in
+from .memory import Device, is_accelerator, resolve
+from .model_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, remove_hook_from_module
 from .module_sizes import check_class_names
 from .module_tensors import (
     READ_FROM_OUTSIDE,
@@ -151,10 +152,15 @@ def cpu_offload_with_hook(
     Returns:
         The model and its hook, with ``offload()`` and ``remove()``.
     """
-    if execution_device is None:
-        execution_device = 0 if accelerators()[1] else "cpu"
-    hook = UserCpuOffloadHook(model.to("cpu"), resolve(execution_device), prev_module_hook)
-    return model, hook
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def find_station(module: nn.Module) -> Station | None:
+    """The hook that brings offloaded tensors when a module itself is called; None if there are none."""
+    hooks = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+    return next((hook for hook in hooks if isinstance(hook, Station) and hook.loans), None)
 
 
 def is_dispatched(model: nn.Module) -> bool:
@@ -166,7 +172,11 @@ def is_dispatched(model: nn.Module) -> bool:
 
 
 def remove_hook_from_submodules(model: nn.Module) -> nn.Module:
-    """Undo a dispatch: offloaded weights come into main memory for good, the rest stays where it is."""
+    """Undo a dispatch: offloaded weights come into main memory for good, the rest stays where it is.
+
+    Every `ModelHook` of the model and of the modules inside it is removed too.
+    """
+    remove_hook_from_module(model, recurse=True)
     brought: dict[int, Tensor] = {}
     for hook in _find_hooks(model):
         hook.detach()
@@ -303,11 +313,9 @@ def _install(
     shapes: dict[str, Tensor] = {}
     for names in group_tied_names(tensors := named_tensors(model)):
         if names[0] in lent:
-            shape = tensors[names[0]].detach().to("meta")
-            shapes |= dict.fromkeys(names, copy_attributes(tensors[names[0]], shape))
-            set_tensor_by_names(
-                model, names, copy_attributes(tensors[names[0]], shape.as_subclass(StandIn), plain=True)
-            )
+            shape, stand_in = make_stand_in(tensors[names[0]])
+            shapes |= dict.fromkeys(names, shape)
+            set_tensor_by_names(model, names, stand_in)
     moves = any(runs_on(name).type != "cpu" for name in [*entries, *tensors])
     loans: dict[str, list[Loan]] = {}
     stations: dict[str, nn.Module] = {}

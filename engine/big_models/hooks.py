@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,6 +86,12 @@ class Loan:
         return self.module.training or buffer.is_inference() or (id(buffer), buffer._version) != self._mark
 
 
+def make_stand_in(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what describes an offloaded tensor, and what the module holds in its place."""
+    shape = tensor.detach().to("meta")
+    return copy_attributes(tensor, shape), copy_attributes(tensor, shape.as_subclass(StandIn), plain=True)
+
+
 def _refuse_gradient(gradient: Tensor) -> None:
     raise ValueError(
         "an offloaded weight got a gradient, which would be thrown away with its values. Run the model under "
@@ -132,8 +139,27 @@ class Station:
             return move(args, self.device, ()), move(kwargs, self.device, self.skip)
         return None
 
+    @contextmanager
+    def lending(self, device: torch.device | None = None) -> Iterator[None]:
+        """A context in which the module has its offloaded tensors, as during its forward.
+
+        Args:
+            device: Where they are. Default: where the module runs.
+        """
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self.bring(device)
+        try:
+            yield
+        finally:
+            self._leave()
+
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """After the forward, also one that raised."""
+        self._leave()
+
+    def _leave(self) -> None:
         with self._lock:
             self._inside = max(0, self._inside - 1)
             if self._inside == 0:
@@ -141,7 +167,7 @@ class Station:
                     for loan in self.loans:
                         loan.take_back()
 
-    def bring(self) -> None:
+    def bring(self, device: torch.device | None = None) -> None:
         """Give the module its offloaded tensors. One that has several names is brought once."""
         grad = torch.is_grad_enabled()
         # Tensors made in inference mode would stay inference tensors wherever they end up.
@@ -149,7 +175,7 @@ class Station:
             brought: dict[int, Tensor] = {}
             for loan in self.loans:
                 if id(loan.stand_in) not in brought:
-                    brought[id(loan.stand_in)] = loan.read(self.device)
+                    brought[id(loan.stand_in)] = loan.read(device or self.device)
                 loan.lend(brought[id(loan.stand_in)], grad)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -242,31 +268,3 @@ def _iter_tensors(data: Any) -> Iterator[Tensor]:
     elif hasattr(data, "__dataclass_fields__") and not isinstance(data, type):
         for field in data.__dataclass_fields__:
             yield from _iter_tensors(getattr(data, field, None))
-
-
-class UserCpuOffloadHook:
-    """Keeps one whole model on the CPU while it isn't used; see `cpu_offload_with_hook`.
-
-    Args:
-        model: The model.
-        device: Where it runs.
-        previous: The hook of the model that leaves the device when this one comes.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device, previous: UserCpuOffloadHook | None) -> None:
-        self.model, self.device, self.previous = model, device, previous
-        self._handle = model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self.previous is not None:
-            self.previous.offload()
-        self.model.to(self.device)
-        return move(args, self.device, ()), move(kwargs, self.device, ())
-
-    def offload(self) -> None:
-        """Take the model off the device now."""
-        self.model.to("cpu")
-
-    def remove(self) -> None:
-        """Leave the model where it is from now on."""
-        self._handle.remove()

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from ...common.optional import is_config
 from ...strategies.distributed import is_sharded
 from ..parameter_names import make_view_key
 from .filesystem import CODES
@@ -66,9 +67,10 @@ def encode(state: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
 
     Takes dicts (also ``OrderedDict`` and ``defaultdict``, which become plain dicts), ``Counter``, lists, tuples, sets,
     text, bytes, numbers of any size (also nan, inf, complex), ``None``, tensors and parameters, dtypes, devices,
-    ``torch.Size``, paths, dates, times, ``timedelta``, numpy scalars and arrays, `Record`. Tensors are not copied: they
-    keep their memory, device and layout. Where two are the same view of one storage (tied weights) only the first gets
-    a name, and `decode` gives the same object at both places.
+    ``torch.Size``, paths, dates, times, ``timedelta``, numpy scalars and arrays, `Record`, and containers of OmegaConf,
+    which become plain dicts and lists. Tensors are not copied: they keep their memory, device and layout. Where two are
+    the same view of one storage (tied weights) only the first gets a name, and `decode` gives the same object at both
+    places.
 
     Args:
         state: What to store.
@@ -130,6 +132,18 @@ def _refuse(value: Any, place: str, fix: str, kind: str = "") -> NoReturn:
         "dicts, lists, tuples, sets, tensors, numpy values, dtypes, devices, paths, dates), so that loading never "
         f"imports or runs code. To fix it, {fix}, or leave it out of the state."
     )
+
+
+def _convert_config(config: Any, path: tuple[str, ...]) -> Any:
+    """Return a container of OmegaConf as plain dicts and lists, references filled in."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        reason = str(error).partition("\n")[0]
+        _refuse(config, _format_place(path), "set what it refers to", f"{type(config).__name__} ({reason})")
 
 
 def _encode_float(value: float) -> Any:
@@ -202,6 +216,8 @@ class _Encoder:
         elif kind in (set, frozenset):
             # Sorted, because the order of a set of text changes from one Python process to the next.
             document = {f"${kind.__name__}": sorted((self._encode_key(item, path) for item in value), key=repr)}
+        elif is_config(value):
+            document = self.encode_value(_convert_config(value, path), path)
         else:
             _refuse(value, _format_place(path), _suggest_storage(value))
         self._open.remove(id(value))

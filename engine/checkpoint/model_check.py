@@ -117,6 +117,7 @@ def _find_reshaped(state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict
         # What a module's own ``get_extra_state`` returns may be anything another time.
         if name in weights
         and isinstance(state[name], Tensor)
+        and not is_lazy(state[name])  # takes any shape
         and _describe_form(state[name]) != _describe_form(weights[name])
     }
 

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from . import process_group
     from .collective_debug import DistributedOperationException
     from .current import backend_of, connected, current_place, current_world, disconnect
-    from .device_mesh import TENSOR, Layout
-    from .devices import ACCELERATORS, Devices
+    from .device_mesh import SHARD, TENSOR, Layout
+    from .devices import ACCELERATORS, Devices, device_of, device_type, parse_devices
     from .dtensor import Whole, clip_to_norm, cut_like, get_original_class, is_sharded, local, piece_of, whole
-    from .launch_environment import LaunchEnvironment, variables_set
+    from .launch_environment import LaunchEnvironment, is_forked, variables_set
     from .open_world import make_world, open_world
     from .os_process import die_with_parent, is_alive
     from .retry import DONE, RETRY, Attempts

@@ -20,6 +20,11 @@ _SLURM_SPECIAL_STEPS = 0xFFFFFFFA
 _SLURM_PORTS = range(15000, 30000)  # below what the kernel and Kubernetes give away
 
 
+def is_forked() -> bool:
+    """Return whether a launcher for notebooks forked this process."""
+    return os.environ.get("FORK_LAUNCHED") == "1"
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
     """What a launcher (torchrun, ours, a Kubernetes job, SLURM's srun, mpirun) says about this process.

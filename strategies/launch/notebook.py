@@ -273,6 +273,7 @@ class _Launch:
                 "TORCHELASTIC_RESTART_COUNT": str(attempt),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TREADLE_SUPERVISOR": str(parent),
+                "FORK_LAUNCHED": "1",
                 **self.variables,
             }
         )

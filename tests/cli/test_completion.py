@@ -33,6 +33,9 @@ def here(tmp_path, monkeypatch):
         ("treadle fit -c none.yaml model.x", []),
         ("treadle fit 'open", []),
         ("treadle launch tr", []),
+        ("treadle mig", ["migrate"]),
+        ("treadle migrate --w", ["--write"]),
+        ("treadle migrate sr", []),
     ],
 )
 def test_candidates(line, found):

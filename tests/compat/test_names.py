@@ -2,6 +2,8 @@
 
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,19 +11,49 @@ import treadle.compat as pl
 
 import treadle
 
-TEXT = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
-ROWS = re.findall(r"^\| `([a-z]+\.[\w.]*)` \| `(treadle[\w.]*)` \|", TEXT, re.MULTILINE)
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| `([a-z]+\.?[\w.]*)` \| `(treadle[\w.]*)` \| (`.*`) \|$", TEXT, re.MULTILINE)
+PARTS = re.findall(r"^<!-- answers for \w+, .* -->\n(.*?)^<!-- end -->", TEXT, re.MULTILINE | re.DOTALL)
+ANSWERS = re.findall(r"^\| (`.*?`) \| (.*) \|$", "".join(PARTS), re.MULTILINE)
 
 
-@pytest.mark.parametrize(("old", "new"), ROWS, ids=[old for old, _ in ROWS])
-def test_every_new_path_can_be_imported(old, new):
-    module, name = new.rsplit(".", 1)
-    assert hasattr(importlib.import_module(module), name)
+def split_names(cell):
+    return re.findall(r"`([\w.]+)`", cell)
+
+
+@pytest.mark.parametrize(("old", "new", "names"), ROWS, ids=[f"{old}-{new}" for old, new, _ in ROWS])
+def test_every_new_path_can_be_imported(old, new, names):
+    for name in split_names(names):
+        exec(f"from {new} import {name}", {})
+
+
+def test_every_answer_is_what_an_import_says():
+    for names, sentence in ANSWERS:
+        for dotted in split_names(names):
+            module, _, name = dotted.rpartition(".")
+            path = module.removeprefix("lightning.pytorch").removeprefix("accelerate")
+            with pytest.raises(ImportError, match=re.escape(sentence)):
+                exec(f"from treadle.compat{path} import {name}", {})
 
 
 def test_there_are_rows():
-    assert sum(old.startswith("accelerate") for old, _ in ROWS) > 30
-    assert sum(old.startswith("lightning") for old, _ in ROWS) > 60
+    counts = dict.fromkeys(("lightning", "accelerate"), 0)
+    for old, _, names in ROWS:
+        counts[old.partition(".")[0]] += len(split_names(names))
+    assert counts["lightning"] > 100
+    assert counts["accelerate"] > 100
+
+
+def test_document_and_tables_are_those_that_make_compat_writes():
+    check = [sys.executable, str(ROOT / ".ci" / "make_migration.py"), "--check"]
+    done = subprocess.run(check, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}: run `make compat`"
+
+
+def test_the_version_is_our_own():
+    assert treadle.__version__ == importlib.import_module("treadle.common.version").__version__
+    assert pl.__version__ == treadle.__version__
 
 
 def test_old_names():
@@ -32,3 +64,21 @@ def test_old_names():
     for name in pl.__all__:
         assert hasattr(pl, name)
     assert pl.__version__ == treadle.__version__
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        "treadle.state.PartialState",
+        "treadle.loops.fit_loop",
+        "treadle.core.module.LightningModule",
+        "treadle.utilities.rank_zero.rank_zero_only",
+        "treadle.plugins.precision.Precision",
+        "treadle.compat.state.PartialState",
+        "treadle.compat.utilities.rank_zero.rank_zero_only",
+    ],
+)
+def test_modules_are_attributes_without_an_import_of_their_own(chain):
+    """As with the peers, whose packages import all their modules."""
+    done = subprocess.run([sys.executable, "-c", f"import treadle.compat; {chain}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from processes import run
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 import treadle
 from treadle import utils
@@ -102,7 +102,6 @@ def test_what_is_refused_says_why(case):
 
 
 OWN = {
-    "dispatch": (lambda: utils.DataLoaderConfiguration(dispatch_batches=True), "dispatch_batches=True"),
     "DeepSpeedPlugin": (lambda: utils.DeepSpeedPlugin(zero_stage=3), "strategy='fsdp'"),
     "FP8": (lambda: utils.TERecipeKwargs(), "bf16"),
     "context": (lambda: utils.ParallelismConfig(cp_size=2), "cp_size=2"),
@@ -153,12 +152,47 @@ def test_facts():
     assert not accelerator.verify_device_map(nn.Linear(1, 1))
 
 
-def test_prepare_takes_none_and_says_what_else_it_takes():
+class Stepper:
+    def step(self):
+        pass
+
+
+UNKNOWN = [
+    (number for number in range(3)),
+    torch.optim.lr_scheduler.StepLR,
+    torch.optim.SGD,
+    lambda batch: batch,
+    Stepper(),
+    range(3),
+    {},
+    "text",
+    torch.ones(2),
+    TensorDataset(torch.ones(2)),
+]
+
+
+@pytest.mark.parametrize("value", UNKNOWN, ids=lambda value: getattr(value, "__name__", type(value).__name__))
+def test_prepare_returns_what_it_does_not_know(value):
+    accelerator = cpu()
+    kind = f"the class {value.__name__}" if isinstance(value, type) else f"type {type(value).__name__}"
+    with pytest.warns(UserWarning, match=f"prepare returns .*{kind} as it is"):
+        model, same = accelerator.prepare(nn.Linear(1, 1), value)
+    assert same is value
+    assert accelerator.models == [model]
+    assert not accelerator.schedulers
+
+
+def test_prepare_says_that_an_iterable_is_not_shared_out():
+    with pytest.warns(UserWarning, match="Every rank gets all of it; prepare_data_loader shares out"):
+        cpu().prepare([torch.ones(1)])
+    with pytest.warns(UserWarning, match=r"schedulers and DataLoaders\.$"):
+        cpu().prepare(len)
+
+
+def test_prepare_takes_none():
     accelerator = cpu()
     model, nothing = accelerator.prepare(nn.Linear(1, 1), None)
     assert nothing is None
-    with pytest.raises(TypeError, match="not dict"):
-        accelerator.prepare(model, {})
     with pytest.raises(ValueError, match="2 values for 1 objects"):
         accelerator.prepare(model, device_placement=[True, True])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -438,3 +472,79 @@ def test_the_data_seed_decides_the_order():
     assert drawn == torch.rand(())
     torch.manual_seed(5)
     assert order(loader) == order(DataLoader(range(8), batch_size=4, shuffle=True))
+
+
+# -- what public scripts ask for --------------------------------------------------------------------------------------
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(16.0).unsqueeze(1))
+
+
+class Restarting:
+    """An endless sampler whose `__iter__` starts it anew."""
+
+    def __init__(self):
+        self.started = 0
+
+    def __iter__(self):
+        self.started += 1
+        self.position = 0
+        return self
+
+    def __next__(self):
+        self.position += 1
+        return (self.position - 1) % 16
+
+
+def read(loader, most=None):
+    batches = []
+    for batch in loader:
+        batches.append(batch.flatten().int().tolist())
+        if len(batches) == most:
+            break
+    return batches
+
+
+def share_out():
+    numbers = torch.arange(16.0).unsqueeze(1)
+    dispatching = cpu(dataloader_config=utils.DataLoaderConfiguration(dispatch_batches=True))
+    assert dispatching.dispatch_batches
+    sampler = Restarting()
+    endless = cpu().prepare(DataLoader(numbers, batch_size=2, sampler=sampler))
+    return {
+        "map": read(dispatching.prepare(DataLoader(numbers, batch_size=2))),
+        "stream": read(dispatching.prepare(DataLoader(Numbers(), batch_size=2))),
+        "endless": read(endless, 5),
+        "started": sampler.started,
+        "ranks": [
+            getattr(dispatching, f"{kind}_rank")
+            for kind in ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_shard")
+        ],
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_batches_that_the_main_process_was_to_read_and_samplers_that_restart(size):
+    pairs = [[2 * n, 2 * n + 1] for n in range(8)]
+    for rank, found in enumerate(run(share_out, size)):
+        assert found["map"] == found["stream"] == pairs[rank::size]
+        assert found["endless"] == (pairs * 2)[rank::size][:5]
+        assert found["started"] == 1
+        assert found["ranks"] == [0, 0, 0, 0]
+
+
+def mesh_ranks():
+    shards = utils.ParallelismConfig(dp_replicate_size=1, dp_shard_size=2)
+    accelerator = cpu(parallelism_config=shards)
+    return accelerator.data_parallel_shard_rank, accelerator.is_composable_parallelism_enabled
+
+
+def test_ranks_within_a_grid():
+    assert run(mesh_ranks, 2) == [(0, True), (1, True)]
+
+
+def test_reading_in_the_main_process_is_announced(capfd):
+    cpu(dataloader_config=utils.DataLoaderConfiguration(dispatch_batches=True))
+    assert "every rank reads its own share" in capfd.readouterr().err

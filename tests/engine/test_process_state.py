@@ -4,6 +4,7 @@ import contextlib
 import time
 
 import pytest
+import torch
 from processes import run
 from treadle.engine import AcceleratorState, GradientState, PartialState
 
@@ -110,9 +111,8 @@ def test_the_main_process_first(tmp_path):
 def states():
     early = PartialState()  # under a launcher it is not alone
     accelerator = treadle.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
-    state, gradient = AcceleratorState.of(accelerator), GradientState(accelerator)
-    with pytest.raises(ValueError, match=r"accelerator\.state\.mixed_precision"):
-        _ = AcceleratorState().mixed_precision
+    state, gradient = AcceleratorState.of(accelerator), GradientState.of(accelerator)
+    assert AcceleratorState().mixed_precision == "bf16"
     assert AcceleratorState(mixed_precision="fp16").mixed_precision == "fp16"
     loader = accelerator.prepare_data_loader([[i] for i in range(5)])
     seen = []
@@ -146,7 +146,7 @@ def test_states():
 
 def test_the_end_of_a_loader():
     accelerator = treadle.Accelerator(cpu=True)
-    gradient = GradientState(accelerator)
+    gradient = GradientState.of(accelerator)
     from torch.utils.data import DataLoader
 
     loader = accelerator.prepare(DataLoader(range(5), batch_size=2))
@@ -159,8 +159,77 @@ def test_wrong_arguments():
         PartialState(timeuot=3)
     with pytest.raises(TypeError, match="timedelta"):
         PartialState(timeout=3)
-    with pytest.raises(TypeError):
-        GradientState()
+
+
+def test_states_without_an_accelerator_follow_the_newest():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    assert AcceleratorState().mixed_precision == "no"
+    assert not AcceleratorState().is_fsdp2
+    gradient = GradientState(utils.GradientAccumulationPlugin(num_steps=3))
+    assert (gradient.sync_gradients, gradient.num_steps, gradient.in_dataloader) == (True, 3, False)
+    assert (gradient.remainder, gradient.end_of_dataloader, gradient.dataloader_references) == (-1, False, [None])
+    with pytest.raises(RuntimeError, match="has no Accelerator"):
+        gradient.sync_gradients = False
+
+    accelerator = treadle.Accelerator(
+        cpu=True,
+        mixed_precision="bf16",
+        gradient_accumulation_plugin=utils.GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False),
+    )
+    assert AcceleratorState().mixed_precision == "bf16"
+    assert AcceleratorState().strategy is accelerator.strategy
+    assert gradient.num_steps == GradientState().num_steps == 2
+    assert not gradient.sync_with_dataloader
+    assert gradient.plugin_kwargs == {"num_steps": 2, "sync_with_dataloader": False}
+    loader = accelerator.prepare_data_loader([[1], [2]])
+    assert [gradient.active_dataloader is loader for _ in loader] == [True, True]
+    gradient.sync_gradients = False
+    assert not accelerator.sync_gradients
+    del loader, accelerator
+    assert AcceleratorState().mixed_precision == "no"
+
+
+def test_facts_of_a_state():
+    state = PartialState(cpu=True)
+    state.set_device()
+    assert (state.fork_launched, state.debug) == (False, False)
+
+
+def compared():
+    """What each call says to tensors that differ by rank, without and with the debug mode."""
+    state = PartialState(cpu=True)
+    rank = state.process_index
+    accelerator = treadle.Accelerator(cpu=True)
+    rows, flat = torch.ones(rank + 1, 2), torch.ones(*[2] * (rank + 1))
+    calls = {
+        "gather": lambda: utils.gather(rows),
+        "Accelerator.gather": lambda: accelerator.gather({"rows": rows}),
+        "reduce": lambda: utils.reduce({"tensor": rows}),
+        "broadcast": lambda: utils.broadcast([rows]),
+        "pad_across_processes": lambda: utils.pad_across_processes(flat),
+        "gather_for_metrics": lambda: accelerator.gather_for_metrics(rows),
+    }
+    found = {}
+    for debug in (False, True):
+        state.debug = debug
+        assert PartialState().debug is debug
+        found[debug] = set()
+        for name, call in calls.items():
+            try:
+                call()
+            except utils.DistributedOperationException as error:
+                found[debug].add((name, isinstance(error, ValueError), "rank 0: " in str(error)))
+    PartialState._reset_state()
+    assert not state.debug
+    return found
+
+
+def test_the_debug_mode_compares_shapes():
+    always = {(name, True, True) for name in ("reduce", "broadcast", "pad_across_processes")}
+    in_debug_mode = {(name, True, True) for name in ("gather", "Accelerator.gather")}
+    assert run(compared, 2) == [{False: always, True: always | in_debug_mode}] * 2
+    assert run(compared, 1) == [{False: set(), True: set()}]
 
 
 def test_distributed_types_compare_with_words():

@@ -206,9 +206,14 @@ def test_only_the_strategies_talk_to_other_processes():
     assert offenders == []
 
 
-def test_omegaconf_is_known_to_configurations_and_hyperparameters_only():
+def test_omegaconf_is_known_to_configurations_hyperparameters_and_stored_states_only():
     users = {module for module in files() for found in imports(module) if found.external.split(".")[0] == "omegaconf"}
-    assert users == {"cli.config.resolve", "trainer.core.stored_hparams"}
+    assert users == {
+        "cli.config.resolve",
+        "compat.core.saving",
+        "engine.checkpoint.json_codec",
+        "trainer.core.stored_hparams",
+    }
 
 
 def test_no_folder_is_too_full():
@@ -216,7 +221,9 @@ def test_no_folder_is_too_full():
     for module in files():
         if not is_package(module) and MIRRORED not in sentence(module):
             counted[package_of(module)] = counted.get(package_of(module), 0) + 1
-    full = {package: count for package, count in counted.items() if count > MOST_MODULES}
+    # The files of compat and utils are the peers' module paths.
+    ours = {package: count for package, count in counted.items() if room(package) != "compat" and package != "utils"}
+    full = {package: count for package, count in ours.items() if count > MOST_MODULES}
     assert set(full) == FULL_BY_NAME, full
 
 

@@ -269,3 +269,26 @@ def test_hyperparameters_of_any_kind_reach_the_file(tmp_path):
         "twice": 8,
     }
     assert rows(tmp_path) == [["step", "score"], ["0", "0.0"]]
+
+
+def test_metrics_are_all_rows_also_after_the_run(tmp_path):
+    logger = CSVLogger(tmp_path, name="a", version=0, flush_logs_every_n_steps=2)
+    for step in range(1, 4):
+        logger.log_metrics({"loss": 0.5 * step}, step=step)
+    expected = [{"step": step, "loss": 0.5 * step} for step in range(1, 4)]
+    assert logger.experiment.metrics == expected
+    logger.finalize("success")
+    assert logger.experiment.metrics == expected
+    logger.log_metrics({"other": 1.0}, step=4)
+    assert logger.experiment.metrics == [*expected, {"step": 4, "other": 1.0}]
+
+
+def test_a_subclass_that_saves_nothing_keeps_its_rows(tmp_path):
+    class Kept(CSVLogger):
+        def save(self):
+            pass
+
+    logger = Kept(tmp_path, name="a", version=0)
+    logger.log_metrics({"loss": 0.5}, step=1)
+    logger.finalize("success")
+    assert logger.experiment.metrics == [{"step": 1, "loss": 0.5}]

@@ -96,7 +96,7 @@ FLAGS = [
     ({"log_every_n_steps": 1.0}, ValueError, "log_every_n_steps=1.0", "whole number"),
     ({"accumulate_grad_batches": 0}, ValueError, "accumulate_grad_batches=0", "at least 1"),
     ({"accumulate_grad_batches": {0: 2}}, ValueError, "accumulate_grad_batches={0: 2}"),
-    ({"gradient_clip_val": 0}, ValueError, "gradient_clip_val=0", "above 0"),
+    ({"gradient_clip_val": -1}, ValueError, "gradient_clip_val=-1", "above 0"),
     ({"gradient_clip_val": "1"}, ValueError, "gradient_clip_val='1'", "above 0"),
     ({"gradient_clip_val": NAN}, ValueError, "gradient_clip_val=nan", "above 0"),
     ({"gradient_clip_algorithm": "l2"}, ValueError, "gradient_clip_algorithm='l2'", "norm, value"),
@@ -355,24 +355,12 @@ def test_hooks_that_nobody_would_call():
         raise AssertionError("called after all")
 
     for name, words in [
-        ("on_train_batch_ends", "Did you mean 'on_train_batch_end'"),
-        ("on_validation_epoch_ends", "Did you mean"),
         ("training_epoch_end", "use on_train_epoch_end"),
         ("validation_epoch_end", "use on_validation_epoch_end"),
-        ("on_validation_model_eval", "evaluation mode"),
     ]:
         task = type("Odd", (Plain,), {name: nothing})()
         with says(ValueError, f"Odd.{name}", words):
             trainer().fit(task, loader())
-    for name, words in [
-        ("on_epoch_end", "use on_train_epoch_end"),
-        ("on_train_epoch_stat", "Did you mean 'on_train_epoch_start'"),
-    ]:
-        callback = type("Odd", (treadle.Callback,), {name: nothing})()
-        with says(ValueError, f"Odd.{name}", words):
-            trainer(callbacks=callback).fit(Plain(), loader())
-    # A method of one's own that begins alike is nobody's business.
-    trainer(callbacks=type("Fine", (treadle.Callback,), {"on_disk": nothing})()).fit(Plain(), loader())
 
 
 def test_loaders_and_data_modules():

@@ -64,7 +64,8 @@ def test_stages_and_lengths():
     trainer.test(task, test)
     assert (trainer.num_test_batches, trainer.test_dataloaders) == ([2], test)
     assert trainer.num_training_batches is None
-    assert (task.states[-1], trainer.state.fn) == (("test", "test"), None)
+    assert task.states[-1] == ("test", "test")
+    assert (trainer.state.fn, trainer.state.stage, trainer.state.finished) == ("test", None, True)
     trainer.predict(task, predict)
     assert (trainer.num_predict_batches, trainer.predict_dataloaders) == ([2], predict)
     trainer.validate(task, loader(1))

@@ -12,13 +12,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ...common.messages import nearest
+from ...common.messages import closest_name, nearest, warn
 from ...common.validation import check_int, choose
 
 _FORMS = (
     "an optimizer; a list of optimizers; two lists (optimizers, schedulers); a dict with 'optimizer' and, if you like, "
     "'lr_scheduler'; a list of such dicts; or None"
 )
+
+_TYPING_ERROR = 0.9  # 'lr_schedular' is 0.92; 'scheduler' for 'lr_scheduler', a key of public code, is 0.86
 
 
 @dataclass(kw_only=True)
@@ -114,12 +116,7 @@ def _check_optimizer(value: Any) -> Optimizer:
 
 
 def _parse_dict(config: Mapping[str, Any]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    valid = ("optimizer", "lr_scheduler", "monitor")
-    for key in config:
-        if key not in valid:
-            raise ValueError(
-                f"configure_optimizers returned the key {key!r}; it may be {', '.join(valid)}.{nearest(key, valid)}"
-            )
+    _check_keys("configure_optimizers returned a dict", config, ("optimizer", "lr_scheduler", "monitor"))
     if "optimizer" not in config:
         raise ValueError("configure_optimizers returned a dict without 'optimizer'.")
     scheduler = config.get("lr_scheduler")
@@ -131,14 +128,25 @@ def _parse_scheduler(value: Any, monitor: str | None) -> SchedulerConfig:
     if not isinstance(value, Mapping):
         return SchedulerConfig(scheduler=value, monitor=monitor)
     valid = [field.name for field in fields(SchedulerConfig)]
-    for key in value:
-        if key not in valid:
-            raise ValueError(
-                f"the lr_scheduler dict has the key {key!r}; it may have {', '.join(valid)}.{nearest(key, valid)}"
-            )
+    _check_keys("configure_optimizers returned an lr_scheduler dict", value, valid)
     if "scheduler" not in value:
         raise ValueError("the lr_scheduler dict has no 'scheduler'.")
-    return SchedulerConfig(**{"monitor": monitor, **value})
+    return SchedulerConfig(**{"monitor": monitor, **{key: value[key] for key in valid if key in value}})
+
+
+def _check_keys(source: str, config: Mapping[str, Any], valid: Sequence[str]) -> None:
+    """Warn of keys that nobody reads, as public code has some.
+
+    Raises:
+        ValueError: for a key that is nearly a valid one: a scheduler would be lost by a typing error.
+    """
+    for key in config:
+        if key in valid:
+            continue
+        if (close := closest_name(key, valid, _TYPING_ERROR)) is not None:
+            raise ValueError(f"{source} with the key {key!r}; it may have {', '.join(valid)}. Did you mean {close!r}?")
+        keys = f"the keys are {', '.join(valid)}.{nearest(key, valid)}"
+        warn(f"{source} with the key {key!r}, which nobody reads; {keys}")
 
 
 def endless(scheduler: Any) -> str | None:

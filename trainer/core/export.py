@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from ...common.messages import warn
 from ...common.optional import require
+from ...common.validation import choose
 from ...engine import move_data_to_device, plain_calls, strip_compile_prefix
 from ...engine.weights import save_object
 from ...strategies.distributed import is_sharded
@@ -102,16 +106,45 @@ class Exports(nn.Module):
         }
         save_object(state, file_path, safe=True)
 
-    def to_torchscript(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not there: torch has given TorchScript up.
+    def to_torchscript(
+        self,
+        file_path: str | Path | None = None,
+        method: str | None = "script",
+        example_inputs: Any = None,
+        **kwargs: Any,
+    ) -> torch.jit.ScriptModule:
+        """Turn ``forward`` into TorchScript, which torch has deprecated; `to_torch_export` has taken its place.
+
+        Args:
+            file_path: the file, which ``torch.jit.load`` reads; or None.
+            method: ``"script"`` compiles the source of ``forward``, ``"trace"`` records one call.
+            example_inputs: for ``"trace"``, what to call ``forward`` with: a tensor, a tuple of arguments, or a dict of
+                keywords; by default ``example_input_array``.
+            kwargs: for ``torch.jit.script`` or ``torch.jit.trace``.
+
+        Returns:
+            The module in evaluation mode.
 
         Raises:
-            NotImplementedError: always; names what to use.
+            ValueError: for another method, if a trace has no input, or the model is sharded.
         """
-        raise NotImplementedError(
+        warn(
             "to_torchscript: TorchScript is deprecated in torch, and gets no fixes. Use to_torch_export, whose file "
             "torch.export.load reads and AOTInductor compiles for C++, or to_onnx."
         )
+        method = choose("method", method or "script", ("script", "trace"))
+        with _for_export(self, "to_torchscript"), _readable_properties(self), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`torch.jit.*deprecated", DeprecationWarning)  # said above, once
+            if method == "script":
+                module = torch.jit.script(self, **kwargs)
+            else:
+                args, keywords = _prepare_arguments(self, "to_torchscript", example_inputs)
+                inputs = {"example_kwarg_inputs": keywords} if keywords else {"example_inputs": args}
+                module = torch.jit.trace(self, **inputs, **kwargs)
+            if file_path is not None:
+                Path(file_path).parent.mkdir(parents=True, exist_ok=True)
+                torch.jit.save(module, file_path)
+        return module
 
     def to_tensorrt(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not there: it is another package's.
@@ -136,6 +169,19 @@ def _for_export(task: nn.Module, method: str) -> Iterator[None]:
         )
     with torch.no_grad(), evaluation_mode(task), plain_calls(task):
         yield
+
+
+@contextmanager
+def _readable_properties(task: nn.Module) -> Iterator[None]:
+    """Let TorchScript read every property of a task without a Trainer: it skips those that raise AttributeError."""
+    detached = [part for part in task.modules() if part.__dict__.get("_trainer", task) is None]
+    for part in detached:
+        part.__dict__["_trainer"] = SimpleNamespace()
+    try:
+        yield
+    finally:
+        for part in detached:
+            part.__dict__["_trainer"] = None
 
 
 def _refuse_shards(task: nn.Module, method: str) -> None:

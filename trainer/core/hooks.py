@@ -137,6 +137,36 @@ class TaskHooks:
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """A predict batch is done."""
 
+    # How evaluation sets and takes back modes. Overriding one replaces what the loop does; `super()` gives Lightning's
+    # behavior. Without overrides each part returns to the mode it was in.
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Within ``fit``, validation is about to begin; the gradients were dropped after the step."""
+
+    def on_validation_model_eval(self) -> None:
+        """Set the modes for validation."""
+        self._set_mode(training=False)
+
+    def on_validation_model_train(self) -> None:
+        """Take the modes back after validation."""
+        self._set_mode(training=True)
+
+    def on_test_model_eval(self) -> None:
+        """Set the modes for testing."""
+        self._set_mode(training=False)
+
+    def on_test_model_train(self) -> None:
+        """Take the modes back after testing."""
+        self._set_mode(training=True)
+
+    def on_predict_model_eval(self) -> None:
+        """Set the modes for prediction."""
+        self._set_mode(training=False)
+
+    def _set_mode(self, *, training: bool) -> None:
+        """Put every part in one mode; a task is a module too."""
+        self.train(training)  # type: ignore[attr-defined]
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A checkpoint is being made; add plain data or tensors under names of your own."""
 

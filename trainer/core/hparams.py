@@ -14,6 +14,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from ...common.messages import warn
+from ...common.optional import is_config
 from ...loggers import plain
 from .signatures import signature
 from .stored_hparams import (
@@ -23,7 +24,6 @@ from .stored_hparams import (
     class_name,
     copied_config,
     entries,
-    is_config,
     readable,
     rebuild,
     stored,

@@ -105,6 +105,29 @@ def build_datamodule(
     return module
 
 
+def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments to build a task with: those that its checkpoint holds, the given ones for the rest.
+
+    Args:
+        cls: the task's class.
+        source: the checkpoint.
+        given: arguments by name.
+
+    Raises:
+        TypeError: names an argument that neither has.
+    """
+    with open_source(source) as opened_source:
+        saved, document = opened_source.checkpoint, {}
+        if saved is not None:
+            document = _read_hparams(saved, HPARAMS)
+        elif opened_source.file is not None:
+            document = _read_parts(opened_source.file)[0]
+        stored_names = {*(document.get("hyper_parameters") or ()), document.get("hparams_name")}
+        stored_names -= {*(document.get("left_out") or ())}
+        overrides = {name: value for name, value in given.items() if name not in stored_names}
+        return _merge_arguments(cls, opened_source.place, document, overrides)
+
+
 def _read_hook_entries(opened: OpenCheckpoint) -> dict[str, Any]:
     """Return what the ``on_save_checkpoint`` hooks added to a checkpoint, with the counts they were given."""
     manifest = opened.manifest

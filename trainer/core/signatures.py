@@ -84,6 +84,9 @@ def signature(target: Callable[..., Any]) -> Signature:
         forwarded = _find_forwarded(vars(cls)["__init__"]) if class_signature.open else None
         if forwarded is None:
             break
+        if forwarded.variadic:
+            known = {name: argument for name, argument in merged.arguments.items() if not argument.several}
+            merged = replace(merged, arguments=known)
         base = next((base_class for base_class in chain[number + 1 :] if base_class.__module__ not in _HAND_ON), object)
         settled |= {
             *forwarded.keywords,
@@ -147,10 +150,12 @@ class _ForwardedArguments:
     Attributes:
         keywords: by name.
         by_place: how many by position.
+        variadic: whether its ``*args`` go there, too.
     """
 
     keywords: set[str]
     by_place: int
+    variadic: bool = False
 
 
 def _find_forwarded(init: Any) -> _ForwardedArguments | None:
@@ -162,7 +167,7 @@ def _find_forwarded(init: Any) -> _ForwardedArguments | None:
     function = tree.body[0]
     if not isinstance(function, ast.FunctionDef) or function.args.kwarg is None:
         return None
-    name = function.args.kwarg.arg
+    name, variadic = function.args.kwarg.arg, function.args.vararg
     uses = sum(isinstance(node, ast.Name) and node.id == name for node in ast.walk(function))
     calls = [
         node
@@ -171,10 +176,15 @@ def _find_forwarded(init: Any) -> _ForwardedArguments | None:
         for keyword in node.keywords
         if keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == name
     ]
-    if not calls or len(calls) != uses or any(isinstance(argument, ast.Starred) for argument in calls[0].args):
+    if not calls or len(calls) != uses:
+        return None
+    starred = [argument.value for argument in calls[0].args if isinstance(argument, ast.Starred)]
+    if any(variadic is None or ast.unparse(argument) != variadic.arg for argument in starred):
         return None
     return _ForwardedArguments(
-        {keyword.arg for keyword in calls[0].keywords if keyword.arg is not None}, len(calls[0].args)
+        {keyword.arg for keyword in calls[0].keywords if keyword.arg is not None},
+        len(calls[0].args) - len(starred),
+        bool(starred),
     )
 
 

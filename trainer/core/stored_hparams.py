@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import nn
 
+from ...common.optional import is_config
 from ...engine.checkpoint import MAX_DEPTH, Record, encode
 
 _DICTS = (dict, OrderedDict, defaultdict)
@@ -84,10 +85,15 @@ def stored(hparams: Mapping[str, Any], defaults: Mapping[str, Any]) -> Stored:
     return Stored(values, left_out)
 
 
-def is_config(value: Any) -> bool:
-    """Whether it is a dict or list of OmegaConf, which is not imported to find out."""
-    omegaconf = sys.modules.get("omegaconf")
-    return omegaconf is not None and omegaconf.OmegaConf.is_config(value)
+def make_config(values: Any) -> Any:
+    """Return values as a ``DictConfig``, or as they are where OmegaConf can't hold one of them."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.create(values)
+    except OmegaConfBaseException:
+        return values
 
 
 def copied_config(config: Any, ignored: set[str]) -> Any:

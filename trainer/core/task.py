@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -110,7 +111,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the gradients of ``optimizer``'s parameters by ``"norm"`` or by ``"value"``."""
-        if gradient_clip_val is None:
+        if not gradient_clip_val:
             return
         choose("gradient_clip_algorithm", gradient_clip_algorithm or "norm", ("norm", "value"))
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -340,8 +341,11 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def device_mesh(self) -> Any:
-        """The processes on a grid (torch's ``DeviceMesh``, with ``"data_parallel"`` and the like), or None."""
-        return self.trainer.accelerator.strategy.device_mesh
+        """The processes on a grid (torch's ``DeviceMesh``, with ``"data_parallel"`` and the like), or None.
+
+        None without a Trainer.
+        """
+        return None if self._trainer is None else self._trainer.accelerator.strategy.device_mesh
 
     @property
     def trainer(self) -> Trainer:
@@ -414,9 +418,30 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         return state
 
 
+# TorchScript would compile a task's properties and annotated attributes; forward needs none of them.
+_OWN_BASES = [kind for kind in TaskModule.__mro__ if kind not in (nn.Module, object)]
+_PROPERTIES = [name for kind in _OWN_BASES for name, value in vars(kind).items() if isinstance(value, property)]
+TaskModule.__jit_unused_properties__ = _PROPERTIES  # type: ignore[attr-defined]
+TaskModule.__jit_ignored_attributes__ = [  # type: ignore[attr-defined]
+    *_PROPERTIES,
+    *(name for kind in _OWN_BASES for name in inspect.get_annotations(kind)),
+]
+
+
 def task_modules(task: TaskModule) -> list[TaskModule]:
     """Return the task itself and the TaskModules inside it, at any depth."""
     return [part for part in task.modules() if isinstance(part, TaskModule)]
+
+
+def has_own(owner: object, name: str, base: type) -> bool:
+    """Return whether a method is the owner's, of its class or set on it, and not the base's. None is no method."""
+    method = getattr(owner, name)
+    return method is not None and getattr(method, "__func__", method) is not getattr(base, name)
+
+
+def overrides(task: TaskModule, name: str) -> bool:
+    """Return whether a task has a method ``name`` of its own. None disables the class's."""
+    return has_own(task, name, TaskModule)
 
 
 def log_to(task: TaskModule, metrics: Metrics | None) -> None:

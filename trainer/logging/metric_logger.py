@@ -33,6 +33,15 @@ class SilentLogger(Logger):
     def log_hyperparams(self, params: Any, metrics: Any = None) -> None:
         """Nothing is kept."""
 
+    def __getitem__(self, index: int) -> SilentLogger:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        # A method of the logger that it stands for: log_image, log_table, ...
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(NullExperiment(), name)
+
 
 class Logbook:
     """Turns what was logged into numbers, over all processes, and passes them on.

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .automatic import Steps, count_positional
+    from .automatic import Steps
     from .dataloaders import KIND_OF_STAGE, Sources
     from .evaluation_loop import Evaluation, EvaluationLoop, check_step, predictions_in_order
     from .fit_loop import choose_steps
     from .fit_setup import Fit, configure, prepare_training, validate, wrap
-    from .hook_table import Hooks, callback_overrides, name_of, task_overrides
+    from .hook_table import Hooks, callback_overrides, count_positional, name_of, task_overrides
     from .lr_schedulers import Schedules
-    from .progress import Progress
+    from .progress import Phase, Progress
     from .run_summary import RunSummary, describe_results
     from .stage import Stage
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,8 +14,8 @@ from torch import Tensor
 from ...common.messages import announce
 from ...engine import isolated_random_state
 from ...engine.metrics import MutedMetrics
-from ..core import TaskModule
-from .hook_table import Hook, Hooks
+from ..core import TaskModule, overrides
+from .hook_table import Hook, Hooks, count_positional
 from .lr_schedulers import Schedules
 from .progress import Phase
 from .step_output import check_loss, for_hooks, loss_in
@@ -285,16 +284,3 @@ def _is_users(hook: Hook) -> bool:
     """Whether a hook is not one of our own callbacks', none of which returns anything."""
     function = hook.func if isinstance(hook, partial) else hook
     return not str(getattr(function, "__module__", "")).startswith("treadle.")
-
-
-def overrides(task: TaskModule, name: str) -> bool:
-    """Whether the task has a ``name`` of its own."""
-    return getattr(type(task), name) is not getattr(TaskModule, name) or name in vars(task)
-
-
-def count_positional(step: Callable[..., Any]) -> int:
-    """How many positional arguments a bound step takes; 99 for any number."""
-    parameters = inspect.signature(step).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return 99
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

@@ -14,7 +14,7 @@ from ...common.messages import warn
 from ...engine import Accelerator, CombinedLoader, JointLoader, Loader, check_values_match
 from ...engine.data import is_collection
 from .. import arguments
-from ..core import DataModule, TaskModule, TransferHooks
+from ..core import DataModule, TaskModule, TransferHooks, has_own
 
 KINDS = ("train", "val", "test", "predict")
 KIND_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
@@ -147,9 +147,7 @@ class Sources:
             return self.passed_loaders[kind]
         method = f"{kind}_dataloader"
         for owner, base in ((self.datamodule, DataModule), (self.task, TaskModule)):
-            if owner is None:
-                continue
-            if getattr(type(owner), method) is not getattr(base, method) or method in vars(owner):
+            if owner is not None and has_own(owner, method, base):
                 with self._accelerator.drawing_alike(f"{kind} loaders of epoch {self._epoch}"):
                     return getattr(owner, method)()
         return None

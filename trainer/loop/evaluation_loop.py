@@ -13,10 +13,9 @@ from torch import nn
 from ...common.messages import warn
 from ...engine import Loader, Metrics, evaluation_mode, move_data_to_device
 from ...strategies import World
-from ..core import TaskModule
-from .automatic import count_positional
+from ..core import TaskModule, overrides
 from .dataloaders import explain_empty
-from .hook_table import Hooks
+from .hook_table import Hooks, count_positional
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -76,9 +75,11 @@ class EvaluationLoop:
         """Evaluate on all loaders. All processes must call it.
 
         Raises:
-            ValueError: if a loader yields no batch on any process, unless within ``fit``.
+            ValueError: if a loader yields no batch on any process, unless within ``fit``; or if there are several
+                loaders, and a step or a hook has no place for ``dataloader_idx``.
         """
         trainer, task, metrics = self.trainer, self.task, self.metrics
+        self.hooks.check_loader_index(self.name, len(self.loaders))
         inference_mode = trainer.inference_mode and not self.within_fit
         trainer.metrics.evaluation = metrics
         predictions: list[list[Any]] = []
@@ -86,9 +87,11 @@ class EvaluationLoop:
         lengths = [loader.length for loader in self.loaders]
         trainer.evaluation_batch = -1
         trainer.evaluation_total = None if None in lengths else sum(filter(None, lengths))
+        if self.within_fit and (zero_grad := self._own_hook("model_zero_grad")) is not None:
+            zero_grad()
         with (
             torch.inference_mode() if inference_mode else torch.no_grad(),
-            evaluation_mode(task),
+            evaluation_mode(task, self._own_hook("model_eval")),
             trainer.logging_to(metrics),
         ):
             trainer.accelerator.strategy.sync_buffers(task)
@@ -106,6 +109,8 @@ class EvaluationLoop:
                 trainer.logbook.watch.end(trainer)
             with trainer.logging_to(None):  # the values are out: another one would be lost, and self.log says so
                 self._fire("end")
+        if (restore := self._own_hook("model_train")) is not None:
+            restore()
         if self.within_fit:
             _warn_of_shared_metrics(trainer.metrics, metrics)
         for entry in metrics.entries:
@@ -161,6 +166,11 @@ class EvaluationLoop:
     def _get_hooks(self, moment: str) -> tuple[Any, ...]:
         return getattr(self.hooks, f"on_{self.name}_{moment}")
 
+    def _own_hook(self, moment: str) -> Callable[[], Any] | None:
+        """Return the task's own hook, if it has one: what the loop does else is no call of the default."""
+        name = f"on_{self.name}_{moment}"
+        return getattr(self.task, name) if hasattr(TaskModule, name) and overrides(self.task, name) else None
+
     def _fire(self, moment: str) -> None:
         for hook in self._get_hooks(moment):
             hook()
@@ -180,7 +190,7 @@ def _warn_of_shared_metrics(training: Metrics, validation: Metrics) -> None:
 def check_step(task: TaskModule, stage: str) -> None:
     """Raise a ValueError if the task does not say how ``stage`` works on a batch."""
     name = f"{STAGES[stage]}_step"
-    if getattr(type(task), name) is not getattr(TaskModule, name):
+    if overrides(task, name):
         return
     if stage == "predict" and type(task).forward is not nn.Module.forward:
         return

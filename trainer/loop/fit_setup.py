@@ -12,7 +12,7 @@ from ...callbacks import LatestValidation
 from ...common.messages import warn
 from ...engine import isolated_random_state, list_unused
 from ..checkpointing import LastStep
-from ..core import SchedulerConfig, TaskModule, check_ownership, endless, parse_optimizers
+from ..core import SchedulerConfig, TaskModule, check_ownership, endless, overrides, parse_optimizers
 from ..preflight import check_monitors, check_optimizers_match, check_storable, warn_of_untrained
 from ..profiling import measured
 from .dataloaders import Sources
@@ -140,7 +140,7 @@ class Fit:
         """Warn if there is a loader without a step to validate, or a step without a loader."""
         task, loaders = self.task, self.sources.evaluation("val")
         name = type(task).__name__
-        has_step = type(task).validation_step is not TaskModule.validation_step
+        has_step = overrides(task, "validation_step")
         if loaders and not has_step:
             warn(f"there is a validation loader, but {name} has no validation_step: nothing is validated.")
         if has_step:
@@ -176,7 +176,9 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
     _check_steps(task)
     model = wrap(trainer, task)
     try:
-        optimizers, schedulers = configure(task)  # now that the parameters are where and what they will be
+        optimizers, schedulers = configure(
+            task, accelerator.num_processes
+        )  # now that the parameters are where and what they will be
     except (ValueError, TypeError, OverflowError) as error:
         if "inf" in str(error) and trainer.estimated_stepping_batches == inf:
             error.add_note(_why_endless(trainer))
@@ -219,7 +221,7 @@ def _check_steps(task: TaskModule) -> None:
         )
 
 
-def configure(task: TaskModule) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
+def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
     optimizers, schedulers = parse_optimizers(task.configure_optimizers())
     check_ownership(task, optimizers, schedulers)
     if len(optimizers) > 1 and task.automatic_optimization:
@@ -229,7 +231,13 @@ def configure(task: TaskModule) -> tuple[list[torch.optim.Optimizer], list[Sched
             "and step them in training_step."
         )
     if not (optimizers or task.automatic_optimization):
-        raise ValueError(f"{type(task).__name__}.configure_optimizers returned no optimizer for training_step to step.")
+        name = f"{type(task).__name__}.configure_optimizers"
+        if ranks > 1:
+            raise ValueError(
+                f"{name} returned no optimizer. On {ranks} ranks gradients are averaged when an optimizer that it "
+                "returned steps, so a private one would train each rank for itself: return that one."
+            )
+        warn(f"{name} returned no optimizer: each batch counts as a step, and checkpoints hold no optimizer state.")
     return optimizers, schedulers
 
 

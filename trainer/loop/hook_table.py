@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import HOOKS, Callback
-from ...common.messages import closest_name
-from ..core import TaskHooks
+from ...common.messages import closest_name, warn
+from ..core import TaskHooks, has_own
 
 if TYPE_CHECKING:
     from ..core import TaskModule
@@ -23,40 +24,76 @@ class Hooks:
     """For each hook name, the functions to call, in order: ``for hook in hooks.on_train_start: hook()``.
 
     Callbacks come first, as given; then the task; then the callbacks that act on what the others logged.
+
+    Attributes:
+        without_loader_index: by name, the hooks of evaluation batches that take no ``dataloader_idx``.
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule, callbacks: Iterable[Callback]) -> None:
+        self.without_loader_index: dict[str, Hook] = {}
         for owner, valid_names in ((task, _OF_TASK), *((callback, _OF_CALLBACK) for callback in callbacks)):
-            _refuse_lost_hooks(owner, valid_names)
+            _check_uncalled_hooks(owner, valid_names)
         chosen = sorted(callbacks, key=lambda callback: callback.after_task)  # stable: equal numbers stay as given
         for name in HOOKS:
             before = [
                 self._bind(c, name, trainer, task) for c in chosen if not c.after_task and callback_overrides(c, name)
             ]
             after = [self._bind(c, name, trainer, task) for c in chosen if c.after_task and callback_overrides(c, name)]
-            task_hooks = [getattr(task, name)] if task_overrides(task, name) else []
+            task_hooks = [self._fit_arguments(getattr(task, name), name)] if task_overrides(task, name) else []
             if name == "on_train_epoch_end":  # what was logged in it, those that monitor want to see
                 task_hooks.append(trainer.update_train_epoch_values)
             setattr(self, name, (*before, *task_hooks, *after))
 
-    @staticmethod
-    def _bind(callback: Callback, name: str, trainer: Trainer, task: TaskModule) -> Hook:
-        return partial(getattr(callback, name), trainer, task)
+    def _bind(self, callback: Callback, name: str, trainer: Trainer, task: TaskModule) -> Hook:
+        return partial(self._fit_arguments(getattr(callback, name), name, 2), trainer, task)
+
+    def _fit_arguments(self, hook: Hook, name: str, bound: int = 0) -> Hook:
+        """Return a hook that takes ``dataloader_idx``, which users leave out where there is one loader.
+
+        Args:
+            hook: the method of a callback or a task.
+            name: the hook's name.
+            bound: how many arguments come before the batch's: a callback's trainer and task.
+        """
+        if name not in _EVALUATION_BATCH or count_positional(hook) != bound + _EVALUATION_BATCH[name] - 1:
+            return hook
+        self.without_loader_index.setdefault(name, hook)
+        return _drop_last_argument(hook)
+
+    def check_loader_index(self, stage: str, loaders: int) -> None:
+        """Check that the batch hooks of a stage can tell several loaders apart.
+
+        Raises:
+            ValueError: if there are several loaders and a hook takes no ``dataloader_idx``.
+        """
+        for name in (f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
+            if loaders > 1 and (hook := self.without_loader_index.get(name)) is not None:
+                raise ValueError(
+                    f"there are {loaders} loaders, and {name_of(hook)} takes no dataloader_idx: add the argument "
+                    "dataloader_idx=0 at its end."
+                )
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> tuple[Hook, ...]: ...
 
 
-# Hooks of Lightning, now or before its version 2, that have no counterpart here: to define one and see nothing happen
-# would be worse than an error. With each, what to write instead.
-_EVALUATION_MODE = "evaluation mode is set and taken back part by part; use on_validation_start and its kin"
+# By name, how many arguments the hooks of evaluation batches get; the last is the loader's index.
+_EVALUATION_BATCH = {
+    **{f"on_{kind}_batch_start": 3 for kind in _KINDS},
+    **{f"on_{kind}_batch_end": 4 for kind in _KINDS},
+}
+
+# Hooks that Lightning calls, or refuses to run without calling, and that have no counterpart here: a run without them
+# would be another one. With each, what to write instead.
 _LOST = {
     "configure_sharded_model": "use configure_model",
-    "on_validation_model_zero_grad": "use on_before_zero_grad",
-    **{f"on_{kind}_model_{mode}": _EVALUATION_MODE for kind in _KINDS for mode in ("eval", "train")},
-    **{f"{kind}_epoch_end": f"use on_{kind}_epoch_end" for kind in ("validation", "test", "predict")},
+    **{f"{kind}_epoch_end": f"use on_{kind}_epoch_end" for kind in ("validation", "test")},
     "training_epoch_end": "use on_train_epoch_end",
+}
+# Hooks of Lightning before its version 2, which nobody calls any more. Public code still has them.
+_FORMER = {
+    "predict_epoch_end": "use on_predict_epoch_end",
     **{f"{kind}_step_end": "do it at the end of the step itself" for kind in ("training", *_KINDS)},
     "on_epoch_start": "use on_train_epoch_start",
     "on_epoch_end": "use on_train_epoch_end",
@@ -70,24 +107,49 @@ _OF_TASK = {name for name in vars(TaskHooks) if name.startswith("on_")} | set(_T
 _OF_CALLBACK = set(HOOKS)
 
 
-def _refuse_lost_hooks(owner: object, valid_names: set[str]) -> None:
-    """Raise a ValueError for a method that looks like a hook and that nobody will call."""
+def _check_uncalled_hooks(owner: object, valid_names: set[str]) -> None:
+    """Warn of methods that look like hooks and are never called.
+
+    Raises:
+        ValueError: for one that Lightning calls or refuses.
+    """
     kind = type(owner)
     for name in dir(kind):
-        if name in _LOST:
+        if name in _LOST and callable(getattr(kind, name)):
             raise ValueError(f"{kind.__name__}.{name} is a hook that is never called here: {_LOST[name]}.")
-        if name.startswith("on_") and name not in valid_names and (close := closest_name(name, valid_names, 0.9)):
-            raise ValueError(f"{kind.__name__}.{name} is no hook. Did you mean {close!r}?")
+        if name in _FORMER and callable(getattr(kind, name)):
+            warn(f"{kind.__name__}.{name} is a hook of Lightning 1 and is never called: {_FORMER[name]}.")
+        elif name.startswith("on_") and name not in valid_names and (close := closest_name(name, valid_names, 0.9)):
+            warn(f"{kind.__name__}.{name} is not a hook and is never called. Did you mean {close!r}?")
 
 
 def callback_overrides(callback: Callback, name: str) -> bool:
     """Return whether a callback has a method ``name`` of its own."""
-    return getattr(type(callback), name, None) is not getattr(Callback, name) or name in vars(callback)
+    return has_own(callback, name, Callback)
 
 
 def task_overrides(task: TaskModule, name: str) -> bool:
-    """Return whether a task has a method ``name`` of its own."""
-    return getattr(type(task), name) is not getattr(TaskHooks, name) or name in vars(task)
+    """Return whether a task has a method ``name`` of its own. None disables a hook."""
+    return has_own(task, name, TaskHooks)
+
+
+def count_positional(function: Callable[..., Any]) -> int:
+    """Return how many positional arguments a bound method takes; 99 for any number, or if nobody can tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin, say
+        return 99
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 99
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _drop_last_argument(hook: Hook) -> Hook:
+    @wraps(hook)
+    def call(*arguments: Any) -> Any:
+        return hook(*arguments[:-1])
+
+    return call
 
 
 def name_of(hook: Hook) -> str:

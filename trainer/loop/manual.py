@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ...common.messages import warn
-from .automatic import Steps, overrides
+from ..core import overrides
+from .automatic import Steps
 from .progress import Phase
 from .step_output import for_hooks
 
@@ -17,6 +18,8 @@ _AUTOMATIC = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipp
 
 class ManualSteps(Steps):
     """Calls ``training_step``, which does all the rest; knows from the optimizers whether it stepped.
+
+    Without an optimizer, as of a task that keeps its own (Pyro's), each batch is a step.
 
     Gradients stay on their process until an optimizer's step, or its clipping, needs them: any number of losses,
     optimizers and micro-batches is exact, and exchanged once per step.
@@ -68,7 +71,7 @@ class ManualSteps(Steps):
             progress.batch, progress.batches = index + 1, progress.batches + 1
             self._agree()
             steps_after, skipped_after = self._count_steps()
-            stepped = steps_after != steps_before
+            stepped = steps_after != steps_before or not self.optimizers
             progress.step += stepped
             progress.skipped += skipped_after != skipped_before and not stepped
             progress.samples += micro.group_samples  # type: ignore[union-attr]

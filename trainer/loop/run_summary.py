@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ...callbacks import ModelCheckpoint, RunReport, folders
 from ...common.messages import announce
@@ -51,7 +52,7 @@ class RunSummary:
             lines.append(f"drop_last leaves {count(loader.left_out, 'sample')} of each epoch out")
         if processes > 1 and not trainer.use_distributed_sampler:
             lines.append("each process reads its own loader as it is (use_distributed_sampler=False)")
-        if not accelerator.optimizers:
+        if not accelerator.optimizers and task.automatic_optimization:
             lines.append("configure_optimizers returned None: nothing is trained")
         else:
             lines.append(self._describe_steps() if task.automatic_optimization else self._describe_manual_steps())
@@ -153,11 +154,12 @@ def count(number: int, thing: str) -> str:
 
 
 def _describe_parameters(module: nn.Module) -> str:
-    parameters = list(module.parameters())
+    parameters = [p for p in module.parameters() if not is_lazy(p)]
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     frozen = sum(p.numel() for p in parameters) - trainable
     size = sum(p.numel() * p.element_size() for p in parameters)
-    return f"{trainable:,} trainable parameters, {frozen:,} frozen, {size / 2**20:,.1f} MiB"
+    lazy = " + those of lazy layers" * any(map(is_lazy, module.parameters()))
+    return f"{trainable:,} trainable parameters{lazy}, {frozen:,} frozen, {size / 2**20:,.1f} MiB"
 
 
 def _describe_best(callback: ModelCheckpoint) -> str:

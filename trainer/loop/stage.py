@@ -16,6 +16,7 @@ from ..core import DataModule, TaskModule, log_to, task_modules
 from ..default_callbacks import as_callbacks
 from ..preflight import collect_settings
 from ..profiling import stage_profiler
+from ..states import TrainerStatus
 from . import error_notes
 from .dataloaders import KINDS, Sources, check_kinds
 from .hook_table import Hooks, name_of
@@ -78,7 +79,9 @@ class Stage:
             work: what the stage does; None ends it after the searches that precede it.
         """
         trainer, task = self.trainer, self.task
-        trainer.stage, trainer.task, trainer.datamodule = self.name, task, self.datamodule
+        trainer.stage = trainer.latest_stage = self.name
+        trainer.status = TrainerStatus.RUNNING
+        trainer.task, trainer.datamodule = task, self.datamodule
         trainer.hooks = trainer.ckpt_path = trainer.opened_checkpoint = trainer.last_step = trainer.steps = None
         trainer.should_stop = trainer.interrupted = False
         try:
@@ -97,6 +100,7 @@ class Stage:
                     return work(task, hooks, sources)
         except BaseException as error:
             self.failure = error
+            trainer.status = TrainerStatus.INTERRUPTED
             trainer.interrupted = isinstance(error, KeyboardInterrupt)
             self._call_on_exception(error)
             raise
@@ -151,9 +155,13 @@ class Stage:
     def _tear_down(self) -> None:
         """Let everyone clean up; the first cause, if there is one, stays the error."""
         trainer = self.trainer
+        status = TrainerStatus.INTERRUPTED
         try:
             self._clean_up()
+            if self.failure is None:
+                status = TrainerStatus.FINISHED
         finally:  # a second Ctrl-C may end that early
+            trainer.status = status
             log_to(self.task, None)
             trainer.stage = trainer.steps = trainer.opened_checkpoint = None
             for callback in trainer.callbacks:
@@ -193,7 +201,8 @@ def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule
     """
     if trainer.task is None:
         raise ValueError(f"{stage} needs a model: pass one, or call fit first.")
-    best = "" if trainer.checkpoint_callback is None else trainer.checkpoint_callback.best_model_path
+    saving = trainer.checkpoint_callback if trainer.checkpoint_callbacks else None
+    best = "" if saving is None else saving.best_model_path
     return trainer.task, ckpt_path or (best or None)
 
 

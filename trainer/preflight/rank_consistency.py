@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ...engine import check_values_match
 from ...strategies import World
-from ..core import SchedulerConfig, TaskModule
+from ..core import SchedulerConfig, TaskModule, overrides
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -54,7 +54,7 @@ def collect_settings(trainer: Trainer, stage: str, task: TaskModule, ckpt_path: 
     accelerator = trainer.accelerator
     return {
         "stage": stage,
-        "has a validation_step": type(task).validation_step is not TaskModule.validation_step,
+        "has a validation_step": overrides(task, "validation_step"),
         "automatic_optimization": task.automatic_optimization,
         "ckpt_path": ckpt_path if ckpt_path is None or ckpt_path in _WORDS else "a path",
         "strategy": accelerator.strategy.name,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ...engine.checkpoint import check_tensor, encode
 from ...strategies.distributed import is_sharded
@@ -69,7 +70,7 @@ def _check_weights(task: nn.Module) -> None:
     for name, value in task.state_dict().items():
         if not isinstance(value, Tensor):
             extra[name] = value
-        elif not is_sharded(value):
+        elif not (is_sharded(value) or is_lazy(value)):  # the first batch gives a lazy layer its weights
             check_tensor(value, f"{type(task).__name__}.{name}")
     try:
         encode(extra)

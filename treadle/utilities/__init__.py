@@ -3,6 +3,7 @@
 from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
 
 from ..callbacks import get_available_flops, measure_flops
+from ..common.peer_names import find_peer_names
 from ..compat.inspection import (
     find_shared_parameters,
     grad_norm,
@@ -31,3 +32,5 @@ __all__ = [
     "set_shared_parameters",
     "suggested_max_num_workers",
 ]
+
+__getattr__ = find_peer_names(__name__)

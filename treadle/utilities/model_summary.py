@@ -2,5 +2,21 @@
 
 from ..callbacks import Summary as ModelSummary
 from ..callbacks import summarize
+from ..common.peer_names import find_peer_names
+from ..compat.layer_summary import (
+    LayerSummary,
+    get_formatted_model_size,
+    get_human_readable_count,
+    parse_batch_shape,
+)
 
-__all__ = ["ModelSummary", "summarize"]
+__all__ = [
+    "LayerSummary",
+    "ModelSummary",
+    "get_formatted_model_size",
+    "get_human_readable_count",
+    "parse_batch_shape",
+    "summarize",
+]
+
+__getattr__ = find_peer_names(__name__)

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ..trainer.core import SchedulerConfig as LRSchedulerConfig
 
 STEP_OUTPUT = Tensor | Mapping[str, Any] | None
 """What a step returns."""
@@ -20,7 +23,9 @@ OptimizerLRScheduler = OptimizerLRSchedulerConfig = OptimizerConfig = LRSchedule
 LRSchedulerTypeUnion = LRSchedulerType = LRScheduler | ReduceLROnPlateau
 
 __all__ = [
+    "DistributedDataParallel",
     "EVAL_DATALOADERS",
+    "LRSchedulerConfig",
     "STEP_OUTPUT",
     "TRAIN_DATALOADERS",
     "LRSchedulerConfigType",

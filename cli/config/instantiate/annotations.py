@@ -54,6 +54,10 @@ class Checker:
         self.problems: list[str] = []
         self.secrets = secrets or {}
 
+    def make_trial(self) -> Checker:
+        """Return a checker of the same kind that has found nothing yet."""
+        return Checker(self.secrets)
+
     def report(self, value: Value, path: Path, words: str) -> None:
         """Note that something is wrong."""
         self.problems.append(hide_secrets(f"{value.source}: {format_path(path)}{words}", self.secrets))
@@ -225,7 +229,7 @@ class Checker:
         numbers = any(candidate in (int, float, bool) for candidate in members)
         for strict in (True,) if numbers else (True, False):
             for member in sorted(members, key=lambda candidate: candidate is not type(value.data)):
-                trial = Checker(self.secrets)
+                trial = self.make_trial()
                 if (recipe := trial.check(value, member, path, lenient=not strict)) is not None:
                     return recipe
         shaped_alike = [member for member in members if has_shape(value, simplify(member))]

@@ -1,5 +1,96 @@
-"""Names of ``lightning.pytorch.loops.optimization.automatic``; written by `make compat`."""
+"""A training step, its backward and the dropping of gradients as one closure."""
 
-from ....common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.messages import warn
+from .closure import AbstractClosure, OutputResult
+
+__all__ = ["Closure", "ClosureResult"]
+
+
+@dataclass
+class ClosureResult(OutputResult):
+    """A loss, and what a step returned beside it.
+
+    Attributes:
+        closure_loss: the loss with its graph.
+        extra: the rest, by name.
+        loss: the loss without its graph, a copy.
+    """
+
+    closure_loss: Tensor | None
+    extra: dict[str, Any] = field(default_factory=dict)
+    loss: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.closure_loss is not None:
+            self.loss = self.closure_loss.detach().clone()
+
+    @classmethod
+    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
+        """Return the result of a step.
+
+        Args:
+            training_step_output: a loss, a dict with ``"loss"``, or None.
+            normalize: what to divide the loss by.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        extra: dict[str, Any] = {}
+        loss = training_step_output
+        if isinstance(loss, Mapping):
+            extra = {name: value for name, value in loss.items() if name != "loss"}
+            loss = loss.get("loss")
+            if loss is None:
+                raise ValueError(f"training_step returned a dict of {list(training_step_output)}; it needs a 'loss'.")
+        if loss is not None and not isinstance(loss, Tensor):
+            raise ValueError(f"training_step returned a {type(loss).__name__}, not a loss, a dict with one, or None.")
+        return cls(None if loss is None else loss / normalize, extra=extra)
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the loss and the rest."""
+        return {"loss": self.loss, **self.extra}
+
+
+class Closure(AbstractClosure[ClosureResult]):
+    """A closure for ``optimizer.step``: run the step, drop old gradients, run backward.
+
+    Args:
+        step_fn: returns the step's result.
+        backward_fn: called with the loss; None for no backward.
+        zero_grad_fn: drops gradients; None to keep them, as accumulation does.
+    """
+
+    def __init__(
+        self,
+        step_fn: Callable[[], ClosureResult],
+        backward_fn: Callable[[Tensor], None] | None = None,
+        zero_grad_fn: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._step_fn, self._backward_fn, self._zero_grad_fn = step_fn, backward_fn, zero_grad_fn
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        """Run the three parts; returns the step's result."""
+        result = self._step_fn()
+        if result.closure_loss is None:
+            warn("training_step returned None, so there is no backward.")
+        if self._zero_grad_fn is not None:
+            self._zero_grad_fn()
+        if self._backward_fn is not None and result.closure_loss is not None:
+            self._backward_fn(result.closure_loss)
+        return result
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        super().__call__(*args, **kwargs)
+        assert self._result is not None
+        return self._result.loss

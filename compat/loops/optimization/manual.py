@@ -1,5 +1,39 @@
-"""Names of ``lightning.pytorch.loops.optimization.manual``; written by `make compat`."""
+"""The result of a step that drives its optimizers itself."""
 
-from ....common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .closure import OutputResult
+
+__all__ = ["ManualResult"]
+
+
+@dataclass
+class ManualResult(OutputResult):
+    """What the step returned, by name; the loss without its graph."""
+
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_training_step_output(cls, training_step_output: Any) -> ManualResult:
+        """Return the result of a step.
+
+        Raises:
+            ValueError: for anything but a loss, a dict, or None.
+        """
+        output = {"loss": training_step_output} if isinstance(training_step_output, Tensor) else training_step_output
+        if output is not None and not isinstance(output, Mapping):
+            raise ValueError(f"training_step returned a {type(output).__name__}, not a loss, a dict, or None.")
+        extra = dict(output or {})
+        if "loss" in extra:
+            extra["loss"] = extra["loss"].detach()
+        return cls(extra)
+
+    def asdict(self) -> dict[str, Any]:
+        """Return what the step returned."""
+        return self.extra

@@ -15,6 +15,7 @@ from zoneinfo import ZoneInfo
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 from treadle.engine.checkpoint.filesystem import CODES
 from treadle.engine.checkpoint.json_codec import MAX_DEPTH, Record, decode, encode
@@ -86,6 +87,15 @@ def test_containers_come_back_with_their_type_keys_and_order(value):
 def test_ordered_and_default_dicts_come_back_as_dicts():
     state: Any = defaultdict(dict, {"a": OrderedDict(b=1)})
     assert same(round_trip(state), {"a": {"b": 1}})
+
+
+def test_containers_of_omegaconf_come_back_as_plain_ones():
+    config = OmegaConf.create({"betas": [0.9, 0.98], "lr": 0.1, "inner": {"again": "${lr}", "later": "???"}})
+    state = {"cfg": config, "betas": config.betas, "all": (config.inner,)}
+    plain = {"betas": [0.9, 0.98], "lr": 0.1, "inner": {"again": 0.1, "later": "???"}}
+    assert same(round_trip(state), {"cfg": plain, "betas": plain["betas"], "all": (plain["inner"],)})
+    with pytest.raises(TypeError, match=r"^opt\.cfg: a DictConfig \(Interpolation key 'nowhere'.*set what it"):
+        encode({"cfg": OmegaConf.create({"a": "${nowhere}"})}, "opt")
 
 
 @pytest.mark.parametrize("dtype", CODES, ids=str)

@@ -131,6 +131,42 @@ def test_weights_are_written_under_their_own_names_and_once(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tied.safetensors"]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("method", ["script", "trace"])
+def test_torchscript(net, tmp_path, method):
+    before = modes(net)
+    with pytest.warns(UserWarning, match=r"TorchScript is deprecated.*to_torch_export"):
+        module = net.to_torchscript(tmp_path / "new" / "net.pt", method=method)
+    x = torch.randn(2, 4)
+    for loaded in (module, torch.jit.load(tmp_path / "new" / "net.pt")):
+        assert not loaded.training
+        assert torch.equal(loaded(x), expected(net, x))
+    assert modes(net) == before
+    with pytest.raises(RuntimeError, match="not attached"):
+        _ = net.trainer
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:to_torchscript")
+def test_torchscript_of_a_task_in_a_task_after_a_fit():
+    class Outer(Net):
+        def __init__(self):
+            super().__init__()
+            self.inner = Net()
+
+        def forward(self, x):
+            return self.inner.first(x) + self.first(x)
+
+    task = Outer()
+    trainer = tl.Trainer(
+        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(task, DataLoader(TensorDataset(torch.randn(4, 4)), batch_size=2))
+    x = torch.randn(2, 4)
+    assert torch.equal(task.to_torchscript()(x), expected(task, x))
+    assert task.trainer is trainer
+    assert task.inner.trainer is trainer
+
+
 def test_errors_name_the_value_the_rule_and_the_fix(net, tmp_path):
     with pytest.raises(ValueError, match=r"pass input_sample, or set TwoInputs.example_input_array"):
         TwoInputs().to_torch_export()
@@ -138,8 +174,10 @@ def test_errors_name_the_value_the_rule_and_the_fix(net, tmp_path):
         net.to_torch_export("net.pt")
     with pytest.raises(ValueError, match="TaskModule has no forward"):
         tl.TaskModule().to_torch_export(input_sample=torch.ones(1))
-    with pytest.raises(NotImplementedError, match=r"deprecated in torch.*to_torch_export"):
-        net.to_torchscript(method="trace")
+    with pytest.raises(ValueError, match=r"method='onnx' is not one of script, trace"):
+        net.to_torchscript(method="onnx")
+    with pytest.raises(ValueError, match=r"to_torchscript needs an input to follow"):
+        TwoInputs().to_torchscript(method="trace")
     with pytest.raises(NotImplementedError, match="torch_tensorrt"):
         net.to_tensorrt()
     pytest.importorskip("onnxscript")

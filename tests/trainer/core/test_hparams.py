@@ -440,3 +440,32 @@ def test_a_task_and_its_data_module_are_logged_together():
     assert calls == [{"batch_size": 2, "cfg": OmegaConf.to_container(config(), resolve=True)}]
     with pytest.raises(ValueError, match=r"'batch_size': Sized has 4, Data 2, and loggers keep one value"):
         both(Sized(4), Data(2))
+
+
+def test_an_optimizer_made_of_a_configuration_is_saved_and_resumed(tmp_path):
+    """Hydra passes its own lists on: `torch.optim.AdamW(betas=ListConfig)`, a group's `betas`, a callback's state."""
+    settings = OmegaConf.create({"betas": [0.8, 0.9], "tags": {"name": "head"}})
+
+    class Configured(Task):
+        def configure_optimizers(self):
+            group = {"params": self.parameters(), "betas": settings.betas, "tags": settings.tags}
+            return torch.optim.AdamW([group], lr=0.1)
+
+    class Stateful(treadle.Callback):
+        loaded = None
+
+        def state_dict(self):
+            return {"settings": settings}
+
+        def load_state_dict(self, state_dict):
+            self.loaded = state_dict
+
+    path = fitted(Configured(), tmp_path, callbacks=[Stateful()], enable_checkpointing=True, default_root_dir=tmp_path)
+    callback = Stateful()
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
+    trainer = treadle.Trainer(max_epochs=2, accelerator="cpu", callbacks=[callback], **quiet)
+    trainer.fit(Configured(), loader(), ckpt_path=path)
+    assert trainer.global_step == 4
+    assert trainer.optimizers[0].param_groups[0]["betas"] == [0.8, 0.9]
+    assert type(callback.loaded["settings"]) is dict
+    assert callback.loaded == {"settings": {"betas": [0.8, 0.9], "tags": {"name": "head"}}}

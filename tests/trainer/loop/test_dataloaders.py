@@ -301,3 +301,17 @@ def test_around_datasets_and_in_words():
         "{Test dataloader: None}",
         "{Predict dataloader: None}",
     ]
+
+
+def test_a_base_class_method_set_on_the_instance_is_no_loader():
+    class Data(treadle.DataModule):
+        def __init__(self):
+            super().__init__()
+            self.val_dataloader = super().val_dataloader  # as libraries do where there is no validation set
+
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(torch.ones(2, 1)))
+
+    task, run = Task(), trainer(max_epochs=1)
+    run.fit(task, datamodule=Data())
+    assert (run.global_step, run.has_validation) == (2, False)

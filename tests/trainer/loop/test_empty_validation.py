@@ -150,3 +150,33 @@ def test_two_processes(tmp_path):
             (2, ["start", "end"], rank == 0),
             (2, ["start", 0, "end"], False),
         ]
+
+
+def test_none_disables_the_tasks_own_loader():
+    task = Task()
+    task.train_dataloader = lambda: loader(8)
+    task.val_dataloader = None
+    with pytest.warns(UserWarning, match="no validation loader"):
+        treadle.Trainer(**QUIET, max_epochs=1, enable_checkpointing=False).fit(task)
+    assert task.seen == []
+    assert task.trainer.global_step == 4
+
+
+def test_none_in_a_data_module_leaves_the_tasks_loader():
+    data = treadle.DataModule()
+    data.train_dataloader, data.val_dataloader = (lambda: loader(8)), None
+    task = Task()
+    task.val_dataloader = lambda: loader(2)
+    treadle.Trainer(**QUIET, max_epochs=1, enable_checkpointing=False, num_sanity_val_steps=0).fit(task, data)
+    assert task.seen == ["start", 0, "end"]
+
+
+def test_none_disables_the_step():
+    task = Task()
+    task.validation_step = None
+    trainer = treadle.Trainer(**QUIET, max_epochs=1, enable_checkpointing=False)
+    with pytest.warns(UserWarning, match="no validation_step"):
+        trainer.fit(task, loader(8), loader(2))
+    assert task.seen == []
+    with pytest.raises(ValueError, match="validate needs a validation_step"):
+        trainer.validate(task, loader(2))

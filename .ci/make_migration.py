@@ -1,0 +1,117 @@
+"""Write what documents and `treadle migrate` share: the tables of docs/migrating.md, and compat/differences.toml.
+
+    python .ci/make_migration.py            write what is out of date
+    python .ci/make_migration.py --check    list it, and end with status 1
+
+The tables say where each public name of the peers (`.ci/peer_names.json`) is: answers come from Treadle itself, as
+`treadle migrate` gets them. `compat/differences.toml` has the rows of docs/differences.md whose first cell says in a
+comment by what a program shows that the row concerns it:
+
+    <!-- used: Trainer(accumulate_grad_batches), ModelCheckpoint(save_last="link"), LocalSGD, .lr_find, def hook -->
+
+A flag, a flag with a value, a name, a method that is called, a method that is defined. ``by hand:`` before them says
+that the program needs a change.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from treadle.cli.migrate import find_counterpart
+from treadle.common.peer_names import Elsewhere
+
+ROOT = Path(__file__).resolve().parent.parent
+GUIDE = ROOT / "docs" / "migrating.md"
+DIFFERENCES = ROOT / "docs" / "differences.md"
+SIGNS = ROOT / "compat" / "differences.toml"
+ROOTS = {"lightning": "lightning.pytorch", "accelerate": "accelerate"}
+USED = re.compile(r"\s*<!-- used: (by hand: )?(.*?) -->")
+
+
+def read_peer_names():
+    """The peers' public names, by module: ``{"lightning": {"lightning.pytorch.callbacks": ["Timer", ...]}}``."""
+    record = json.loads((ROOT / ".ci" / "peer_names.json").read_text(encoding="utf-8"))
+    return {
+        peer: {f"{root}.{path}".rstrip("."): names for path, names in record[peer]["names"].items()}
+        for peer, root in ROOTS.items()
+    }
+
+
+def write_guide():
+    """The text of docs/migrating.md, with its tables as they are to be, and the names that nothing is known of."""
+    text = GUIDE.read_text(encoding="utf-8")
+    unknown = []
+    for peer, modules in read_peer_names().items():
+        rows, answers = {}, {}
+        for module, names in modules.items():
+            for name in names:
+                home = find_counterpart(module, name)
+                if home is None:
+                    unknown.append(f"{module}.{name}")
+                elif isinstance(home, Elsewhere):
+                    answers.setdefault(str(home), []).append(f"`{module}.{name}`")
+                else:
+                    rows.setdefault((module, home), []).append(f"`{name}`")
+        table = ["| Before | Now | Names |", "|---|---|---|"]
+        table += [f"| `{module}` | `{home}` | {', '.join(names)} |" for (module, home), names in sorted(rows.items())]
+        text = replace_part(text, f"names of {peer}", table)
+        table = ["| Not here | |", "|---|---|"]
+        table += [f"| {', '.join(names)} | {answer} |" for answer, names in sorted(answers.items(), key=lambda a: a[1])]
+        text = replace_part(text, f"answers for {peer}", table if answers else ["Every name has a counterpart."])
+    return text, unknown
+
+
+def replace_part(text, name, lines):
+    """Replace what stands between two marks."""
+    start, end = f"<!-- {name}, written by `make compat` -->\n", "<!-- end -->"
+    before, _, rest = text.partition(start)
+    if not rest:
+        raise ValueError(f"docs/migrating.md has no line {start}")
+    return before + start + "\n".join(["", *lines, "", end]) + rest.partition(end)[2]
+
+
+def write_signs():
+    """The text of compat/differences.toml."""
+    lines = ["# Rows of docs/differences.md, by what a program uses; written by `make compat`."]
+    for row in re.findall(r"^\| (.*) \|$", DIFFERENCES.read_text(encoding="utf-8"), re.MULTILINE):
+        used = USED.search(row)
+        if used is None:
+            continue
+        cells = USED.sub("", row).split(" | ")
+        lines += [
+            "",
+            "[[rows]]",
+            f"case = {quote(cells[0])}",
+            f"says = {quote(cells[-2])}",
+            f"used = [{', '.join(map(quote, re.split(r', ', used[2])))}]",
+            f"by_hand = {str(used[1] is not None).lower()}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def quote(text):
+    """A text as TOML has it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def main(arguments):
+    """Write or check; returns the exit status."""
+    guide, unknown = write_guide()
+    stale = [
+        file for file, text in ((SIGNS, write_signs()), (GUIDE, guide)) if file.read_text(encoding="utf-8") != text
+    ]
+    if "--check" not in arguments:
+        SIGNS.write_text(write_signs(), encoding="utf-8")
+        GUIDE.write_text(guide, encoding="utf-8")
+    for file in stale:
+        print(file.relative_to(ROOT))
+    if "--unknown" in arguments:
+        print(*unknown, sep="\n")
+    if unknown:
+        print(f"{len(unknown)} public names have neither a counterpart nor an answer (--unknown lists them)")
+    return int(bool(stale) and "--check" in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""`treadle migrate`: rewrite the imports of a project that uses Lightning, Fabric or Accelerate."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+from ...common.optional import require
+
+if TYPE_CHECKING:
+    from ..migrate import Finding, Migration
+
+DESCRIPTION = """\
+Rewrite a project's imports of lightning, pytorch_lightning, lightning_fabric and accelerate, and what uses them:
+lightning.pytorch.X becomes treadle.X, or treadle.compat.X. Everything else in the files stays as it is.
+
+    treadle migrate .                   print what would change, as a diff
+    treadle migrate src/train.py        the same of a single file
+    treadle migrate . --write           change the files
+
+Looks at Python files, code cells of notebooks, and class paths in configurations. Hidden folders, virtual
+environments and symbolic links are left out. Lists, by file and line, what has no counterpart and what behaves
+otherwise. Ends with status 1 if something needs a change by hand."""
+
+NEEDS_A_HAND = "Needs a change by hand"
+DIFFERS = "Runs, and behaves otherwise (docs/differences.md)"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def build_parser(program: str = "treadle migrate") -> argparse.ArgumentParser:
+    """The options of the command."""
+    parser = _Parser(
+        program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("path", help="a folder, or a file")
+    parser.add_argument("--write", action="store_true", help="change the files (default: print a diff)")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit status: 1 if something needs a change by hand, 2 for a wrong command."""
+    try:
+        options = build_parser().parse_args(arguments)
+        path = Path(options.path)
+        if not path.is_dir() and not path.is_file():
+            state = "is neither a folder nor a file" if path.exists() else "does not exist"
+            raise ValueError(f"{options.path!r} {state}; name a project's folder or a file of it.")
+        require("treadle migrate", "libcst", extra="migrate")
+        from ..migrate import migrate_project
+
+        migration = migrate_project(options.path)
+        for change in migration.changes:
+            if options.write:
+                change.write()
+            else:
+                _print_bytes(change.format_diff())
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        _print(f"treadle migrate: {error}", sys.stderr)
+        return 2
+    _print(format_summary(migration, options.write), end="")
+    return int(any(finding.by_hand for finding in migration.findings))
+
+
+def format_summary(migration: Migration, is_written: bool) -> str:
+    """Return the lists of findings and a last line with the numbers."""
+    by_hand = [finding for finding in migration.findings if finding.by_hand]
+    differs = [finding for finding in migration.findings if not finding.by_hand]
+    count = len(migration.changes)
+    numbers = f"{count} of {migration.count} files {'changed' if is_written else 'would change'}"
+    if count and not is_written:
+        numbers += "; --write changes them"
+    return _format_list(NEEDS_A_HAND, by_hand) + _format_list(DIFFERS, differs) + f"{numbers}.\n"
+
+
+def _format_list(title: str, findings: Iterable[Finding]) -> str:
+    lines = [f"  {finding}\n" for finding in findings]
+    return f"{title}:\n{''.join(lines)}\n" if lines else ""
+
+
+def _print(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
+    file = stream or sys.stdout
+    # A file's name may hold what the terminal's encoding has no letters for.
+    encoding = file.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=file, end=end)
+
+
+def _print_bytes(raw: bytes) -> None:
+    """Print a diff byte by byte as the files are, so that it can be applied to them."""
+    sys.stdout.flush()
+    if hasattr(sys.stdout, "buffer"):
+        sys.stdout.buffer.write(raw)
+        sys.stdout.buffer.flush()
+    else:  # a stream that somebody put in its place, of text alone
+        sys.stdout.write(raw.decode("utf-8", "replace"))

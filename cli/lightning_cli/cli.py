@@ -1,0 +1,383 @@
+"""`LightningCLI`: a command line made of a Trainer's, a task's and a data module's arguments."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial, update_wrapper
+from types import MethodType
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...common.messages import announce, warn
+from ...engine import seed_everything
+from ...trainer import Trainer
+from ...trainer.core import DataModule, TaskModule, read_saved_arguments
+from .namespace import Namespace
+from .optimizers import LRSchedulerTypeTuple, ReduceLROnPlateau, instantiate_class
+from .parser import ActionConfigFile, LightningArgumentParser
+from .save_config import SaveConfigCallback
+from .settings import describe_import_path, find_class
+from .writing import NotWritten, to_plain
+
+ArgsType = list[str] | dict[str, Any] | Namespace | None
+
+
+class LightningCLI:
+    """Command line of a Trainer, a task and a data module. Building one parses, builds and runs.
+
+    Args:
+        model_class: the task's class, or a function that returns a task; None to name it in the settings.
+        datamodule_class: the data module's, likewise.
+        save_config_callback: the callback that saves the configuration; None for no such file.
+        save_config_kwargs: arguments of that callback.
+        trainer_class: an extension of Trainer, or a function that returns a Trainer.
+        trainer_defaults: defaults of the Trainer's arguments; callbacks among them are always there.
+        seed_everything_default: the seed; True for the usual one, False to leave random numbers alone.
+        parser_kwargs: arguments of the parser; those of one subcommand's under its name.
+        parser_class: an extension of `LightningArgumentParser`.
+        subclass_mode_model: whether the settings may name a class that extends ``model_class``.
+        subclass_mode_data: the same for ``datamodule_class``.
+        args: the command line as a list, or settings as a dict; ``sys.argv`` by default.
+        run: whether the command line names a subcommand, which is run; otherwise the objects are only built.
+        auto_configure_optimizers: whether ``--optimizer`` and ``--lr_scheduler`` are taken and used.
+        load_from_checkpoint_support: accepted: `save_hyperparameters` always stores what is plain data.
+        save_config_overwrite: the callback's argument ``overwrite``, as before Lightning 2.
+
+    Attributes:
+        parser: the parser.
+        config: the parsed configuration; with a subcommand, below its name.
+        config_init: the same with objects built.
+        model, datamodule, trainer: the objects.
+        subcommand: the subcommand; None with ``run=False``.
+
+    Example:
+        >>> cli = LightningCLI(Model, Data, args=["fit", "--trainer.max_epochs=3"])
+    """
+
+    def __init__(
+        self,
+        model_class: type[TaskModule] | Callable[..., TaskModule] | None = None,
+        datamodule_class: type[DataModule] | Callable[..., DataModule] | None = None,
+        save_config_callback: type[SaveConfigCallback] | None = SaveConfigCallback,
+        save_config_kwargs: dict[str, Any] | None = None,
+        trainer_class: type[Trainer] | Callable[..., Trainer] = Trainer,
+        trainer_defaults: dict[str, Any] | None = None,
+        seed_everything_default: bool | int = True,
+        parser_kwargs: dict[str, Any] | None = None,
+        parser_class: type[LightningArgumentParser] = LightningArgumentParser,
+        subclass_mode_model: bool = False,
+        subclass_mode_data: bool = False,
+        args: ArgsType = None,
+        run: bool = True,
+        auto_configure_optimizers: bool = True,
+        load_from_checkpoint_support: bool = True,
+        *,
+        save_config_overwrite: bool | None = None,
+    ) -> None:
+        self.save_config_callback = save_config_callback
+        self.save_config_kwargs = dict(save_config_kwargs or {})
+        if save_config_overwrite is not None:
+            self.save_config_kwargs["overwrite"] = save_config_overwrite
+        self.trainer_class = trainer_class
+        self.trainer_defaults = trainer_defaults or {}
+        self.seed_everything_default = seed_everything_default
+        self.parser_kwargs = parser_kwargs or {}
+        self.parser_class = parser_class
+        self.auto_configure_optimizers = auto_configure_optimizers
+        self.model_class, self.datamodule_class = model_class, datamodule_class
+        self.subclass_mode_model = model_class is None or subclass_mode_model
+        self.subclass_mode_data = datamodule_class is None or subclass_mode_data
+        self._subcommand_method_arguments: dict[str, list[str]] = {}
+        self._subcommand_parsers: dict[str, LightningArgumentParser] = {}
+
+        commands = self.subcommands()
+        main_kwargs = {name: value for name, value in self.parser_kwargs.items() if name not in commands}
+        subparser_kwargs = {name: value for name, value in self.parser_kwargs.items() if name in commands}
+        self.setup_parser(run, main_kwargs, subparser_kwargs)
+        self.parse_arguments(self.parser, args)
+        self._parse_ckpt_path()
+        self.subcommand: str | None = self.config["subcommand"] if run else None
+        self._set_seed()
+        self.before_instantiate_classes()
+        self.instantiate_classes()
+        self.after_instantiate_classes()
+        if self.subcommand is not None:
+            self._run_subcommand(self.subcommand)
+
+    # -- the parser --------------------------------------------------------------------------------------------------
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Return a parser with the option ``--config``."""
+        parser = self.parser_class(**kwargs)
+        parser.add_argument("-c", "--config", action=ActionConfigFile)
+        return parser
+
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
+        """Make the parser, its subcommands and its arguments."""
+        self.parser = self.init_parser(**main_kwargs)
+        if add_subcommands:
+            self._add_subcommands(self.parser, **subparser_kwargs)
+        else:
+            self._add_arguments(self.parser)
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add ``--seed_everything``."""
+        parser.add_argument(
+            "--seed_everything",
+            type=bool | int,
+            default=self.seed_everything_default,
+            help="the seed of all random numbers; true for the usual one, false to leave them alone",
+        )
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the arguments of the Trainer, the task and the data module."""
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        parser.set_defaults({f"trainer.{name}": v for name, v in self.trainer_defaults.items() if name != "callbacks"})
+        parser.add_lightning_class_args(self.model_class or TaskModule, "model", self.subclass_mode_model)
+        # Without a class the task may bring its own loaders.
+        required = self.datamodule_class is not None
+        parser.add_lightning_class_args(self.datamodule_class or DataModule, "data", self.subclass_mode_data, required)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add further arguments and links; for subclasses."""
+
+    def _add_arguments(self, parser: LightningArgumentParser) -> None:
+        self.add_default_arguments_to_parser(parser)
+        self.add_core_arguments_to_parser(parser)
+        self.add_arguments_to_parser(parser)
+        if self.auto_configure_optimizers:
+            if not parser._optimizers:
+                parser.add_optimizer_args((Optimizer,))
+            if not parser._lr_schedulers:
+                parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
+        self.link_optimizers_and_lr_schedulers(parser)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the subcommands, which are methods of the Trainer, and the arguments that no option sets."""
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
+            "validate": {"model", "dataloaders", "datamodule"},
+            "test": {"model", "dataloaders", "datamodule"},
+            "predict": {"model", "dataloaders", "datamodule"},
+        }
+
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        added = parser.add_subcommands()
+        trainer_class = self.trainer_class if isinstance(self.trainer_class, type) else Trainer
+        for name in self.subcommands():
+            description = (getattr(trainer_class, name).__doc__ or "").strip().partition("\n")[0]
+            options = {"description": description, **kwargs.get(name, {})}
+            self._subcommand_parsers[name] = self._prepare_subcommand_parser(trainer_class, name, **options)
+            added.add_subcommand(name, self._subcommand_parsers[name])
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = self.init_parser(**kwargs)
+        self._add_arguments(parser)
+        skip = self.subcommands()[subcommand]
+        self._subcommand_method_arguments[subcommand] = parser.add_method_arguments(klass, subcommand, skip=skip)
+        return parser
+
+    @staticmethod
+    def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
+        """Link the optimizers and schedulers that were added with ``link_to``."""
+        for key, (classes, link_to) in {**parser._optimizers, **parser._lr_schedulers}.items():
+            if link_to != "AUTOMATIC":
+                compute = _convert_to_dict if isinstance(classes, tuple) else partial(_add_class_path, classes)
+                parser.link_arguments(key, link_to, compute_fn=compute)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse a command line, or settings, into ``self.config``."""
+        if args is not None and len(sys.argv) > 1:
+            warn(
+                f"LightningCLI(args=...) takes the place of the command line, so {sys.argv[1:]} is not read. Leave out "
+                "one of them."
+            )
+        if isinstance(args, Mapping | argparse.Namespace):
+            self.config = parser.parse_object(args)
+        else:
+            self.config = parser.parse_args(args)
+
+    def _parse_ckpt_path(self) -> None:
+        """Let the hyperparameters of the checkpoint which is named take the place of the model's settings."""
+        subcommand = self.config.get("subcommand")
+        path = self.config[subcommand].get("ckpt_path") if subcommand else None
+        if not path or not os.path.exists(path):
+            return
+        settings = self.config[subcommand].get("model")
+        named = isinstance(settings, Namespace) and "class_path" in settings
+        cls = find_class(settings.class_path) if named else self.model_class
+        if not isinstance(cls, type) or not isinstance(settings, Namespace):
+            return
+        given = vars(settings.init_args if named else settings)
+        linked = {link.path[1] for link in self._parser(subcommand).links if link.path[0] == "model" and link.path[1:]}
+        saved = read_saved_arguments(cls, path, given)
+        changed = {
+            name: value
+            for name, value in saved.items()
+            if name in given and name not in linked and not _is_written_alike(value, given[name])
+        }
+        if changed:
+            announce(f"model: {', '.join(changed)} as saved in {path}.")
+            self.config = self.parser.parse_object({subcommand: {"model": changed}}, self.config)
+
+    def _parser(self, subcommand: str | None) -> LightningArgumentParser:
+        return self.parser if subcommand is None else self._subcommand_parsers[subcommand]
+
+    def _get(self, config: Namespace, key: str, default: Any = None) -> Any:
+        """Return a value of the configuration, which a subcommand holds below its name."""
+        return config.get(str(self.subcommand), config).get(key, default)
+
+    def _set_seed(self) -> None:
+        seed = self._get(self.config, "seed_everything")
+        if seed is False or seed is None:
+            return
+        seed = seed_everything(workers=True) if seed is True else seed_everything(seed, workers=True)
+        self.config.get(str(self.subcommand), self.config)["seed_everything"] = seed
+
+    # -- the objects -------------------------------------------------------------------------------------------------
+
+    def before_instantiate_classes(self) -> None:
+        """Run before objects are built; for subclasses."""
+
+    def instantiate_classes(self) -> None:
+        """Build the task, the data module and the Trainer."""
+        self.config_init = self.parser.instantiate_classes(self.config)
+        self.datamodule = self._get(self.config_init, "data")
+        self.model = self._get(self.config_init, "model")
+        self._add_configure_optimizers_method_to_model(self.subcommand)
+        self.trainer = self.instantiate_trainer()
+
+    def after_instantiate_classes(self) -> None:
+        """Run after objects are built; for subclasses."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the Trainer.
+
+        Args:
+            kwargs: arguments that override the configuration's.
+        """
+        parser = self._parser(self.subcommand)
+        extra_callbacks = [self._get(self.config_init, key) for key in parser.callback_keys]
+        arguments = {**vars(self._get(self.config_init, "trainer", Namespace())), **kwargs}
+        return self._instantiate_trainer(arguments, extra_callbacks)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Trainer:
+        if "callbacks" not in config:
+            warn(f"{self.trainer_class.__qualname__} takes no callbacks, so those of the settings are left out.")
+            return self.trainer_class(**config)
+        config["callbacks"] = [
+            *_make_list(config["callbacks"]),
+            *callbacks,
+            *_make_list(self.trainer_defaults.get("callbacks")),
+        ]
+        if self.save_config_callback is not None and not config.get("fast_dev_run", False):
+            settings = self.config.get(str(self.subcommand), self.config)
+            parser = self._parser(self.subcommand)
+            config["callbacks"].append(self.save_config_callback(parser, settings, **self.save_config_kwargs))
+        return self.trainer_class(**config)
+
+    @staticmethod
+    def configure_optimizers(
+        lightning_module: TaskModule, optimizer: Optimizer, lr_scheduler: LRScheduler | None = None
+    ) -> Any:
+        """Return what the task's ``configure_optimizers`` returns; for subclasses.
+
+        Args:
+            lightning_module: the task.
+            optimizer: the optimizer that the settings name.
+            lr_scheduler: the scheduler, if they name one.
+        """
+        if lr_scheduler is None:
+            return optimizer
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
+            schedule = {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}
+            return {"optimizer": optimizer, "lr_scheduler": schedule}
+        return [optimizer], [lr_scheduler]
+
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        """Let the settings' optimizer, where they name one, take the place of the task's own."""
+        if not self.auto_configure_optimizers:
+            return
+        parser = self._parser(subcommand)
+        optimizers = [key for key, (_, link_to) in parser._optimizers.items() if link_to == "AUTOMATIC"]
+        schedulers = [key for key, (_, link_to) in parser._lr_schedulers.items() if link_to == "AUTOMATIC"]
+        if not optimizers:
+            return
+        if len(optimizers) > 1 or len(schedulers) > 1:
+            raise ValueError(
+                f"{', '.join(optimizers + schedulers)}: only one optimizer and one scheduler can be 'AUTOMATIC'. Pass "
+                "link_to=... to add_optimizer_args and add_lr_scheduler_args, and define configure_optimizers."
+            )
+        optimizer = self._get_class_settings(parser._optimizers[optimizers[0]][0], optimizers[0])
+        if not optimizer:
+            return
+        scheduler = None
+        if schedulers:
+            scheduler = self._get_class_settings(parser._lr_schedulers[schedulers[0]][0], schedulers[0])
+        if type(self.model).configure_optimizers is not TaskModule.configure_optimizers:
+            warn(
+                f"{type(self.model).__name__}.configure_optimizers is not used: --{optimizers[0]} takes its place. "
+                "Leave that option out, or pass LightningCLI(auto_configure_optimizers=False)."
+            )
+        configure = self.configure_optimizers
+
+        def configure_optimizers(task: TaskModule) -> Any:
+            # Built here, not with the task: its parameters may be on another device by now, or made just before.
+            built = instantiate_class(task.parameters(), optimizer)
+            return configure(task, built, instantiate_class(built, scheduler) if scheduler else None)
+
+        update_wrapper(configure_optimizers, configure)
+        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
+
+    def _get_class_settings(self, classes: Any, key: str) -> dict[str, Any] | None:
+        settings = self._get(self.config_init, key)
+        if settings is None:
+            return None
+        return _convert_to_dict(settings) if isinstance(classes, tuple) else _add_class_path(classes, settings)
+
+    # -- the run -----------------------------------------------------------------------------------------------------
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        before, after = (getattr(self, f"{moment}_{subcommand}", None) for moment in ("before", "after"))
+        if callable(before):
+            before()
+        run = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
+        run(**self._prepare_subcommand_kwargs(subcommand))
+        if callable(after):
+            after()
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        settings = self.config_init[subcommand]
+        arguments = {name: settings[name] for name in self._subcommand_method_arguments[subcommand]}
+        arguments["model"] = self.model
+        if self.datamodule is not None:
+            arguments["datamodule"] = self.datamodule
+        return arguments
+
+
+def _is_written_alike(value: Any, other: Any) -> bool:
+    """Return whether two values are the same in a configuration."""
+    try:
+        return value is other or to_plain(value) == to_plain(other)
+    except NotWritten:
+        return False
+
+
+def _make_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _add_class_path(cls: type, init_args: Namespace) -> dict[str, Any]:
+    return {"class_path": describe_import_path(cls), "init_args": init_args.as_dict()}
+
+
+def _convert_to_dict(settings: Any) -> Any:
+    return settings.as_dict() if isinstance(settings, Namespace) else settings

@@ -1,0 +1,215 @@
+"""Command lines in LightningCLI's form, read word by word: a later word overrides an earlier one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Any, NoReturn, Protocol
+
+from ...common.messages import nearest
+from ..commands import describe_target, say
+from ..config import COMMAND_LINE, ConfigError, Value
+from ..config.instantiate import catalog
+from .declarations import ClassGroup, Declared, find_owner
+from .namespace import Namespace
+from .settings import VARIABLE, make_settings, merge, parse_value, translate_class_path
+
+
+class Parser(Protocol):
+    """The parts of a `LightningArgumentParser` that reading a command line needs."""
+
+    prog: str
+    env_prefix: str
+    default_env: bool
+    declared: dict[str, Declared]
+    aliases: dict[str, str]
+    constants: dict[str, Any]
+    config_keys: list[str]
+    several: set[str]
+
+    @property
+    def subcommands(self) -> Mapping[str, Any]: ...
+    def start(self) -> Value: ...
+    def merge_file(self, root: Value, file: str | FilePath) -> Value: ...
+    def place(self, root: Value, key: str, value: Value, add: bool = False, merging: bool = False) -> Value: ...
+    def finish(self, root: Value, partial: bool = False) -> Namespace: ...
+    def dump(self, cfg: Namespace, *, skip_none: bool, skip_default: bool) -> str: ...
+    def format_help(self) -> str: ...
+
+
+_PRINT_OPTIONS = ("comments", "skip_null", "skip_none", "skip_default")
+
+
+def read_command_line(parser: Parser, words: list[str], base: Namespace | None = None) -> Namespace:
+    """Return the configuration that a command line asks for.
+
+    Raises:
+        ConfigError: names the option, the value and the rule.
+        SystemExit: after help and ``--print_config``.
+    """
+    reader = _Reader(parser, words)
+    root = parser.start() if base is None else make_settings(base, "configuration")
+    root = reader.read_options(root)
+    if not parser.subcommands:
+        if reader.shown is not None:
+            _print_config(parser, root, reader.shown)
+        return parser.finish(root)
+    name = reader.subcommand or choose_subcommand(parser, root)
+    inner = parser.subcommands[name]
+    section = root.data.get(name)
+    inner_reader = _Reader(inner, reader.words)
+    started = inner.start()
+    inner_root = inner_reader.read_options(started if section is None else merge(started, section))
+    shown = inner_reader.shown if inner_reader.shown is not None else reader.shown
+    if shown is not None:
+        _print_config(inner, inner_root, shown)
+    outer = {key: value for key, value in root.data.items() if key not in parser.subcommands and key != "subcommand"}
+    config = parser.finish(Value(outer, root.source))
+    config["subcommand"] = name
+    config[name] = inner.finish(inner_root)
+    return config
+
+
+def choose_subcommand(parser: Parser, root: Value) -> str:
+    """Return the subcommand that files or the environment name.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    named = root.data.get("subcommand")
+    if named is None and parser.default_env:
+        variable = f"{parser.env_prefix}_SUBCOMMAND"
+        named = Value(os.environ[variable], f"{VARIABLE} {variable}") if variable in os.environ else None
+    sections = [name for name in parser.subcommands if name in root.data]
+    chosen = named.data if named is not None else sections[0] if len(sections) == 1 else None
+    if chosen in parser.subcommands:
+        return str(chosen)
+    commands = ", ".join(parser.subcommands)
+    if chosen is None:
+        raise ConfigError(f"a subcommand is missing: {parser.prog} SUBCOMMAND ..., which is one of {commands}.")
+    raise ConfigError(f"there is no subcommand {chosen!r}.{nearest(chosen, parser.subcommands)} There are {commands}.")
+
+
+class _Reader:
+    """Reads the options of one parser.
+
+    Attributes:
+        words: what is left to read.
+        subcommand: the subcommand that the options end with.
+        shown: how to print the configuration instead of running; None to run.
+    """
+
+    def __init__(self, parser: Parser, words: list[str]) -> None:
+        self.parser, self.words = parser, list(words)
+        self.subcommand: str | None = None
+        self.shown: set[str] | None = None
+
+    def read_options(self, root: Value) -> Value:
+        """Return the settings with those of the options, up to a subcommand's name."""
+        while self.words:
+            word = self.words.pop(0)
+            if word in self.parser.subcommands:
+                self.subcommand = word
+                return root
+            if not word.startswith("-"):
+                self._refuse_word(word)
+            name, equals, text = word.partition("=")
+            if name in ("-h", "--help"):
+                _leave(self.parser.format_help())
+            elif name == "--print_config":
+                self.shown = self._read_print_options(text)
+            elif name.endswith(".help") and self.parser.aliases.get(name) is None:
+                self._print_class_help(root, name.lstrip("-").removesuffix(".help"), text if equals else None)
+            else:
+                root = self._read_option(root, name, text if equals else None)
+        return root
+
+    def _refuse_word(self, word: str) -> NoReturn:
+        valid = self.parser.subcommands
+        hint = nearest(word, valid)
+        rule = f"expected a subcommand, one of {', '.join(valid)}" if valid else "options begin with --, as --key=value"
+        raise ConfigError(f"{COMMAND_LINE}: unexpected {word!r}: {rule}.{hint}")
+
+    def _read_print_options(self, text: str) -> set[str]:
+        options = set(text.split(",")) if text else set()
+        for option in options:
+            if option not in _PRINT_OPTIONS:
+                raise ConfigError(f"--print_config={text}: {option!r} is not one of {', '.join(_PRINT_OPTIONS)}.")
+        return options
+
+    def _read_option(self, root: Value, name: str, text: str | None) -> Value:
+        parser, add = self.parser, name.endswith("+")
+        written = name.removesuffix("+")
+        key = parser.aliases.get(written) or written.lstrip("-")
+        if key in parser.constants and text is None:
+            return parser.place(root, key, Value(parser.constants[key], COMMAND_LINE))
+        known = written in parser.aliases or (written.startswith("--") and self._is_known(key))
+        if not known:
+            raise ConfigError(f"{COMMAND_LINE}: there is no option {written}.{self._suggest(key)}")
+        if text is None and key in parser.several:
+            return parser.place(root, key, self._read_several())
+        if text is None:
+            if not self.words or self.words[0].startswith("--"):
+                raise ConfigError(f"{COMMAND_LINE}: {written} needs a value: {written}=VALUE or {written} VALUE.")
+            text = self.words.pop(0)
+        if key in parser.config_keys:
+            return self._merge_text(root, text) if "{" in text else parser.merge_file(root, text)
+        try:
+            return parser.place(root, key, parse_value(text, COMMAND_LINE), add)
+        except ConfigError as error:
+            raise ConfigError(f"{COMMAND_LINE}: {written}={text}: {error}") from None
+
+    def _merge_text(self, root: Value, text: str) -> Value:
+        value = parse_value(text, COMMAND_LINE)
+        for key, item in value.data.items() if isinstance(value.data, dict) else ():
+            root = self.parser.place(root, str(key), item, merging=True)
+        return root
+
+    def _read_several(self) -> Value:
+        """Return the words up to the next option as a list."""
+        values = []
+        while self.words and not self.words[0].startswith("--"):
+            values.append(parse_value(self.words.pop(0), COMMAND_LINE))
+        if len(values) == 1 and isinstance(values[0].data, list):
+            return values[0]
+        return Value(values, COMMAND_LINE)
+
+    def _is_known(self, key: str) -> bool:
+        """Return whether an option belongs to something declared; the arguments themselves are checked later."""
+        try:
+            find_owner(self.parser.declared, key)
+        except ValueError:
+            return False
+        return True
+
+    def _suggest(self, key: str) -> str:
+        valid = list(self.parser.declared) + self.parser.config_keys
+        for name, declared in self.parser.declared.items():
+            if isinstance(declared, ClassGroup) and not declared.subclass_mode:
+                valid += [f"{name}.{argument}" for argument in declared.get_signature().arguments]
+        return nearest(f"--{key}", [f"--{name}" for name in valid])
+
+    def _print_class_help(self, root: Value, key: str, name: str | None) -> NoReturn:
+        """Print what a class takes that an option can name, and exit."""
+        owner = find_owner(self.parser.declared, key)
+        declared = self.parser.declared[owner]
+        if name is None and self.words and not self.words[0].startswith("-"):
+            name = self.words.pop(0)
+        if name is None:
+            target = declared.bases[0] if isinstance(declared, ClassGroup) else declared.argument.type
+        else:
+            target = catalog.find(translate_class_path(name), object)
+        _leave(describe_target(target, key))
+
+
+def _print_config(parser: Parser, root: Value, options: set[str]) -> NoReturn:
+    config = parser.finish(root, partial=True)
+    skip_none = bool(options & {"skip_null", "skip_none"})
+    _leave(parser.dump(config, skip_none=skip_none, skip_default="skip_default" in options).rstrip("\n"))
+
+
+def _leave(text: str) -> NoReturn:
+    say(text)
+    sys.exit(0)

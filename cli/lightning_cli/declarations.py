@@ -1,0 +1,262 @@
+"""What a parser takes: single options, the arguments of classes, and links between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...trainer import arguments
+from ...trainer.core import REQUIRED, Argument, Signature, signature
+from ..config import COMMAND_LINE, Value
+from ..config.instantiate import ObjectRecipe, PlainRecipe, Recipe
+from .checker import SettingsChecker
+from .settings import Path, find_class, find_shape, is_word, make_default, make_settings
+
+
+@dataclass
+class Option:
+    """A single option.
+
+    Attributes:
+        key: its dotted name.
+        argument: its annotation and default.
+        required: whether it must be set.
+        help: what is said about it.
+        convert: a function that makes its value of a word.
+        choices: the values that it may have.
+        instantiate: whether `instantiate_classes` builds the object, where it is one.
+        untyped: whether a word stays text, as in argparse; a file's value is taken as it is.
+    """
+
+    key: str
+    argument: Argument
+    required: bool = False
+    help: str = ""
+    convert: Callable[[str], Any] | None = None
+    choices: tuple[Any, ...] | None = None
+    instantiate: bool = True
+    untyped: bool = False
+
+    def get_default(self) -> Value | None:
+        """Return the value that holds as long as nobody sets one."""
+        return None if self.argument.default is REQUIRED else make_settings(self.argument.default, "default")
+
+    def find_argument(self, path: Path, value: Value | None) -> Argument | None:
+        """Return the argument that ``path``, counted from this option, leads to."""
+        return _follow(self.argument, path, value)
+
+    def check(self, checker: SettingsChecker, value: Value | None) -> Recipe | None:
+        """Return a recipe for the option's value; report what is wrong and return None."""
+        path = (self.key,)
+        value = self.get_default() if value is None else value
+        if value is None or (value.data is None and value.source == "default"):
+            if self.required and not checker.partial:
+                checker.problems.append(f"--{self.key} is required: give it a value.")
+            return PlainRecipe(Value(None, "default"), None)
+        if self.untyped and value.text is not None and value.data is not None and is_word(value):
+            return PlainRecipe(Value(value.text, value.source), value.text)
+        if self.choices is not None and value.data not in self.choices:
+            if value.text not in self.choices:
+                choices = ", ".join(map(str, self.choices))
+                checker.report(value, path, f"={value.data!r} must be one of {choices}.")
+                return None
+            value = Value(value.text, value.source)
+        if self.convert is not None and isinstance(value.data, str | int | float) and value.source != "default":
+            try:
+                return PlainRecipe(value, self.convert(value.text or str(value.data)))
+            except (ValueError, TypeError) as error:
+                checker.report(value, path, f"={value.data!r} is refused by {self.convert.__name__}(): {error}")
+                return None
+        default = self.argument.default
+        if not isinstance(value.data, dict | list) and type(value.data) is type(default) and value.data == default:
+            return PlainRecipe(value, value.data)  # as of `x: int = None`, whose default is not of its type
+        return checker.check(value, self.argument.type, path)
+
+
+@dataclass
+class ClassGroup:
+    """The arguments of one class under a dotted name; in subclass mode, of any class that extends it.
+
+    Attributes:
+        key: the dotted name.
+        bases: the class, or those of which an object's class must extend one.
+        subclass_mode: whether the settings name the class.
+        required: whether, in subclass mode, they must.
+        skip: arguments that are not taken from the settings.
+        instantiate: whether `instantiate_classes` builds the object.
+        open: whether names are accepted that the signature does not have; the Trainer, which refuses them, is not.
+        help: what is said about it.
+        ignored_nulls: names that Lightning's configurations have and this class does not; null is accepted for them.
+    """
+
+    key: str
+    bases: tuple[Any, ...]
+    subclass_mode: bool = False
+    required: bool = False
+    skip: frozenset[str] = frozenset()
+    instantiate: bool = True
+    open: bool = True
+    help: str = ""
+    ignored_nulls: frozenset[str] = frozenset()
+
+    def get_signature(self) -> Signature:
+        """Return what the class takes."""
+        takes = signature(self.bases[0])
+        arguments = {name: argument for name, argument in takes.arguments.items() if name not in self.skip}
+        return replace(takes, arguments=arguments, open=takes.open and self.open)
+
+    def find_argument(self, path: Path, value: Value | None) -> Argument | None:
+        """Return the argument that ``path``, counted from this group, leads to."""
+        target = self.bases[0]
+        if self.subclass_mode:
+            named = value.data.get("class") if value is not None and isinstance(value.data, dict) else None
+            target = None if named is None else find_class(named.data)
+        if not path or target is None:
+            return None
+        argument = signature(target).arguments.get(str(path[0]))
+        inner = value.data.get(path[0]) if value is not None and isinstance(value.data, dict) else None
+        return None if argument is None else _follow(argument, path[1:], inner)
+
+    def check(self, checker: SettingsChecker, value: Value | None) -> Recipe | None:
+        """Return a recipe for the group's object; report what is wrong and return None."""
+        path: Path = tuple(self.key.split("."))
+        if self.subclass_mode:
+            return self._check_subclass(checker, value, path)
+        value = Value({}, COMMAND_LINE) if value is None or value.data is None else value
+        if not isinstance(value.data, dict):
+            checker.report(value, path, f"={value.data!r} must be a mapping of {self.bases[0].__name__}'s arguments.")
+            return None
+        named = value.data.get("class")
+        entries = {
+            key: item
+            for key, item in value.data.items()
+            if key != "class" and not (key in self.ignored_nulls and item.data is None)
+        }
+        if named is not None and find_class(named.data) is not self.bases[0]:
+            checker.report(named, path, f" is always a {self.bases[0].__name__}: leave class_path={named.data!r} out.")
+            return None
+        takes, target = self.get_signature(), self.bases[0]
+        before = len(checker.problems)
+        if not self.open:
+            entries = self._report_absent_flags(checker, entries, takes, path)
+        recipes = checker.check_arguments(value, entries, takes, target.__name__, path)
+        if recipes is None or len(checker.problems) > before:
+            return None
+        return ObjectRecipe(replace(value, data=entries), "", target, path, takes, recipes)
+
+    def _report_absent_flags(
+        self, checker: SettingsChecker, entries: dict[Any, Value], takes: Signature, path: Path
+    ) -> dict[Any, Value]:
+        """Report flags that the Trainer does not have, with what to use instead; return the others."""
+        for name, item in entries.items():
+            if name not in takes.arguments:
+                try:
+                    arguments.refuse_unknown({name: item}, takes.arguments)
+                except TypeError as error:
+                    checker.report(item, (*path, name), f": {error}")
+        return {name: item for name, item in entries.items() if name in takes.arguments}
+
+    def _check_subclass(self, checker: SettingsChecker, value: Value | None, path: Path) -> Recipe | None:
+        if value is None or value.data is None:
+            if self.required and not checker.partial:
+                checker.problems.append(
+                    f"--{self.key} is required: name a class, as in --{self.key}=my_module.MyClass."
+                )
+            return PlainRecipe(Value(None, "default"), None)
+        if not isinstance(value.data, str | dict | list):
+            return checker.check(value, self.bases[0] if len(self.bases) == 1 else object, path)
+        named = value.data.get("class") if isinstance(value.data, dict) else value
+        # A base's own name stands for that base alone: PyTorch's ReduceLROnPlateau knows no `monitor`.
+        bases = [base for base in self.bases if named is not None and base.__name__ == named.data] or self.bases
+        trial = checker
+        for base in bases:
+            trial = checker.make_trial()
+            recipe = trial.check_object(value, base, path, self.skip)
+            if recipe is not None:
+                return recipe
+        checker.problems += trial.problems
+        return None
+
+
+Declared = Option | ClassGroup
+
+
+@dataclass(frozen=True)
+class Link:
+    """A value that follows from others.
+
+    Attributes:
+        sources: dotted keys.
+        target: the dotted key that gets the value.
+        compute: makes the value of those of the sources; None for the source's value itself.
+        at_instantiation: whether the sources are the built objects, or their attributes.
+    """
+
+    sources: tuple[str, ...]
+    target: str
+    compute: Callable[..., Any] | None
+    at_instantiation: bool
+
+    def apply(self, find_source: Callable[[str], Any]) -> Any:
+        """Return the target's value."""
+        values = [find_source(source) for source in self.sources]
+        return values[0] if self.compute is None else self.compute(*values)
+
+    @property
+    def path(self) -> Path:
+        """The target's place in the settings."""
+        return tuple(part for part in self.target.split(".") if part != "init_args")
+
+
+def order_by_links(declared: Mapping[str, Declared], links: list[Link]) -> list[str]:
+    """Return the keys of what is declared, each after those that its links take values from.
+
+    Raises:
+        ValueError: if links form a circle.
+    """
+    needs: dict[str, set[str]] = {key: set() for key in declared}
+    for link in links:
+        target = find_owner(declared, link.target)
+        sources = {find_owner(declared, source) for source in link.sources}
+        if target in sources and link.at_instantiation:
+            raise ValueError(
+                f"link_arguments({link.sources}, {link.target!r}, apply_on='instantiate'): {target!r} would have to be "
+                "built before itself. Link from another group, or pass the value on in the constructor."
+            )
+        needs[target] |= sources - {target}
+    ordered: list[str] = []
+    while len(ordered) < len(declared):
+        ready = next((key for key in declared if key not in ordered and needs[key] <= {*ordered}), None)
+        if ready is None:
+            waiting = ", ".join(key for key in declared if key not in ordered and needs[key])
+            raise ValueError(f"links between {waiting} form a circle: each needs a value of another. Remove one link.")
+        ordered.append(ready)
+    return ordered
+
+
+def find_owner(declared: Mapping[str, Declared], key: str) -> str:
+    """Return the declared key that a dotted key belongs to.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    owner = max((name for name in declared if key == name or key.startswith(f"{name}.")), key=len, default=None)
+    if owner is None:
+        from ...common.messages import nearest
+
+        raise ValueError(f"there is no argument {key!r}.{nearest(key.partition('.')[0], declared)}")
+    return owner
+
+
+def _follow(argument: Argument, path: Path, value: Value | None) -> Argument | None:
+    """Return the argument that is reached from another one through classes that values or defaults name."""
+    while path:
+        settings = value if value is not None and value.data is not None else make_default(argument)
+        entries = settings.data if settings is not None and isinstance(settings.data, dict) else {}
+        target = find_class(entries["class"].data) if "class" in entries else find_shape(argument.type)
+        found = None if target is None else signature(target).arguments.get(str(path[0]))
+        if found is None:
+            return None
+        argument, value, path = found, entries.get(path[0]), path[1:]
+    return argument

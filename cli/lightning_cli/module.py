@@ -1,0 +1,29 @@
+"""Building a task from the settings that LightningCLI has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .parser import LightningArgumentParser
+
+
+def instantiate_module(class_type: type, config: Mapping[str, Any]) -> Any:
+    """Build an object of a class from its settings.
+
+    Args:
+        class_type: the class, or one that the class named by ``config["_class_path"]`` extends.
+        config: the arguments by name.
+
+    Raises:
+        ConfigError: if an argument does not fit.
+    """
+    parser = LightningArgumentParser(exit_on_error=False)
+    settings = dict(config)
+    class_path = settings.pop("_class_path", None)
+    if class_path is not None:
+        parser.add_subclass_arguments(class_type, "module", required=True)
+        settings = {"class_path": class_path, "init_args": settings}
+    else:
+        parser.add_class_arguments(class_type, "module")
+    return parser.instantiate_classes(parser.parse_object({"module": settings})).module

@@ -1,0 +1,756 @@
+"""Parser of settings: command lines, files and environment variables, in LightningCLI's forms."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import sys
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any, NoReturn
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...callbacks import Callback
+from ...common.messages import nearest
+from ...common.version import __version__
+from ...trainer import Trainer
+from ...trainer.core import REQUIRED, Argument, DataModule, TaskModule, described, signature
+from ..commands import report_error
+from ..config import ConfigError, Value, parse, resolve_references
+from ..config.instantiate import ObjectRecipe, Recipe
+from .checker import SettingsChecker, look_up, make_arguments, make_config, supply
+from .command_line import choose_subcommand, read_command_line
+from .declarations import ClassGroup, Declared, Link, Option, find_owner, order_by_links
+from .help import format_help
+from .namespace import Namespace
+from .optimizers import ReduceLROnPlateau
+from .settings import (
+    VARIABLE,
+    Path,
+    as_mapping,
+    find_shape,
+    find_value,
+    make_default,
+    make_settings,
+    merge,
+    normalize,
+    parse_value,
+    place,
+    read_named_file,
+    read_settings,
+    remove_value,
+)
+from .writing import drop_equal, drop_none, dump_yaml, escape_references, to_plain
+
+_FLAG_ACTIONS = {"store_true": (True, False), "store_false": (False, True)}
+_PARSER_MODES = ("yaml", "json", "omegaconf")
+# The arguments of the peer's Trainer that ours does not have, as they stand in its configurations: always null.
+_PEER_FLAGS = frozenset({"model_registry"})
+
+
+class ActionConfigFile(argparse.Action):
+    """Marks the option that reads configuration files: ``parser.add_argument("--config", action=ActionConfigFile)``."""
+
+
+class LightningArgumentParser:
+    """Parser whose options are single arguments and the arguments of classes.
+
+    Args:
+        description: what the help begins with.
+        env_prefix: what the names of environment variables begin with.
+        default_env: whether environment variables are read.
+        prog: the program's name in the help; the script's by default.
+        default_config_files: files that are read before all others, where they exist; ``*`` in their names is taken.
+        parser_mode: ``"omegaconf"`` resolves ``${...}``; in ``"yaml"``, the default, it is text.
+        exit_on_error: whether an error ends the program, with status 2; otherwise it is raised.
+        dump_header: lines that a written configuration begins with.
+        epilog, usage: further parts of the help.
+    """
+
+    def __init__(
+        self,
+        *,
+        description: str | None = "Train, validate, test and predict with a Trainer.",
+        env_prefix: str = "PL",
+        default_env: bool = False,
+        prog: str | None = None,
+        default_config_files: Sequence[str | FilePath] | None = None,
+        parser_mode: str = "yaml",
+        exit_on_error: bool = True,
+        dump_header: Sequence[str] | None = None,
+        epilog: str | None = None,
+        usage: str | None = None,
+    ) -> None:
+        if parser_mode not in _PARSER_MODES:
+            raise ValueError(f"parser_mode={parser_mode!r} must be one of {', '.join(_PARSER_MODES)}.")
+        self.description, self.epilog, self.usage = description, epilog, usage
+        self.prog = prog or sys.argv[0].rpartition("/")[2]
+        self.env_prefix, self.default_env = env_prefix, default_env
+        self.default_config_files = list(default_config_files or ())
+        self.parser_mode, self.exit_on_error = parser_mode, exit_on_error
+        self.dump_header = dump_header
+        self.callback_keys: list[str] = []
+        self.declared: dict[str, Declared] = {}
+        self.links: list[Link] = []
+        self.aliases: dict[str, str] = {}
+        self.constants: dict[str, Any] = {}
+        self.config_keys: list[str] = []
+        self.several: set[str] = set()
+        self.subcommands: dict[str, LightningArgumentParser] = {}
+        self.defaults = Value({}, "default")
+        self._optimizers: dict[str, tuple[Any, str]] = {}
+        self._lr_schedulers: dict[str, tuple[Any, str]] = {}
+
+    # -- what it takes -----------------------------------------------------------------------------------------------
+
+    def add_argument(
+        self,
+        *names: str,
+        type: Any = None,
+        default: Any = None,
+        required: bool = False,
+        help: str | None = None,
+        choices: Iterable[Any] | None = None,
+        nargs: int | str | None = None,
+        action: Any = None,
+        dest: str | None = None,
+        const: Any = None,
+        metavar: str | None = None,
+    ) -> None:
+        """Add a single option, as argparse does.
+
+        Args:
+            names: ``"--key"``, ``"--group.key"``, and short forms.
+            type: an annotation, as ``int`` or ``list[int] | None``, a class, or a function that converts a word.
+            default: the value where nobody sets one.
+            required: whether it must be set.
+            help: what is said about it.
+            choices: the values that it may have.
+            nargs: ``"+"``, ``"*"`` or a number, for a list; ``"?"`` for a single value.
+            action: ``"store_true"``, ``"store_false"`` or `ActionConfigFile`.
+            dest: the key, if it is not the longest name.
+            const: accepted as in argparse.
+            metavar: accepted as in argparse.
+
+        Raises:
+            ValueError: for a positional argument or an unknown action.
+        """
+        if not names or not all(name.startswith("-") for name in names):
+            raise ValueError(f"add_argument{names!r}: positional arguments are not supported; name it --{names[0]}.")
+        key = dest or max(names, key=len).lstrip("-").replace("-", "_")
+        self.aliases |= dict.fromkeys(names, key)
+        if action is ActionConfigFile:
+            self.config_keys.append(key)
+            return
+        if action in _FLAG_ACTIONS:
+            self.constants[key], default = _FLAG_ACTIONS[action][0], _FLAG_ACTIONS[action][1]
+            type = bool
+        elif action not in (None, "store"):
+            raise ValueError(f"add_argument({names[0]!r}, action={action!r}): use store_true, store_false or a type.")
+        annotation: Any = Any if type is None else type
+        convert = annotation if inspect.isroutine(annotation) else None
+        if nargs not in (None, "?"):
+            annotation = list[Any if convert is not None else annotation]  # type: ignore[misc]
+            self.several.add(key)
+        words = (help or "").replace("%(default)s", str(default))
+        self.declared[key] = Option(
+            key,
+            Argument(key, Any if convert is not None else annotation, default),
+            required,
+            words,
+            convert,
+            None if choices is None else tuple(choices),
+            untyped=type is None and choices is None,
+        )
+
+    def add_class_arguments(
+        self,
+        theclass: Any,
+        nested_key: str | None = None,
+        as_group: bool = True,
+        as_positional: bool = False,
+        skip: Iterable[str | int] | None = None,
+        instantiate: bool = True,
+        fail_untyped: bool = True,
+        sub_configs: bool = False,
+        help: str | None = None,
+        **unused: Any,
+    ) -> list[str]:
+        """Add the arguments of one class, or function, under ``nested_key``; at the top where there is none.
+
+        Args:
+            theclass: the class.
+            nested_key: the group's dotted key.
+            skip: arguments to leave out.
+            instantiate: whether `instantiate_classes` builds it.
+            help: what is said about it.
+            as_group, as_positional, fail_untyped, sub_configs, unused: accepted; they change nothing.
+
+        Returns:
+            The dotted keys of the arguments.
+        """
+        left_out = frozenset(name for name in skip or () if isinstance(name, str))
+        skipped_positions = sum(number for number in skip or () if isinstance(number, int))
+        takes = signature(theclass)
+        left_out |= frozenset(list(takes.arguments)[:skipped_positions])
+        if nested_key is None:
+            words = described(theclass)
+            for name, argument in takes.arguments.items():
+                if name not in left_out:
+                    required = argument.default is REQUIRED
+                    self.declared[name] = Option(name, argument, required, words.get(name, ""))
+            return [name for name in takes.arguments if name not in left_out]
+        is_trainer = isinstance(theclass, type) and issubclass(theclass, Trainer)
+        group = ClassGroup(
+            nested_key,
+            (theclass,),
+            skip=left_out,
+            instantiate=instantiate,
+            open=not is_trainer,
+            help=help or "",
+            ignored_nulls=_PEER_FLAGS if is_trainer else frozenset(),
+        )
+        self.declared[nested_key] = group
+        return [f"{nested_key}.{name}" for name in group.get_signature().arguments]
+
+    add_dataclass_arguments = add_class_arguments
+    add_function_arguments = add_class_arguments
+
+    def add_subclass_arguments(
+        self,
+        baseclass: Any,
+        nested_key: str,
+        as_group: bool = True,
+        skip: Iterable[str] | None = None,
+        instantiate: bool = True,
+        required: bool = False,
+        help: str | None = None,
+        default: Any = None,
+        fail_untyped: bool = True,
+        **unused: Any,
+    ) -> list[str]:
+        """Add an object whose class the settings name: ``--key=Class --key.argument=value``.
+
+        Args:
+            baseclass: the class that it must extend, or several.
+            nested_key: its dotted key.
+            skip: arguments that it gets otherwise.
+            instantiate: whether `instantiate_classes` builds it.
+            required: whether it must be named.
+            help: what is said about it.
+            default: the object where nobody names one, as ``{"class_path": ..., "init_args": {...}}``.
+            as_group, fail_untyped, unused: accepted; they change nothing.
+        """
+        bases = baseclass if isinstance(baseclass, tuple) else (baseclass,)
+        self.declared[nested_key] = ClassGroup(
+            nested_key, bases, True, required, frozenset(skip or ()), instantiate, help=help or ""
+        )
+        if default is not None:
+            self.set_defaults({nested_key: default})
+        return [nested_key]
+
+    def add_method_arguments(
+        self,
+        theclass: type,
+        themethod: str,
+        nested_key: str | None = None,
+        skip: Iterable[str | int] | None = None,
+        **unused: Any,
+    ) -> list[str]:
+        """Add the arguments of a method, as `add_class_arguments` does those of a class."""
+        takes = signature(getattr(theclass, themethod))
+        words, left_out = described(getattr(theclass, themethod)), {"self", *(skip or ())}
+        added = [name for name in takes.arguments if name not in left_out]
+        for name in added:
+            key = f"{nested_key}.{name}" if nested_key else name
+            argument = takes.arguments[name]
+            self.declared[key] = Option(key, argument, argument.default is REQUIRED, words.get(name, ""))
+        return added
+
+    def add_lightning_class_args(
+        self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
+    ) -> list[str]:
+        """Add the arguments of a Trainer, task, data module or callback.
+
+        Args:
+            lightning_class: the class, or a function that returns such an object.
+            nested_key: the group's dotted key.
+            subclass_mode: whether the settings name the class, which must extend this one.
+            required: whether, in subclass mode, they must.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        kinds = (Trainer, TaskModule, DataModule, Callback)
+        is_class = isinstance(lightning_class, type)
+        if not callable(lightning_class) or (is_class and not issubclass(lightning_class, kinds)):
+            raise ValueError(
+                f"add_lightning_class_args({lightning_class!r}): give a class that extends Trainer, TaskModule, "
+                "DataModule or Callback, or a function that returns such an object."
+            )
+        if is_class and issubclass(lightning_class, Callback):
+            self.callback_keys.append(nested_key)
+        if subclass_mode:
+            return self.add_subclass_arguments(lightning_class, nested_key, required=required)
+        returned = lightning_class if is_class else signature_of_return(lightning_class)
+        builds_trainer = nested_key == "trainer" or (isinstance(returned, type) and issubclass(returned, Trainer))
+        return self.add_class_arguments(lightning_class, nested_key, instantiate=not builds_trainer)
+
+    def add_optimizer_args(
+        self, optimizer_class: Any = (Optimizer,), nested_key: str = "optimizer", link_to: str = "AUTOMATIC"
+    ) -> None:
+        """Add the arguments of an optimizer.
+
+        Args:
+            optimizer_class: a class, or a tuple of those of which the settings' class must extend one.
+            nested_key: the group's dotted key.
+            link_to: the argument that gets ``{"class_path": ..., "init_args": ...}``; ``"AUTOMATIC"`` makes it the
+                task's optimizer.
+        """
+        self._add_optimizer(self._optimizers, (Optimizer,), optimizer_class, nested_key, link_to, "params")
+
+    def add_lr_scheduler_args(
+        self,
+        lr_scheduler_class: Any = (LRScheduler, ReduceLROnPlateau),
+        nested_key: str = "lr_scheduler",
+        link_to: str = "AUTOMATIC",
+    ) -> None:
+        """Add the arguments of a learning rate scheduler, as `add_optimizer_args` does."""
+        kinds = (LRScheduler, ReduceLROnPlateau)
+        self._add_optimizer(self._lr_schedulers, kinds, lr_scheduler_class, nested_key, link_to, "optimizer")
+
+    def _add_optimizer(
+        self, register: dict[str, Any], kinds: tuple[type, ...], classes: Any, key: str, link_to: str, supplied: str
+    ) -> None:
+        several = isinstance(classes, tuple)
+        for cls in classes if several else (classes,):
+            if not (isinstance(cls, type) and issubclass(cls, kinds)):
+                raise TypeError(f"{key}: {cls!r} must be a class that extends {kinds[0].__name__}.")
+        if several:
+            bases = sorted(classes, key=lambda cls: cls is not ReduceLROnPlateau)  # its bare name means the one here
+            self.add_subclass_arguments(tuple(bases), key, skip={supplied}, instantiate=False)
+        else:
+            self.add_class_arguments(classes, key, skip={supplied}, instantiate=False)
+        register[key] = (classes, link_to)
+
+    def link_arguments(
+        self,
+        source: str | tuple[str, ...],
+        target: str,
+        compute_fn: Callable[..., Any] | None = None,
+        apply_on: str = "parse",
+    ) -> None:
+        """Give an argument the value of others; it can't be set otherwise.
+
+        Args:
+            source: a dotted key, or several.
+            target: the dotted key of the argument.
+            compute_fn: makes the value of the sources'; needed for several.
+            apply_on: ``"parse"``: the sources are settings; ``"instantiate"``: they are built objects, or attributes of
+                them.
+
+        Raises:
+            ValueError: for a key that was not added, several sources without a function, or another ``apply_on``.
+        """
+        sources = (source,) if isinstance(source, str) else tuple(source)
+        if apply_on not in ("parse", "instantiate"):
+            raise ValueError(f"link_arguments(apply_on={apply_on!r}) must be 'parse' or 'instantiate'.")
+        if len(sources) > 1 and compute_fn is None:
+            raise ValueError(f"link_arguments({sources}, {target!r}) needs compute_fn to make one value of several.")
+        for key in (*sources, target):
+            find_owner(self.declared, key)
+        if any(link.target == target for link in self.links):
+            raise ValueError(f"link_arguments: {target!r} is the target of a link already.")
+        self.links.append(Link(sources, target, compute_fn, apply_on == "instantiate"))
+        order_by_links(
+            self.declared, [link for link in self.links if link.at_instantiation == (apply_on == "instantiate")]
+        )
+
+    def set_defaults(self, *mappings: Mapping[str, Any], **named: Any) -> None:
+        """Set values by dotted key that files, environment and command line override.
+
+        Raises:
+            ValueError: for a key that was not added.
+        """
+        for mapping in (*mappings, named):
+            for key, value in mapping.items():
+                find_owner(self.declared, key)
+                self.defaults = self.place(self.defaults, key, make_settings(value, "set_defaults"))
+
+    def get_defaults(self, skip_validation: bool = False) -> Namespace:
+        """Return the configuration where nobody sets anything."""
+        return self.finish(self.start(), partial=True)
+
+    def get_default(self, key: str) -> Any:
+        """Return the default of a dotted key."""
+        return self.get_defaults().get(key)
+
+    def add_subcommands(self, required: bool = True, dest: str = "subcommand", **unused: Any) -> Subcommands:
+        """Return the object whose ``add_subcommand`` adds a command with a parser of its own."""
+        return Subcommands(self)
+
+    def add_argument_group(self, *unused: Any, **also_unused: Any) -> LightningArgumentParser:
+        """Return this parser: groups order argparse's help and change nothing else."""
+        return self
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Namespace:
+        """Return the configuration that a command line asks for.
+
+        Args:
+            args: instead of ``sys.argv``'s.
+            namespace: a configuration that it is merged into.
+
+        Raises:
+            SystemExit: after help and ``--print_config``; for an error, unless ``exit_on_error=False``.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        return self._guard(lambda: read_command_line(self, [str(word) for word in words], namespace))
+
+    def parse_object(self, cfg_obj: Mapping[str, Any] | argparse.Namespace, cfg_base: Any = None) -> Namespace:
+        """Return the configuration that nested settings ask for.
+
+        Args:
+            cfg_obj: the settings; keys may be dotted.
+            cfg_base: a configuration that they are merged into.
+        """
+        return self._guard(lambda: self._parse_object(cfg_obj, cfg_base))
+
+    def parse_path(self, cfg_path: str | FilePath) -> Namespace:
+        """Return the configuration that a file asks for."""
+        return self._guard(lambda: self._finish_any(merge(self.start(), read_settings(cfg_path))))
+
+    def parse_string(self, cfg_str: str) -> Namespace:
+        """Return the configuration that YAML text asks for."""
+        parsed = parse(cfg_str, "text")
+        return self._guard(lambda: self._finish_any(merge(self.start(), normalize(parsed or Value({}, "text")))))
+
+    def _parse_object(self, settings: Any, base: Any) -> Namespace:
+        given = vars(settings) if isinstance(settings, argparse.Namespace) else settings
+        root = self.start() if base is None else make_settings(base, "configuration")
+        for key, value in given.items():
+            new = make_settings(value, "args")
+            if key in self.subcommands and isinstance(new.data, dict):
+                inner = self.subcommands[key]
+                section = root.data.get(key) or inner.start()
+                for name, item in new.data.items():
+                    section = inner.place(section, str(name), item, merging=True)
+                root = self.place(root, key, section)
+            else:
+                root = self.place(root, key, new, merging=True)
+        return self._finish_any(root)
+
+    def _finish_any(self, root: Value) -> Namespace:
+        """Return the checked configuration; with subcommands, that of the one which is chosen."""
+        if not self.subcommands:
+            return self.finish(root)
+        name = choose_subcommand(self, root)
+        section = root.data.get(name, Value({}, "default"))
+        outer = {key: value for key, value in root.data.items() if key not in self.subcommands and key != "subcommand"}
+        config = self.finish(Value(outer, root.source))
+        inner = self.subcommands[name]
+        config["subcommand"] = name
+        config[name] = inner.finish(merge(inner.start(), section))
+        return config
+
+    def _guard(self, parse: Callable[[], Namespace]) -> Namespace:
+        try:
+            return parse()
+        except ConfigError as error:
+            if not self.exit_on_error:
+                raise
+            self.error(error)
+
+    def error(self, message: str | ConfigError) -> NoReturn:
+        """Print what is wrong and exit with status 2."""
+        error = message if isinstance(message, ConfigError) else ConfigError(message)
+        *others, last = error.problems
+        sys.exit(report_error(self.prog, ConfigError(*others, f"{last}\n`{self.prog} --help` lists the options.")))
+
+    def start(self) -> Value:
+        """Return the settings before any command line: defaults, default files, environment."""
+        root = self.defaults
+        for pattern in self.default_config_files:
+            folder = FilePath(pattern).expanduser()
+            for file in sorted(folder.parent.glob(folder.name)):
+                root = self.merge_file(root, file)
+        for key, name in self._iterate_variables() if self.default_env else ():
+            if name in os.environ:
+                if key in self.config_keys:
+                    root = self.merge_file(root, os.environ[name])
+                else:
+                    root = self.place(root, key, parse_value(os.environ[name], f"{VARIABLE} {name}"))
+        return root
+
+    def _iterate_variables(self) -> Iterator[tuple[str, str]]:
+        """Iterate over the keys that environment variables can set, and the variables' names, files first."""
+        keys = [*self.config_keys, *self.declared]
+        for key, declared in self.declared.items():
+            if isinstance(declared, ClassGroup) and not declared.subclass_mode:
+                keys += [f"{key}.{name}" for name in declared.get_signature().arguments]
+        for key in keys:
+            yield key, f"{self.env_prefix}_{key}".upper().replace(".", "__")
+
+    def merge_file(self, root: Value, file: str | FilePath) -> Value:
+        """Return the settings with those of a file merged into them."""
+        settings = read_settings(file)
+        for key, value in settings.data.items():
+            root = self.place(root, str(key), value, merging=True)
+        return root
+
+    def place(self, root: Value, key: str, value: Value, add: bool = False, merging: bool = False) -> Value:
+        """Return the settings with the value of one dotted key set, added to its list, or merged into it."""
+        path: Path = tuple("class" if part == "class_path" else part for part in key.split(".") if part != "init_args")
+        if key in self.declared and isinstance(self.declared[key], ClassGroup):
+            value = read_named_file(value)
+            merging = merging or isinstance(value.data, dict)
+
+        if merging and (before := find_value(root, path)) is not None:
+            value = merge(before, value, lambda inner: self._is_plain(root, inner), path)
+        return place(root, path, value, lambda place: self._find_default(root, place), add)
+
+    def _is_plain(self, root: Value, path: Path) -> bool:
+        """Return whether the value at a path is no object, so that a later mapping replaces the whole."""
+        argument = self._find_argument(root, path)
+        return argument is not None and find_shape(argument.type) is None
+
+    def _find_default(self, root: Value, path: Path) -> Value | None:
+        """Return what a place holds as long as nobody sets it, to merge into."""
+        argument = self._find_argument(root, path)
+        return None if argument is None else make_default(argument)
+
+    def _find_argument(self, root: Value, path: Path) -> Argument | None:
+        """Return the argument at a path, which may be one of an object that the settings name."""
+        try:
+            owner = find_owner(self.declared, ".".join(map(str, path)))
+        except ValueError:
+            return None
+        length = len(owner.split("."))
+        return self.declared[owner].find_argument(path[length:], find_value(root, path[:length]))
+
+    # -- checking ----------------------------------------------------------------------------------------------------
+
+    def finish(self, root: Value, partial: bool = False) -> Namespace:
+        """Return the configuration, checked, with all defaults, and with links applied.
+
+        Args:
+            root: the settings.
+            partial: whether required values may be missing.
+        """
+        recipes = self._check(root, partial=partial)
+        config = Namespace(dict.fromkeys(self.config_keys))
+        for key in self.declared:
+            config[key] = None if recipes.get(key) is None else make_config(recipes[key])
+        for link in self.links:
+            if link.at_instantiation:
+                self._remove_target(config, link)
+        return config
+
+    def _remove_target(self, config: Namespace, link: Link) -> None:
+        """Remove the value of a link from a configuration."""
+        owner = find_owner(self.declared, link.target)
+        rest = ".".join(map(str, link.path[len(owner.split(".")) :]))
+        for key in (f"{owner}.{rest}", f"{owner}.init_args.{rest}") if rest else (owner,):
+            if key in config:
+                del config[key]
+
+    def _check(self, root: Value, partial: bool = False, linking: bool = True) -> dict[str, Recipe]:
+        if self.parser_mode == "omegaconf":
+            root = resolve_references(root)
+        checker = SettingsChecker()
+        checker.partial = partial
+        links = [link for link in self.links if not link.at_instantiation]
+        checker.awaited = frozenset(link.path for link in self.links if link.at_instantiation)
+        self._report_unknown(checker, root)
+        sections = {key: find_value(root, tuple(key.split("."))) for key in self.declared}
+        recipes: dict[str, Recipe] = {}
+        configs = Namespace()
+        for key in order_by_links(self.declared, links):
+            declared, section = self.declared[key], sections[key]
+            for link in self.links if linking else ():
+                if find_owner(self.declared, link.target) == key:
+                    section = self._apply_link(checker, link, declared, section, configs)
+            recipe = declared.check(checker, self._drop_nested(key, section))
+            if recipe is not None:
+                recipes[key] = recipe
+                configs[key] = make_config(recipe)
+        if checker.problems:
+            raise ConfigError(*dict.fromkeys(checker.problems))
+        return recipes
+
+    def _drop_nested(self, key: str, section: Value | None) -> Value | None:
+        """Return a group's settings without the options that were added below its key."""
+        inner = {name[len(key) + 1 :] for name in self.declared if name.startswith(f"{key}.")}
+        if section is None or not isinstance(section.data, dict) or not inner:
+            return section
+        return Value({name: item for name, item in section.data.items() if name not in inner}, section.source)
+
+    def _report_unknown(self, checker: SettingsChecker, root: Value) -> None:
+        tops = {key.split(".")[0] for key in self.declared} | {*self.config_keys}
+        for key, value in root.data.items():
+            if key not in tops and key not in self.subcommands and key != "subcommand":
+                checker.report(value, (key,), f": there is no argument --{key}.{nearest(str(key), tops)}")
+
+    def _apply_link(
+        self, checker: SettingsChecker, link: Link, declared: Declared, section: Value | None, configs: Namespace
+    ) -> Value | None:
+        """Return a section with the value of a link in it."""
+        path = link.path[len(declared.key.split(".")) :]
+        given = None if section is None else find_value(section, path)
+        sources = " and ".join(f"--{source}" for source in link.sources)
+        if given is not None and path and given.source not in ("linked", "configuration", "default"):
+            checker.report(given, link.path, f" follows from {sources}: set that instead.")
+            return section
+        if path and isinstance(declared, ClassGroup) and declared.subclass_mode:
+            if section is None or section.data is None:
+                return section
+            if len(path) == 1 and declared.find_argument(path, as_mapping(section)) is None:
+                return section  # this class does not take it
+        if link.at_instantiation:
+            return remove_value(section, path)
+        if any(find_owner(self.declared, source) not in configs for source in link.sources):
+            return section  # what is wrong with the source is reported already
+        value = link.apply(lambda source: look_up(configs, source))
+        new = make_settings(value, "linked")
+        return new if not path else place(as_mapping(section), path, new, lambda _: None)
+
+    # -- building and writing ----------------------------------------------------------------------------------------
+
+    def instantiate_classes(self, cfg: Namespace, instantiate_groups: bool = True) -> Namespace:
+        """Return the configuration with the objects built that it describes.
+
+        Args:
+            cfg: what parsing returned; values in it may have been changed.
+            instantiate_groups: whether groups of arguments become objects; otherwise only those nested in them do.
+
+        Raises:
+            ConfigError: if a changed value does not fit.
+        """
+        built = cfg.clone()
+        for name, parser in self.subcommands.items():
+            if cfg.get("subcommand") == name:
+                built[name] = parser.instantiate_classes(cfg[name], instantiate_groups)
+        settings = Namespace({key: cfg[key] for key in self.declared if key in cfg})
+        recipes = self._check(make_settings(settings, "configuration"), linking=False)
+        links = [link for link in self.links if link.at_instantiation]
+        for key in order_by_links(self.declared, links):
+            if key not in recipes:
+                continue
+            recipe, declared = recipes[key], self.declared[key]
+            for link in links:
+                if find_owner(self.declared, link.target) == key:
+                    value = link.apply(lambda source: look_up(built, source))
+                    recipe = supply(recipe, link.path[len(key.split(".")) :], value)
+            if isinstance(recipe, ObjectRecipe) and not (declared.instantiate and instantiate_groups):
+                built[key] = make_arguments(recipe)
+            else:
+                built[key] = recipe.make()
+        return built
+
+    instantiate = instantiate_classes
+
+    def dump(
+        self,
+        cfg: Namespace | Mapping[str, Any],
+        format: str | None = None,
+        skip_none: bool = True,
+        skip_default: bool = False,
+        skip_link_targets: bool = True,
+        **unused: Any,
+    ) -> str:
+        """Return a configuration as YAML, or JSON, from which the same one is read.
+
+        Args:
+            cfg: the configuration.
+            format: ``"yaml"`` or ``"json"``.
+            skip_none: whether to leave null values out.
+            skip_default: whether to leave out what equals its default.
+            skip_link_targets: whether to leave out the values of links, which are refused when the text is read.
+            unused: accepted; it changes nothing.
+        """
+        config = Namespace(cfg).clone()
+        for name, parser in self.subcommands.items():
+            if name in config:
+                parser._prepare_for_writing(config[name], skip_link_targets)
+        self._prepare_for_writing(config, skip_link_targets)
+        data = to_plain(config)
+        if skip_default:
+            data = drop_equal(data, to_plain(self.get_defaults()))
+        if skip_none:
+            data = drop_none(data)
+        if format in ("json", "json_indented"):
+            return json.dumps(data, indent=2 if format == "json_indented" else None)
+        if self.parser_mode == "omegaconf":
+            data = escape_references(data)
+        header = [f"treadle=={__version__}"] if self.dump_header is None else self.dump_header
+        return "".join(f"# {line}\n" for line in header) + dump_yaml(data)
+
+    def _prepare_for_writing(self, config: Namespace, skip_link_targets: bool) -> None:
+        for key in self.config_keys:
+            config.pop(key, None)
+        for link in self.links if skip_link_targets else ():
+            self._remove_target(config, link)
+
+    def save(
+        self,
+        cfg: Namespace,
+        path: str | FilePath,
+        format: str | None = None,
+        skip_none: bool = True,
+        overwrite: bool = False,
+        **options: Any,
+    ) -> None:
+        """Write a configuration to a file.
+
+        Raises:
+            FileExistsError: if there is one, unless ``overwrite=True``.
+        """
+        file = FilePath(path)
+        if file.exists() and not overwrite:
+            raise FileExistsError(f"{file} exists: pass overwrite=True, or write to another file.")
+        text = self.dump(cfg, format or ("json" if file.suffix == ".json" else None), skip_none, **options)
+        draft = file.with_name(f".{file.name}.{os.getpid()}")
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, file)  # whoever reads meanwhile sees the whole file or none
+
+    def format_help(self) -> str:
+        """Return the help."""
+        return format_help(self.usage, self.prog, self.description, self.declared, self.subcommands) + (
+            self.epilog or ""
+        )
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help."""
+        print(self.format_help(), file=file)
+
+
+class Subcommands:
+    """The commands of a parser, each with a parser of its own."""
+
+    def __init__(self, parser: LightningArgumentParser) -> None:
+        self.parser = parser
+
+    def add_subcommand(self, name: str, parser: LightningArgumentParser, help: str | None = None) -> None:
+        """Add a command."""
+        parser.prog = f"{self.parser.prog} {name}"
+        parser.env_prefix = f"{self.parser.env_prefix}_{name.upper()}_"
+        parser.default_env = parser.default_env or self.parser.default_env
+        parser.exit_on_error = self.parser.exit_on_error
+        parser.parser_mode = self.parser.parser_mode if parser.parser_mode == "yaml" else parser.parser_mode
+        if help:
+            parser.description = help
+        self.parser.subcommands[name] = parser
+
+
+def signature_of_return(function: Callable[..., Any]) -> Any:
+    """Return what a function says that it returns."""
+    try:
+        return typing.get_type_hints(function).get("return")
+    except NameError:  # imported for type checkers only
+        return None

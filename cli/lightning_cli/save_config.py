@@ -1,0 +1,83 @@
+"""Callback that writes the configuration of a run beside its logs."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from ...callbacks import Callback
+from .namespace import Namespace
+from .parser import LightningArgumentParser
+
+if TYPE_CHECKING:
+    from ...trainer import Trainer
+    from ...trainer.core import TaskModule
+
+
+class SaveConfigCallback(Callback):
+    """Callback that writes the configuration into the log folder when a run starts.
+
+    Args:
+        parser: the parser that wrote it.
+        config: the configuration.
+        config_filename: the file's name.
+        overwrite: whether a file of that name is replaced.
+        multifile: accepted; the settings of several files are written to one.
+        save_to_log_dir: whether the file is written; without it, ``save_config`` does what a subclass wants.
+
+    Raises:
+        ValueError: if nothing would be saved.
+    """
+
+    def __init__(
+        self,
+        parser: LightningArgumentParser,
+        config: Namespace,
+        config_filename: str = "config.yaml",
+        overwrite: bool = False,
+        multifile: bool = False,
+        save_to_log_dir: bool = True,
+    ) -> None:
+        self.parser, self.config = parser, config
+        self.config_filename, self.overwrite, self.multifile = config_filename, overwrite, multifile
+        self.save_to_log_dir = save_to_log_dir
+        self.already_saved = False
+        if not save_to_log_dir and type(self).save_config is SaveConfigCallback.save_config:
+            raise ValueError(
+                "save_to_log_dir=False saves nothing unless a subclass of SaveConfigCallback defines save_config: "
+                "define it, or pass LightningCLI(save_config_callback=None)."
+            )
+
+    def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Write the configuration, once.
+
+        Raises:
+            RuntimeError: if the file exists already, unless ``overwrite=True``; on every rank.
+        """
+        if self.already_saved:
+            return
+        if self.save_to_log_dir:
+            world = trainer.accelerator.world
+            # Reading a logger's folder may create one, which only rank zero may do.
+            folder = world.broadcast(trainer.log_dir or trainer.default_root_dir if world.is_main else None)
+            path = os.path.join(folder, self.config_filename)
+            if not self.overwrite and world.broadcast(os.path.isfile(path) if world.is_main else None):
+                raise RuntimeError(
+                    f"{path} exists already, and holds the configuration of an earlier run. Delete it, pass "
+                    "LightningCLI(save_config_kwargs={'overwrite': True}), or save_config_callback=None to write none."
+                )
+            if trainer.is_global_zero:
+                os.makedirs(folder, exist_ok=True)
+                self.parser.save(self.config, path, skip_none=False, overwrite=self.overwrite)
+        if trainer.is_global_zero:
+            self.save_config(trainer, pl_module, stage)
+        self.already_saved = True
+
+    def save_config(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> Any:
+        """Save the configuration elsewhere, too; called on rank zero alone, so without collectives.
+
+        Args:
+            trainer: the Trainer, whose ``logger`` may take the text of ``self.parser.dump(self.config)``.
+            pl_module: the task.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """

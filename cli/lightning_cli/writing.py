@@ -1,0 +1,100 @@
+"""Configurations as text: plain data, then YAML that reads back as the same values."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+import yaml
+
+from ..config import parse_scalar
+from ..config.instantiate import PLAIN
+from .settings import describe_import_path, find_class
+
+
+class NotWritten(Exception):
+    """An object that no text stands for."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text in quotes where it would be read as something else by the rules of YAML 1.2."""
+
+    def represent_text(self, text: str) -> yaml.Node:
+        style = None if isinstance(parse_scalar(text), str) else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def dump_yaml(data: Any) -> str:
+    """Return plain data as YAML that `read_settings` reads back as the same values."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
+
+
+def to_plain(value: Any) -> Any:
+    """Return a configuration as plain data; entries that no text stands for are left out.
+
+    Raises:
+        NotWritten: if the value itself is one of those.
+    """
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        entries = {}
+        for key, item in value.items():
+            try:
+                entries[key] = to_plain(item)
+            except NotWritten:
+                continue
+        return entries
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_plain(item) for item in value]
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or type(value) in PLAIN:
+        return value
+    if isinstance(value, FilePath | torch.dtype | torch.device):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    if callable(value) and (path := describe_import_path(value)) and find_class(path) == value:
+        return path
+    raise NotWritten
+
+
+def drop_none(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: drop_none(item) for key, item in data.items() if item is not None}
+    return data
+
+
+def drop_equal(data: Any, defaults: Any) -> Any:
+    """Return nested dicts without the entries that equal their defaults."""
+    kept = {}
+    for key, item in data.items():
+        if isinstance(item, dict) and isinstance(defaults.get(key), dict) and "class_path" not in item:
+            item = drop_equal(item, defaults[key])
+            if not item:
+                continue
+        elif key in defaults and item == defaults[key]:
+            continue
+        kept[key] = item
+    return kept
+
+
+def escape_references(data: Any) -> Any:
+    """Return data whose texts with ``${`` in them are read as they are."""
+    if isinstance(data, dict):
+        return {key: escape_references(item) for key, item in data.items()}
+    if isinstance(data, list):
+        return [escape_references(item) for item in data]
+    return data.replace("${", "\\${") if isinstance(data, str) else data

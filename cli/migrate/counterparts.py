@@ -1,0 +1,196 @@
+"""Where a name of Lightning, Fabric or Accelerate is in Treadle.
+
+Answers come from Treadle itself, whose modules read the tables in ``compat/``: a name has a counterpart if the import
+that is written for it works.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any, TypeGuard
+
+from ...common.peer_names import Elsewhere, read_names
+
+# By the length of the prefix, longest first: `lightning.pytorch` is not the module `pytorch` of `lightning`.
+_ROOTS = {
+    "lightning.pytorch": "lightning",
+    "lightning.fabric": "fabric",
+    "pytorch_lightning": "lightning",
+    "lightning_fabric": "fabric",
+    "accelerate": "accelerate",
+    "lightning": "umbrella",
+    "treadle.compat": "compat",
+    "treadle": "treadle",
+}
+_OURS = ("treadle", "treadle.compat")
+PEER_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
+"""The top-level packages that are replaced."""
+MISSING = object()
+"""What `look_up` returns where there is nothing."""
+
+
+@dataclass(frozen=True)
+class PeerModule:
+    """A module of a peer.
+
+    Attributes:
+        peer: lightning, fabric or accelerate, or umbrella for the package `lightning` itself; treadle or compat for a
+            module of ours.
+        path: below the peer's root, "" for the root.
+    """
+
+    peer: str
+    path: str
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a module of Treadle already."""
+        return self.peer in ("treadle", "compat")
+
+
+@cache
+def split_peer(module: str) -> PeerModule | None:
+    """Return the peer's module that an import names, or None if it belongs to nobody that is replaced.
+
+    Args:
+        module: as imported, ``"lightning.pytorch.callbacks"``.
+    """
+    for prefix, peer in _ROOTS.items():
+        if module == prefix or module.startswith(f"{prefix}."):
+            return PeerModule(peer, module[len(prefix) + 1 :])
+    return None
+
+
+@cache
+def list_modules(module: PeerModule) -> tuple[str, ...]:
+    """Return our modules at a peer's path, the one to prefer first."""
+    if module.peer == "umbrella" and module.path:  # `lightning.data`; all else is below lightning.pytorch
+        return ()
+    roots = {"treadle": ("treadle",), "compat": ("treadle.compat",), "fabric": ("treadle.compat.fabric", *_OURS)}
+    names = (f"{root}.{module.path}".rstrip(".") for root in roots.get(module.peer, _OURS))
+    return tuple(name for name in names if _is_module(name))
+
+
+def find_module(module: str) -> str | None:
+    """Return our module for a peer's, or None.
+
+    Args:
+        module: as imported, ``"lightning.pytorch.callbacks"``.
+    """
+    peer = split_peer(module)
+    return None if peer is None else next(iter(list_modules(peer)), None)
+
+
+@cache
+def find_counterpart(module: str, name: str) -> str | Elsewhere | None:
+    """Return our module that has a peer's name, the sentence that says what to use instead, or None.
+
+    A name that the module at the same path does not have is looked for in the packages above it: older versions of
+    the peers and modules that merely import a name have it at other paths (`core.lightning.LightningModule`).
+
+    Args:
+        module: the peer's module, as imported.
+        name: the name in it.
+    """
+    peer = split_peer(module)
+    while peer is not None:
+        for ours in list_modules(peer):
+            if look_up(ours, name) is not MISSING:
+                return ours
+        answer = find_answer(peer, name)
+        if answer is not None or peer.is_ours or peer.peer == "umbrella" or not peer.path:
+            return answer
+        peer = PeerModule(peer.peer, peer.path.rpartition(".")[0])
+    return None
+
+
+def find_answer(module: PeerModule, name: str) -> Elsewhere | None:
+    """Return the sentence of the tables about a name that is not here, or None."""
+    answer = read_names(module.path).get(name)
+    return answer if isinstance(answer, Elsewhere) else None
+
+
+def describe_missing(module: str, name: str) -> str:
+    """Return what to say of a name without a counterpart."""
+    peer = split_peer(module)
+    answer = None if peer is None else find_answer(peer, name)
+    return f"{module}.{name}: {answer or 'has no counterpart in Treadle.'}"
+
+
+def look_up(module: str, name: str) -> Any:
+    """Return what a module of ours has by a name, or `MISSING`."""
+    namespace = vars(importlib.import_module(module))
+    value = namespace.get(name, MISSING)
+    ask = namespace.get("__getattr__")
+    # A submodule that was imported may hide the name that its package exports, as `tqdm` in `utils`.
+    if ask is None or (value is not MISSING and not isinstance(value, ModuleType)):
+        return value
+    try:
+        return ask(name)
+    except (AttributeError, ImportError):
+        return value
+
+
+def list_exports(module: str) -> set[str]:
+    """Return the names that a star import of a module of ours binds."""
+    exported = look_up(module, "__all__")
+    if exported is MISSING:
+        exported = [name for name in vars(importlib.import_module(module)) if not name.startswith("_")]
+    return set(exported)
+
+
+def walk(module: str, attributes: Sequence[str]) -> tuple[int, bool]:
+    """Follow attributes from a module of ours, through its submodules, to the first name that is no module.
+
+    Args:
+        module: ours, ``"treadle"``.
+        attributes: ``["callbacks", "ModelCheckpoint", "state_key"]``.
+
+    Returns:
+        How many attributes were followed, and whether the last of them is there. Those behind the first name that is
+        no module are not followed.
+    """
+    for count, name in enumerate(attributes, 1):
+        value = look_up(module, name)
+        if not _is_ours(value):
+            return count, value is not MISSING
+        module = value.__name__
+    return len(attributes), True
+
+
+def find_submodule(module: str, name: str) -> str | None:
+    """Return the peer's module that ``from module import name`` imports, or None if that is no module."""
+    if module == "lightning" and name in ("pytorch", "fabric"):
+        return f"{module}.{name}"
+    home = find_counterpart(module, name)
+    if home is None or isinstance(home, Elsewhere):
+        return None
+    return f"{module}.{name}" if _is_ours(look_up(home, name)) else None
+
+
+def find_dotted(dotted: str) -> str | None:
+    """Return the dotted name in Treadle for a peer's, ``"lightning.pytorch.callbacks.Timer"``; None for a module."""
+    parts = dotted.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        module, names = ".".join(parts[:count]), parts[count:]
+        home = find_counterpart(module, names[0])
+        if home is not None and not isinstance(home, Elsewhere):
+            return None if find_submodule(module, names[0]) else ".".join([home, *names])
+    return None
+
+
+def _is_ours(value: Any) -> TypeGuard[ModuleType]:
+    return isinstance(value, ModuleType) and value.__name__.partition(".")[0] == "treadle"
+
+
+@cache
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # nor is there the package that it would be in
+        return False

@@ -1,0 +1,75 @@
+"""What a program uses that behaves otherwise in Treadle, by the rows of docs/differences.md.
+
+`compat/differences.toml` has the rows that a program's text can be held against; `make compat` writes it from the
+document.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+# Trainer, Trainer(flag), Trainer(flag="value"), .method, .method(flag), def hook
+_SIGN = re.compile(r"(?P<name>(?:def )?\.?\w+)(?:\((?P<keyword>\w+)(?:=(?P<value>.+))?\))?")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """A use of a name.
+
+    Attributes:
+        line: where.
+        name: of a peer; ``.name`` for a method of anything that is called, ``def name`` for one that is defined.
+        keywords: the keyword arguments of a call.
+        node: the expression, where it is one.
+    """
+
+    line: int
+    name: str
+    keywords: Mapping[str, ast.expr] = field(default_factory=dict)
+    node: ast.expr | None = None
+
+
+def list_differences(usages: Iterable[Usage]) -> Iterator[tuple[int, str, bool]]:
+    """Yield the line, the text and whether it needs a change, for each use that behaves otherwise.
+
+    A name that needs no change is told of once; the flags that matter, wherever they are given.
+    """
+    told: set[str] = set()
+    for usage in sorted(usages, key=lambda usage: usage.line):
+        for sign, row in _read_signs().get(usage.name, ()):
+            used = sign["name"] + (f"({sign['keyword']}=...)" if sign["keyword"] else "")
+            is_told = used in told and sign["keyword"] is None and not row["by_hand"]
+            if _applies(sign, usage) and not is_told:
+                told.add(used)
+                yield usage.line, f"{used}: {row['case']}: {row['says']}", row["by_hand"]
+
+
+def _applies(sign: re.Match[str], usage: Usage) -> bool:
+    if sign["keyword"] is None:
+        return usage.name.startswith((".", "def ")) or not usage.keywords
+    value = usage.keywords.get(sign["keyword"])
+    if value is None:
+        return False
+    return sign["value"] is None or ast.unparse(value) == ast.unparse(ast.parse(sign["value"], mode="eval").body)
+
+
+@cache
+def _read_signs() -> Mapping[str, list[tuple[re.Match[str], Mapping[str, Any]]]]:
+    rows = tomllib.loads(files("treadle.compat").joinpath("differences.toml").read_text(encoding="utf-8"))["rows"]
+    signs: dict[str, list[tuple[re.Match[str], Mapping[str, Any]]]] = {}
+    for row in rows:
+        for text in row["used"]:
+            sign = _SIGN.fullmatch(text)
+            if sign is None:
+                raise ValueError(
+                    f"differences.toml: {text!r} is not of the form name, name(flag), .method or def hook."
+                )
+            signs.setdefault(sign["name"], []).append((sign, row))
+    return signs

@@ -1,0 +1,432 @@
+"""Hooks of ``accelerate.hooks`` that bring a module's weights and inputs to one device, and cast its weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...engine.big_models import (
+    Loan,
+    ModelHook,
+    add_hook_to_module,
+    copy_attributes,
+    group_tied_names,
+    iter_direct_tensors,
+    make_stand_in,
+    move,
+    named_tensors,
+    resolve,
+    set_tensor,
+    set_tensor_by_names,
+)
+from ...utils import find_device
+from .module_tensors import (
+    Device,
+    TiedParams,
+    get_non_persistent_buffers,
+    named_module_tensors,
+    set_module_tensor_to_device,
+)
+from .offload_files import PrefixedDataset
+
+_CAST_LAYERS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
+
+
+@dataclass(frozen=True)
+class _MappedPiece:
+    """A tensor that is looked up in a mapping each time: whoever changes the mapping changes the weights."""
+
+    weights: Mapping[str, Tensor]
+    name: str
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weights[self.name].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights[self.name].dtype
+
+    def get(self, exact: bool = True) -> Tensor:
+        return self.weights[self.name]
+
+    def fill(self, out: Tensor) -> None:
+        out.copy_(self.weights[self.name])
+
+
+class AlignDevicesHook(ModelHook):
+    """Hook that brings a module's inputs to its device, and its weights too if they are offloaded.
+
+    Args:
+        execution_device: Where the module runs. Default: nothing is moved there.
+        offload: Weights are away except during the forward.
+        io_same_device: Return the output on the device where the inputs were.
+        weights_map: Values of offloaded weights, by name in the module. Default: those it has, kept on the CPU.
+        offload_buffers: Buffers are offloaded too, except those that are in no state dict.
+        place_submodules: Treat the weights of the modules inside it as its own.
+        skip_keys: Names of keyword arguments, and of entries of the output, that are not moved.
+        tied_params_map: As in `set_module_tensor_to_device`.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | list[str] | None = None,
+        tied_params_map: TiedParams | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self._has_own_map = False
+        self._loans: dict[str, Loan] = {}
+        self._borrowed: list[tuple[dict[Any, Tensor], Device]] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload}, "
+            f"io_same_device={self.io_same_device}, offload_buffers={self.offload_buffers}, "
+            f"place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
+        )
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Put the module's weights on its device, or away."""
+        if str(self.execution_device) == "meta":
+            self.tied_params_map = None  # all meta tensors have one address
+        tensors = named_tensors(module) if self.place_submodules else dict(iter_direct_tensors(module))
+        if self.offload:
+            self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+        for names in group_tied_names(tensors):
+            if self.offload and self._goes_away(module, tensors[names[0]], names[0]):
+                self._lend_out(module, names, tensors[names[0]])
+            elif self.execution_device is not None:
+                ties = self.tied_params_map
+                set_module_tensor_to_device(module, names[0], self._get_device(), tied_params_map=ties)
+                _tie(module, names)
+        return module
+
+    def _goes_away(self, module: nn.Module, tensor: Tensor, name: str) -> bool:
+        if isinstance(tensor, nn.Parameter):
+            return True
+        return self.offload_buffers and name not in get_non_persistent_buffers(module, self.place_submodules, fqns=True)
+
+    def _lend_out(self, module: nn.Module, names: list[str], tensor: Tensor) -> None:
+        """Put a stand-in where the module holds a tensor, under all its names."""
+        if self.weights_map is None or self._has_own_map:
+            self.weights_map, self._has_own_map = self.weights_map or {}, True
+            self.weights_map |= dict.fromkeys(names, tensor.detach().to("cpu"))  # type: ignore[operator]
+        source = next((name for name in names if name in self.weights_map), None)
+        if source is None:
+            raise ValueError(f"weights_map has no values for {names[0]!r}. Add them, or leave weights_map out.")
+        shape, stand_in = make_stand_in(tensor)
+        for name in names:
+            path, _, last = name.rpartition(".")
+            piece = _MappedPiece(self.weights_map, source)
+            self._loans[name] = Loan(module.get_submodule(path), last, piece, shape, stand_in)
+        set_tensor_by_names(module, names, stand_in)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Bring the weights and move the inputs."""
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
+        if self._loans:
+            grad = torch.is_grad_enabled()
+            # Tensors made in inference mode would stay inference tensors wherever they end up.
+            with torch.inference_mode(False), torch.no_grad():
+                brought: dict[int, Tensor] = {}  # a tensor with several names is brought once
+                for loan in self._loans.values():
+                    if id(loan.stand_in) not in brought:
+                        brought[id(loan.stand_in)] = self._read(loan)
+                    loan.lend(brought[id(loan.stand_in)], grad)
+        if self.execution_device is None:
+            return args, kwargs
+        device = self._get_device()
+        return move(args, device, ()), move(kwargs, device, self._get_skip_keys())
+
+    def _read(self, loan: Loan) -> Tensor:
+        """Return a loan's values, which modules that run at once share if they are tied."""
+        device = self._get_device()
+        if self.tied_params_map is None:
+            return loan.read(device)
+        copies = self.tied_params_map.get(loan.piece.get().data_ptr())
+        if copies is None:
+            return loan.read(device)
+        if device not in copies:
+            copies[device] = loan.read(device)
+            self._borrowed.append((copies, device))
+        return copies[device]
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Let the weights go and move the output."""
+        with torch.inference_mode(False), torch.no_grad():
+            for loan in self._loans.values():
+                loan.take_back()
+        for copies, device in self._borrowed:
+            copies.pop(device, None)
+        self._borrowed.clear()
+        if self.io_same_device and self.input_device is not None:
+            return move(output, self.input_device, self._get_skip_keys())
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Give the module its weights for good, on the devices where they were."""
+        restored: dict[int, Tensor] = {}
+        for name, device in self.original_devices.items():
+            if device.type == "meta":
+                continue
+            if name not in self._loans:
+                set_module_tensor_to_device(module, name, device)
+                continue
+            loan = self._loans[name]
+            if id(loan.stand_in) not in restored:
+                restored[id(loan.stand_in)] = copy_attributes(loan.shape, loan.read(device))
+            set_tensor(loan.module, loan.name, restored[id(loan.stand_in)])
+        self._loans = {}
+        return module
+
+    def _get_device(self) -> torch.device:
+        if isinstance(self.execution_device, torch.device):
+            return self.execution_device
+        if self.execution_device is None:
+            raise ValueError("a hook with offload=True needs execution_device, where the weights are brought.")
+        return resolve(self.execution_device)
+
+    def _get_skip_keys(self) -> Collection[str]:
+        return (self.skip_keys,) if isinstance(self.skip_keys, str) else self.skip_keys or ()
+
+
+def _tie(module: nn.Module, names: list[str]) -> None:
+    """Give a module one tensor under all these names: that of the first."""
+    if len(names) > 1:
+        path, _, last = names[0].rpartition(".")
+        set_tensor_by_names(module, names[1:], getattr(module.get_submodule(path), last))
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: Device,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Add an `AlignDevicesHook` to each module with weights, in it or below it, that has no hook.
+
+    Args:
+        module: Where to begin.
+        execution_device: Where the modules run.
+        skip_keys: As in `AlignDevicesHook`.
+        preload_module_classes: Names of classes below whose modules no hooks are added.
+        tied_params_map: As in `set_module_tensor_to_device`.
+    """
+    if not hasattr(module, "_hf_hook") and module.state_dict():
+        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        add_hook_to_module(module, hook)
+    if type(module).__name__ in (preload_module_classes or ()):
+        return
+    for child in module.children():
+        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: Device | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Add an `AlignDevicesHook` to each module that holds tensors itself.
+
+    Args:
+        module: Where to begin.
+        execution_device: As in `AlignDevicesHook`, and so are the next three.
+        offload: Weights are away except during the forward.
+        weights_map: Values of offloaded weights, by names that begin with ``module_name``.
+        offload_buffers: Buffers are offloaded too.
+        module_name: The module's name in ``weights_map``.
+        skip_keys: As in `AlignDevicesHook`.
+        preload_module_classes: Names of classes whose modules bring all offloaded weights inside them when called.
+        tied_params_map: As in `set_module_tensor_to_device`.
+    """
+    whole = offload and type(module).__name__ in (preload_module_classes or ())
+    prefix = f"{module_name}." if module_name else ""
+    if whole or next(named_module_tensors(module), None) is not None:
+        hook = AlignDevicesHook(
+            execution_device,
+            offload=offload,
+            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+            offload_buffers=offload_buffers,
+            place_submodules=whole,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
+        add_hook_to_module(module, hook, append=True)
+    for name, child in module.named_children() if not whole else ():
+        attach_align_device_hook(
+            child,
+            execution_device,
+            offload,
+            weights_map,
+            offload_buffers,
+            prefix + name,
+            skip_keys,
+            preload_module_classes,
+            tied_params_map,
+        )
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: Device | Mapping[str, Device] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Add an `AlignDevicesHook` to each block of a model that a map names.
+
+    Args:
+        module: The model.
+        execution_device: Where it runs, or devices by the blocks' names.
+        offload: Weights are away except during the forward; or so by the blocks' names.
+        weights_map: As in `attach_align_device_hook`.
+        offload_buffers: Buffers are offloaded too.
+        module_name: The module's name in the maps.
+        skip_keys: As in `AlignDevicesHook`.
+        preload_module_classes: As in `attach_align_device_hook`.
+        tied_params_map: As in `set_module_tensor_to_device`.
+    """
+    shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    away: dict[str, Any] = {"weights_map": weights_map, "offload_buffers": offload_buffers, **shared}
+    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
+        if offload:
+            attach_align_device_hook(module, execution_device, offload=True, module_name=module_name, **away)
+        else:
+            hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **shared)
+            add_hook_to_module(module, hook)
+        return
+    names: Iterable[str] = execution_device if isinstance(execution_device, Mapping) else offload  # type: ignore[assignment]
+    runs_on: Mapping[str, Any] = (
+        execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
+    )
+    offloads: Mapping[str, bool] = offload if isinstance(offload, Mapping) else dict.fromkeys(names, offload)
+    blocks = {name: (device, offloads[name]) for name, device in runs_on.items() if name in offloads}
+
+    def visit(path: str, block: nn.Module) -> None:
+        if path in blocks:
+            _attach_to_block(block, path, *blocks[path], preload_module_classes, away, shared)
+        elif not path:
+            add_hook_to_module(block, AlignDevicesHook(io_same_device=True, **shared))
+        for name, child in block.named_children():
+            visit(f"{path}.{name}" if path else name, child)
+
+    visit(module_name, module)
+
+
+def _attach_to_block(
+    block: nn.Module,
+    path: str,
+    device: Device,
+    offload: bool,
+    preload: list[str] | None,
+    away: dict[str, Any],
+    shared: dict[str, Any],
+) -> None:
+    if offload:
+        attach_align_device_hook(block, device, offload=True, module_name=path, preload_module_classes=preload, **away)
+        if not hasattr(block, "_hf_hook"):
+            add_hook_to_module(block, AlignDevicesHook(device, io_same_device=not path, **shared))
+    else:
+        hook = AlignDevicesHook(device, io_same_device=not path, place_submodules=True, **shared)
+        add_hook_to_module(block, hook)
+    attach_execution_device_hook(block, device, preload_module_classes=preload if offload else None, **shared)
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Hook that keeps a module's weights in one dtype and computes in another.
+
+    Args:
+        storage_dtype: The dtype between forwards, usually a smaller one.
+        compute_dtype: The dtype during the forward.
+        non_blocking: Cast without waiting.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Cast the weights to the dtype they are kept in."""
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Cast the weights to the dtype of the computation."""
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Cast the weights back."""
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | Iterable[str] | None = None,
+    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Add a `LayerwiseCastingHook` to each linear and convolution layer.
+
+    Args:
+        module: The model.
+        storage_dtype: As in `LayerwiseCastingHook`, and so is the next.
+        compute_dtype: The dtype during the forward.
+        skip_modules_pattern: Regular expressions, found in the names of modules that keep their dtype.
+        skip_modules_classes: Classes of modules that keep their dtype.
+        non_blocking: Cast without waiting.
+    """
+    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else [*(skip_modules_pattern or ())]
+
+    def visit(path: str, inner: nn.Module) -> None:
+        if isinstance(inner, skip_modules_classes or ()) or any(re.search(pattern, path) for pattern in patterns):
+            return
+        if isinstance(inner, _CAST_LAYERS):
+            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+            add_hook_to_module(inner, hook, append=True)
+            return
+        for name, child in inner.named_children():
+            visit(f"{path}.{name}" if path else name, child)
+
+    visit("", module)

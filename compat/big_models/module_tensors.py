@@ -1,0 +1,432 @@
+"""Functions of ``accelerate.utils.modeling`` on a module's tensors: their names, sizes, ties and devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...common.messages import nearest, warn
+from ...engine.big_models import (
+    compute_module_sizes,
+    copy_attributes,
+    find_station,
+    is_accelerator,
+    look_up_device,
+    parse_bytes,
+    resolve,
+    set_tensor,
+)
+from ...engine.weights import open_weights
+from .offload_files import load_offloaded_weight
+
+Device = int | str | torch.device
+TiedParams = dict[int, dict[Any, Tensor]]
+
+_QUANTIZED = ("Int8Params", "FP4Params", "Params4bit")  # bitsandbytes: moving the parameter alone loses its statistics
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Return True for a model of the library peft, also inside ``torch.compile`` or a wrapper that has ``module``."""
+    while (inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None)) is not None:
+        if not isinstance(inner, nn.Module) or _is_peft(model):
+            break
+        model = inner
+    return _is_peft(model)
+
+
+def _is_peft(model: nn.Module) -> bool:
+    # By name, so that peft, which takes seconds, is not imported to ask for what is not there.
+    kinds = type(model).__mro__
+    return any(kind.__name__ == "PeftModel" and kind.__module__.partition(".")[0] == "peft" for kind in kinds)
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Return True if two devices are the same one; an accelerator without a number is number 0."""
+    first, second = (
+        (device.type, 0 if device.type != "cpu" and device.index is None else device.index)
+        for device in (first_device, second_device)
+    )
+    return first == second
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Return a size in bytes, such as ``"5MB"`` (10**6 each), ``"1GiB"`` (2**30) or ``"8Gb"`` (bits).
+
+    Raises:
+        ValueError: It is negative, or says no size.
+    """
+    if isinstance(size, str):
+        text = size.strip()
+        if text.endswith("b") and not text.lower().endswith("ib"):
+            return parse_bytes(text.upper()) // 8
+        size = text.upper()
+    return parse_bytes(size)
+
+
+def dtype_byte_size(dtype: Any) -> float:
+    """Return the bytes of one element: 1/8 for bool, as Accelerate counts it, and fractions for its custom dtypes."""
+    if isinstance(dtype, torch.dtype):
+        return 1 / 8 if dtype == torch.bool else dtype.itemsize
+    custom = {"fp8": 1.0, "int4": 1 / 2, "int2": 1 / 4}
+    name = getattr(dtype, "value", dtype)
+    if name not in custom:
+        raise ValueError(f"dtype={dtype!r} is not a dtype. Use a torch.dtype or a member of CustomDtype.")
+    return custom[name]
+
+
+def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
+    """Return what identifies the memory behind a tensor: device, address and size in bytes."""
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def named_module_tensors(
+    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the parameters, then the buffers, of a module by name; a tied tensor comes once.
+
+    Args:
+        module: The module.
+        include_buffers: Buffers too.
+        recurse: Those of the modules inside it too.
+        remove_non_persistent: Leave out buffers that are in no state dict.
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if include_buffers:
+        left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else ()
+        yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name not in left_out)
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Return the names of the buffers that are in no state dict.
+
+    Args:
+        module: The module.
+        recurse: Those of the modules inside it too.
+        fqns: Names from ``module`` on. Default: each buffer's name in its own module.
+    """
+    modules = module.named_modules() if recurse else [("", module)]
+    return {
+        f"{path}.{name}" if fqns and path else name
+        for path, inner in modules
+        for name in inner._non_persistent_buffers_set
+    }
+
+
+def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+    """Return the names of parameters that are one object, a sorted list for each such parameter."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [sorted(names) for names in groups.values() if len(names) > 1]
+
+
+def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
+    """Make each group of parameters one object again: the first of them that is not on device ``meta``.
+
+    Args:
+        model: The model.
+        tied_params: Groups of names, as `find_tied_parameters` returns them.
+    """
+    for names in tied_params:
+        places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+        parameter = next((p for p in (getattr(*place) for place in places) if not p.is_meta), None)
+        if parameter is not None:
+            for module, name in places:
+                set_tensor(module, name, parameter)
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Return True if the config of a Hugging Face model says that some of its weights are tied."""
+    if "PreTrainedModel" not in [kind.__name__ for kind in type(model).__mro__]:
+        return False
+    config: Any = getattr(model, "config", None)
+    decoder = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    has_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+    return bool(
+        (getattr(decoder, "tie_word_embeddings", False) and has_head() is not None)
+        or (getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False))
+        or any(hasattr(module, "_tie_weights") for module in model.modules())
+    )
+
+
+def check_tied_parameters_on_same_device(
+    tied_params: Iterable[Iterable[str]], device_map: Mapping[str, Device]
+) -> None:
+    """Warn for each group of tied parameters that a map puts on several devices.
+
+    Raises:
+        ValueError: The map gives a parameter no device.
+    """
+    for names in tied_params:
+        devices = {name: look_up_device(device_map, name) for name in names}
+        missing = [name for name, device in devices.items() if device is None]
+        if missing:
+            raise ValueError(f"device_map gives no device to {missing[0]!r}. Add it, or '' for all that is not named.")
+        if len(set(devices.values())) > 1:
+            warn(f"device_map: tied parameters are on different devices: {devices}. Give them one device.")
+
+
+def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, special_dtypes: Any = None) -> int:
+    """Return the bytes of a model's buffers; the arguments are those of `compute_module_sizes`."""
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
+
+
+def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
+    """Return the names that have no other name below them."""
+    parents = {name.rpartition(".")[0] for name in module_sizes}
+    return [name for name in module_sizes if name and name not in parents]
+
+
+def get_max_layer_size(
+    modules: Sequence[tuple[str, nn.Module | Tensor]],
+    module_sizes: Mapping[str, int],
+    no_split_module_classes: Sequence[str],
+) -> tuple[int, list[str]]:
+    """Return the size of the largest layer, and the layers that have it.
+
+    A layer is a tensor, a module without modules inside it, or one of a class that must not be split.
+
+    Args:
+        modules: Modules and tensors by name.
+        module_sizes: What `compute_module_sizes` returned.
+        no_split_module_classes: Names of classes whose modules count as a whole.
+    """
+    layers: list[str] = []
+
+    def visit(name: str, module: nn.Module | Tensor) -> None:
+        children = list(module.named_children()) if isinstance(module, nn.Module) else []
+        if not children or type(module).__name__ in no_split_module_classes:
+            layers.append(name)
+            return
+        for child_name, child in children:
+            visit(f"{name}.{child_name}", child)
+
+    for name, module in modules:
+        visit(name, module)
+    largest = max((module_sizes[name] for name in layers), default=0)
+    return largest, [name for name in layers if module_sizes[name] == largest]
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Return the bytes of a model, and those of its largest layer with the layers that have them."""
+    sizes = compute_module_sizes(model)
+    parts: list[tuple[str, nn.Module | Tensor]] = [
+        *model.named_parameters(recurse=False),
+        *model.named_children(),
+        *model.named_buffers(recurse=False),
+    ]
+    whole: Any = getattr(model, "_no_split_modules", None) or []
+    return sizes[""], get_max_layer_size(parts, sizes, whole)
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Device,
+    value: Any = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: Tensor | None = None,
+    tied_params_map: TiedParams | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put one parameter or buffer of a module on a device.
+
+    Args:
+        module: The module.
+        tensor_name: The tensor's name, from ``module`` on.
+        device: Where it goes.
+        value: Its new values. Default: those it has.
+        dtype: What ``value``, if it is not of integers, is converted to. Default: the tensor's own dtype.
+        fp16_statistics: Not supported: statistics of an 8-bit weight.
+        tied_params_map: By the address of a tied tensor, what it is on each device: one that is there already is
+            used, and a new one is added.
+        non_blocking: Copy without waiting.
+        clear_cache: Give memory that was freed by this back to the accelerator.
+
+    Raises:
+        ValueError: There is no such tensor, it has no values, or ``value`` has another shape.
+    """
+    path, _, name = tensor_name.rpartition(".")
+    owner = module.get_submodule(path)
+    if name not in owner._parameters and name not in owner._buffers:
+        names = [*owner._parameters, *owner._buffers]
+        raise ValueError(f"{type(owner).__name__} has no parameter or buffer {name!r}.{nearest(name, names)}")
+    old: Tensor = getattr(owner, name)
+    if type(old).__name__ in _QUANTIZED or fp16_statistics is not None:
+        raise ValueError(f"{tensor_name}: weights of bitsandbytes move with their module. Use module.to(device).")
+    target = _as_torch_device(device)
+    ties = _find_ties(tied_params_map, value, old)
+    shared = next((tie[device] for tie in ties if device in tie), None)
+    if shared is not None:
+        set_tensor(owner, name, shared)
+        return
+    new = _convert(tensor_name, old, value, target, dtype, non_blocking)
+    stays = value is None and new.dtype == old.dtype and check_device_same(target, old.device)
+    if stays and isinstance(old, nn.Parameter):
+        new = old
+    if new is not old:
+        with torch.no_grad():
+            new = copy_attributes(old, new.detach())
+        set_tensor(owner, name, new)
+    if clear_cache and target.type not in ("cpu", "meta"):
+        torch.get_device_module(target.type).empty_cache()
+    if ties:
+        ties[0][device] = new
+
+
+def _as_torch_device(device: Device) -> torch.device:
+    return resolve(device) if is_accelerator(device) else torch.device(device)
+
+
+def _find_ties(tied_params_map: TiedParams | None, value: Any, old: Tensor) -> list[dict[Any, Tensor]]:
+    if tied_params_map is None:
+        return []
+    addresses = [tensor.data_ptr() for tensor in (value, old) if isinstance(tensor, Tensor)]
+    return [tied_params_map[address] for address in addresses if address in tied_params_map]
+
+
+def _convert(
+    name: str, old: Tensor, value: Any, target: torch.device, dtype: str | torch.dtype | None, non_blocking: bool
+) -> Tensor:
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."))
+    assert not isinstance(dtype, str)
+    if value is None:
+        if old.is_meta and target.type != "meta":
+            raise ValueError(f"{name} is on device meta and has no values to put on {target}. Give value.")
+        new_dtype = dtype if target.type == "meta" and _follows_dtype(old) else None
+        return old.detach().to(device=target, dtype=new_dtype or old.dtype, non_blocking=non_blocking)
+    value = torch.as_tensor(value)
+    if value.shape != old.shape:
+        raise ValueError(
+            f"{name} has shape {list(old.shape)}, but value has {list(value.shape)}. Give values of that shape."
+        )
+    new_dtype = old.dtype if dtype is None else dtype if _follows_dtype(value) else value.dtype
+    return value.to(device=target, dtype=new_dtype, non_blocking=non_blocking)
+
+
+def _follows_dtype(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Return True if weights of a module are away until it is called."""
+    return _get_offload_hook(module) is not None or find_station(module) is not None
+
+
+def _get_offload_hook(module: nn.Module) -> Any:
+    hook: Any = getattr(module, "_hf_hook", None)
+    return hook if getattr(hook, "offload", None) is True else None  # elsewhere `offload` may be a method
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
+    """Context in which a module's own parameters have values on a device; those offloaded are away again after it.
+
+    Args:
+        module: The module.
+        execution_device: The device. Default: where the module runs, and parameters that are not offloaded stay.
+    """
+    hook = _get_offload_hook(module)
+    if hook is not None:
+        before = hook.execution_device
+        hook.execution_device = before if execution_device is None else execution_device
+        try:
+            hook.pre_forward(module)
+            yield
+        finally:
+            hook.post_forward(module, None)
+            hook.execution_device = before
+    elif station := find_station(module):
+        with station.lending(None if execution_device is None else _as_torch_device(execution_device)):
+            yield
+    elif execution_device is None:
+        yield
+    else:
+        parameters = dict(module.named_parameters(recurse=False))
+        try:
+            for name in parameters:
+                set_module_tensor_to_device(module, name, execution_device)
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                set_module_tensor_to_device(module, name, parameter.device)
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's whole state in main memory, offloaded weights included. Warns of tensors without values."""
+    state: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if path and not has_offloaded_params(module):
+            continue  # the root's own state has what this one has
+        with align_module_device(module, "cpu") if has_offloaded_params(module) else align_module_device(module):
+            for key, tensor in module.state_dict().items():
+                if not tensor.is_meta:
+                    state[f"{path}.{key}" if path else key] = tensor.to("cpu")
+    names = list(model.state_dict())
+    if missing := [name for name in names if name not in state]:
+        warn(f"the state has no values for {missing}: they are on device meta.")
+    return {name: state[name] for name in names if name in state}
+
+
+def get_state_dict_from_offload(
+    module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Device = "cpu"
+) -> dict[str, Any]:
+    """Fill in the values of one module's tensors in a state dict.
+
+    Args:
+        module: The module.
+        module_name: The name of one of its tensors in ``state_dict``.
+        state_dict: What is filled, where it has such a name.
+        device_to_put_offload: Where offloaded values are put.
+
+    Returns:
+        ``state_dict``.
+    """
+    root = module_name.rpartition(".")[0]
+    with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
+        for key, tensor in module.state_dict().items():
+            if f"{root}.{key}" in state_dict:
+                state_dict[f"{root}.{key}"] = tensor
+    return state_dict
+
+
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Device] | None = None
+) -> dict[str, Tensor]:
+    """Load the tensors of one file; nothing that the file holds is run.
+
+    Args:
+        checkpoint_file: A safetensors file, or one of ``torch.save`` with a state dict.
+        device_map: Devices by name of module or tensor. Default, and for the disk: the CPU.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, piece in open_weights(checkpoint_file).items():
+        device = look_up_device(device_map, name) if device_map else None
+        values = torch.empty(piece.shape, dtype=piece.dtype)
+        piece.fill(values)
+        tensors[name] = values if device in (None, "disk") else values.to(_as_torch_device(device))
+    return tensors
+
+
+def load_offloaded_weights(
+    model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
+) -> None:
+    """Load the weights of an offload folder into a model, on the CPU.
+
+    Args:
+        model: The model.
+        index: The folder's index: dtype and shape by name.
+        offload_folder: The folder, as `offload_state_dict` writes it.
+    """
+    for name, info in (index or {}).items():
+        weight = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", info)
+        set_module_tensor_to_device(model, name, "cpu", value=weight)

@@ -1,0 +1,175 @@
+"""Offloaded weights in Accelerate's format: a folder with one ``NAME.dat`` of raw bytes each, and an ``index.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ...common.messages import nearest
+
+_INDEX = "index.json"
+
+
+def offload_weight(
+    weight: Tensor,
+    weight_name: str,
+    offload_folder: str | os.PathLike[str],
+    index: MutableMapping[str, Any] | None = None,
+) -> MutableMapping[str, Any] | None:
+    """Write a tensor's bytes to ``offload_folder/weight_name.dat``.
+
+    Args:
+        weight: The tensor.
+        weight_name: Its name.
+        offload_folder: An existing folder.
+        index: Gets the tensor's dtype and shape under its name.
+
+    Returns:
+        ``index``.
+    """
+    plain = weight.detach().to("cpu").contiguous()
+    plain.reshape(-1).view(torch.uint8).numpy().tofile(Path(offload_folder) / f"{weight_name}.dat")
+    if index is not None:
+        index[weight_name] = {"dtype": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape)}
+    return index
+
+
+def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
+    """Read a tensor that `offload_weight` wrote.
+
+    Args:
+        weight_file: The ``.dat`` file.
+        weight_info: The tensor's ``"dtype"`` and ``"shape"``.
+
+    Raises:
+        ValueError: The file has another size.
+    """
+    dtype, shape = getattr(torch, weight_info["dtype"]), torch.Size(weight_info["shape"])
+    size, needed = os.path.getsize(weight_file), shape.numel() * dtype.itemsize
+    if size != needed:
+        raise ValueError(
+            f"{weight_file}: has {size} bytes, but {weight_info['dtype']} of shape {list(shape)} takes {needed}. "
+            "Offload the weights again."
+        )
+    weight = torch.empty(shape, dtype=dtype)
+    with open(weight_file, "rb") as file:
+        file.readinto(memoryview(weight.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+    return weight
+
+
+def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
+    """Add entries to a folder's ``index.json``; an empty index writes nothing."""
+    if not index:
+        return
+    path = Path(offload_folder) / _INDEX
+    entries = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    path.write_text(json.dumps({**entries, **index}, indent=2), encoding="utf-8")
+
+
+def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
+    """Write all tensors of a state dict, and their index, into a folder, which is made if it is missing."""
+    os.makedirs(save_dir, exist_ok=True)
+    index: dict[str, Any] = {}
+    for name, tensor in state_dict.items():
+        offload_weight(tensor, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, Tensor], submodule_names: Iterable[str]
+) -> dict[str, Tensor]:
+    """Return the entries of a state dict that belong to the modules (or tensors) named."""
+    return {
+        name: tensor
+        for module in submodule_names
+        for name, tensor in state_dict.items()
+        if name == module or name.startswith(f"{module}.")
+    }
+
+
+class PrefixedDataset(Mapping[str, Any]):
+    """View of a mapping in which ``key`` is looked up as ``prefix + key``.
+
+    Args:
+        dataset: The mapping.
+        prefix: What goes before each key.
+    """
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+        self.dataset, self.prefix = dataset, prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __contains__(self, key: object) -> bool:  # Mapping's own would read the tensor
+        return f"{self.prefix}{key}" in self.dataset
+
+    def __iter__(self) -> Iterator[str]:  # the full keys, as in Accelerate, whose callers strip them
+        return (key for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class OffloadedWeightsLoader(Mapping[str, Tensor]):
+    """Weights by name, from memory or read from disk each time.
+
+    Args:
+        state_dict: Tensors in memory; they go before those on disk.
+        save_folder: A folder that `offload_state_dict` wrote.
+        index: What is on disk: dtype and shape by name, or ``"safetensors_file"`` and ``"weight_name"``.
+            Default: the folder's own index.
+        device: Where tensors from safetensors files are put. Default: the CPU.
+
+    Raises:
+        ValueError: None of the three is given.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Any] | None = None,
+        device: Any = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError("OffloadedWeightsLoader got no weights. Give it state_dict, save_folder or index.")
+        if index is None and save_folder is not None:
+            index = json.loads((Path(save_folder) / _INDEX).read_text(encoding="utf-8"))
+        self.state_dict = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        self.index = {} if index is None else index
+        self.device = device
+        self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        if key not in self.index:
+            raise KeyError(f"no offloaded weight is called {key!r}.{nearest(key, self.all_keys)}")
+        info = self.index[key]
+        if info.get("safetensors_file") is not None:
+            # Some devices can't load every dtype directly, so the tensor is moved once it is in memory.
+            with safe_open(info["safetensors_file"], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(info.get("weight_name", key))
+            dtype = getattr(torch, info["dtype"]) if "dtype" in info else tensor.dtype
+            return tensor.to(device=self.device or "cpu", dtype=dtype)
+        if self.save_folder is None:
+            raise ValueError(f"the index names no safetensors_file for {key!r}. Give save_folder, where its .dat is.")
+        return load_offloaded_weight(Path(self.save_folder) / f"{key}.dat", info)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)

@@ -1,0 +1,193 @@
+"""Kinds of devices as objects: ``Trainer(accelerator=CPUAccelerator())`` is ``Trainer(accelerator="cpu")``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import engine
+from ..callbacks.device_stats_monitor import read_cpu_stats as get_cpu_stats
+from ..callbacks.device_stats_monitor import read_device_stats as read_device_stats
+from ..strategies.distributed import Devices, device_of, device_type, parse_devices
+
+__all__ = [
+    "Accelerator",
+    "CPUAccelerator",
+    "CUDAAccelerator",
+    "MPSAccelerator",
+    "find_usable_cuda_devices",
+    "get_cpu_stats",
+    "get_mps_stats",
+    "get_nvidia_gpu_stats",
+]
+
+_QUERIES = {
+    "utilization.gpu": "%",
+    "memory.used": "MB",
+    "memory.free": "MB",
+    "utilization.memory": "%",
+    "fan.speed": "%",
+    "temperature.gpu": "°C",
+    "temperature.memory": "°C",
+}
+
+
+class _Kind(type):
+    """Makes ``isinstance(trainer.accelerator, CUDAAccelerator)`` a question about the device.
+
+    A run's own `treadle.Accelerator` does much more than name a device, so it can't be an instance of these classes.
+    """
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if isinstance(instance, engine.Accelerator):
+            return cls.kind in ("", instance.device.type)  # type: ignore[attr-defined]
+        return super().__instancecheck__(instance)
+
+
+class Accelerator(str, metaclass=_Kind):
+    """Base of the kinds of devices. Each is its name, as the flag ``accelerator`` takes it."""
+
+    kind = ""
+
+    def __new__(cls) -> Accelerator:
+        return super().__new__(cls, cls.name())
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the name that the flag ``accelerator`` takes."""
+        return cls.kind
+
+    def setup_device(self, device: torch.device) -> None:
+        """Make a device the current one.
+
+        Raises:
+            ValueError: for a device of another kind.
+        """
+        if device.type != self.kind:
+            raise ValueError(f"{type(self).__name__} is for {self.kind!r} devices, not for {device}.")
+
+    def setup(self, trainer: Any) -> None:
+        """Do nothing; the Trainer sets its device up."""
+
+    def teardown(self) -> None:
+        """Do nothing; the Trainer lets go of its device."""
+
+    def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
+        """Return what a device's allocator knows, in bytes and counts, by name."""
+        return dict(read_device_stats(torch.device(device)))
+
+    @classmethod
+    def parse_devices(cls, devices: Devices) -> list[int]:
+        """Return the numbers of the devices that the flag ``devices`` means."""
+        indices = parse_devices(cls.kind, devices)
+        return list(range(cls.auto_device_count())) if indices is None else indices
+
+    @classmethod
+    def get_parallel_devices(cls, devices: int | Sequence[int]) -> list[torch.device]:
+        """Return devices by their numbers, or so many of them."""
+        return [device_of(cls.kind, index) for index in (range(devices) if isinstance(devices, int) else devices)]
+
+    @classmethod
+    def auto_device_count(cls) -> int:
+        """Return the number of such devices on this machine; 1 for the CPU."""
+        return int(cls.is_available())
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Return whether this machine has such a device."""
+        try:
+            return device_type(cls.kind) == cls.kind
+        except ValueError:
+            return False
+
+
+class CPUAccelerator(Accelerator):
+    """The CPU."""
+
+    kind = "cpu"
+
+    def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
+        """Return the use of the CPU and of memory in percent; needs psutil."""
+        return get_cpu_stats()
+
+    @classmethod
+    def parse_devices(cls, devices: Devices) -> int:  # type: ignore[override]
+        """Return the number of processes that the flag ``devices`` means."""
+        return len(super().parse_devices(devices))
+
+
+class CUDAAccelerator(Accelerator):
+    """CUDA devices."""
+
+    kind = "cuda"
+
+    def setup_device(self, device: torch.device) -> None:
+        """See `Accelerator.setup_device`."""
+        super().setup_device(device)
+        torch.cuda.set_device(device)
+
+    @classmethod
+    def auto_device_count(cls) -> int:
+        """Return the number of CUDA devices that torch sees."""
+        return torch.cuda.device_count()
+
+
+class MPSAccelerator(Accelerator):
+    """Apple's GPU."""
+
+    kind = "mps"
+
+
+def get_nvidia_gpu_stats(device: torch.device | str | int) -> dict[str, float]:
+    """Return what ``nvidia-smi`` says of a device: use, temperature and memory, by the query's name and unit.
+
+    Raises:
+        FileNotFoundError: without that program.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        raise FileNotFoundError("nvidia-smi is not installed: use torch.cuda.memory_stats(device) instead.")
+    index = torch.device("cuda", device).index if isinstance(device, int) else torch.device(device).index or 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    identifier = visible[index] if index < len(visible) and visible[index] else str(index)
+    query = f"--query-gpu={','.join(_QUERIES)}"
+    command = [program, query, "--format=csv,nounits,noheader", f"--id={identifier}"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    values = [float(value) if value.strip().replace(".", "", 1).isdigit() else 0.0 for value in answer.split(",")]
+    return {f"{name} ({unit})": value for (name, unit), value in zip(_QUERIES.items(), values, strict=True)}
+
+
+def get_mps_stats() -> dict[str, float]:
+    """Return what the allocator of Apple's GPU knows, in bytes."""
+    return read_device_stats(torch.device("mps"))
+
+
+def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
+    """Return the numbers of CUDA devices on which a tensor can be made, so many or, with -1, all.
+
+    Raises:
+        ValueError: if there are no, or not so many, devices.
+        RuntimeError: if not so many are usable.
+    """
+    count = torch.cuda.device_count()
+    if num_devices == 0:
+        return []
+    if not count or num_devices > count:
+        raise ValueError(f"num_devices={num_devices}, but torch sees {count} CUDA device(s).")
+    usable: list[int] = []
+    for index in range(count):
+        if len(usable) == num_devices:
+            break
+        try:
+            torch.zeros((), device=torch.device("cuda", index))
+        except RuntimeError:  # another process has it for itself
+            continue
+        usable.append(index)
+    if len(usable) < num_devices:
+        raise RuntimeError(f"num_devices={num_devices}, but only these CUDA devices can be used: {usable}.")
+    return usable

@@ -1,0 +1,614 @@
+"""`Fabric`: Lightning's calls for a loop of your own, on top of an `Accelerator`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ..common.messages import warn
+from ..engine import Accelerator, collectives, move_data_to_device, seed_everything
+from ..engine.optim import PreparedOptimizer
+from ..loggers import Logger
+from ..strategies import Strategy
+from ..strategies.distributed import Devices, LaunchEnvironment, cut_like, device_type, parse_devices
+from ..strategies.launch import notebook_launcher, supervisor
+from ..trainer.arguments import refuse_code, unpack_plugins
+from .fabric_wrappers import FabricDataLoader, FabricModule, is_wrapped, unwrap
+
+__all__ = ["Fabric", "is_wrapped", "seed_everything"]
+
+_SPAWNING = ("ddp_spawn", "ddp_fork", "ddp_notebook")
+
+
+class Fabric:
+    """Devices, precision, processes and checkpoints for a loop of your own, in Lightning's words.
+
+    Gradients, losses and the order of data are those of Lightning's Fabric: a loss is not weighed by the size of its
+    batch, and on several processes torch's ``DistributedSampler`` shares samples out, which repeats some where they
+    don't divide evenly. A `treadle.Accelerator` does both exactly.
+
+    A script with ``devices=2`` is run again by each process as soon as a Fabric is made; without a script, as in a
+    notebook, `launch` forks the processes.
+
+    Args:
+        accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``) or ``"mps"``.
+        strategy: ``"auto"``, ``"ddp"``, ``"fsdp"``, another registered name, or a `Strategy`; with ``"ddp_spawn"``,
+            ``"ddp_fork"`` and ``"ddp_notebook"`` it is `launch` that starts processes.
+        devices: processes on this machine: a number, -1, a list of device indices, ``"auto"``.
+        num_nodes: machines.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``.
+        plugins: a precision, in place of ``precision``.
+        callbacks: one or several objects whose methods `call` calls.
+        loggers: one or several loggers.
+
+    Raises:
+        ValueError: for a value that can not be honoured.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str = "auto",
+        strategy: str | Strategy = "auto",
+        devices: Devices = "auto",
+        num_nodes: int = 1,
+        precision: Any = None,
+        plugins: Any = None,
+        callbacks: Any = None,
+        loggers: Logger | list[Logger] | None = None,
+    ) -> None:
+        precision, sync_batchnorm = unpack_plugins(plugins, precision, False)
+        if sync_batchnorm:
+            raise ValueError("Fabric does not convert layers: give the strategy DDP(sync_batchnorm=True) instead.")
+        spawns = isinstance(strategy, str) and strategy in _SPAWNING
+        self._options: dict[str, Any] = {
+            "accelerator": accelerator,
+            "strategy": "ddp" if spawns else strategy,
+            "devices": devices,
+            "num_nodes": num_nodes,
+            "mixed_precision": precision,
+        }
+        self._callbacks: list[Any] = _as_list(callbacks)
+        self._loggers: list[Logger] = _as_list(loggers)
+        # Where no script can be run again, processes begin with a function.
+        indices = parse_devices(device_type(accelerator), devices)
+        forks = indices is not None and len(indices) > 1 and LaunchEnvironment.read() is None
+        self._process_count = (
+            len(indices) if indices is not None and forks and (spawns or not supervisor.has_script()) else 0
+        )
+        self._opened: Accelerator | None = None if self._process_count else self._open()
+
+    def _open(self) -> Accelerator:
+        return Accelerator(**self._options, spread=True)
+
+    @property
+    def _accelerator(self) -> Accelerator:
+        if self._opened is None:
+            raise RuntimeError(
+                f"this Fabric runs in {self._process_count} processes, which fabric.launch(function) starts: use it "
+                "inside the function, which gets it as its first argument."
+            )
+        return self._opened
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The `Accelerator` underneath."""
+        return self._accelerator
+
+    @property
+    def strategy(self) -> Strategy:
+        """How models lie on the processes."""
+        return self._accelerator.strategy
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self._accelerator.device
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process."""
+        return self._accelerator.process_index
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its machine."""
+        return self._accelerator.local_process_index
+
+    @property
+    def node_rank(self) -> int:
+        """Rank of this machine."""
+        return self._accelerator.world.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self._accelerator.num_processes
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True on rank zero."""
+        return self._accelerator.is_main_process
+
+    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Run a function on every process, or do nothing without one.
+
+        Args:
+            function: what to run: ``function(fabric, *args, **kwargs)``.
+            args, kwargs: its further arguments.
+
+        Returns:
+            What it returned on this process; where this call started the processes, what it returned on rank zero.
+
+        Raises:
+            TypeError: for something that is no function of a Fabric; without one, where this call starts processes.
+        """
+        if function is None:
+            if self._opened is None:
+                raise TypeError(f"launch() has to start {self._process_count} processes: give it a function to run.")
+            return None
+        if not callable(function):
+            raise TypeError(f"launch takes a function, not {function!r}: write launch(train), without calling it.")
+        if not inspect.signature(function).parameters:
+            raise TypeError(f"launch({function.__name__}) calls it with the Fabric: it must take an argument.")
+        if self._opened is not None:
+            return function(self, *args, **kwargs)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "result"
+
+            def run() -> None:
+                self._opened = self._open()
+                result = function(self, *args, **kwargs)
+                if self.is_global_zero:
+                    path.write_bytes(pickle.dumps(result))
+
+            notebook_launcher(run, num_processes=self._process_count)
+            return pickle.loads(path.read_bytes())  # of our own fork, in a folder that no one else can write to
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on the first process of each machine."""
+        if self.local_rank == 0:
+            print(*args, **kwargs)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every process is here."""
+        self._accelerator.wait_for_everyone()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return process ``src``'s value on every process."""
+        return self._accelerator.world.broadcast(obj, src)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Stack every process's tensors along a new first dimension; on one process they are returned as they are.
+
+        Args:
+            data: tensors or numbers, nested as you like, of the same shapes on all processes.
+            group: a process group of torch's; all processes by default.
+            sync_grads: let gradients flow back.
+        """
+        return collectives.all_gather(self._to_tensors(data), self._get_world(group), sync_grads)
+
+    def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Combine tensors over the processes. On several processes the tensors themselves are changed, too.
+
+        Args:
+            data: tensors or numbers, nested as you like, of the same shapes on all processes.
+            group: a process group of torch's; all processes by default.
+            reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or torch's ``ReduceOp`` of these.
+        """
+        name = str(reduce_op).rpartition(".")[-1].lower()
+        tensors = self._to_tensors(data)
+        world = self._get_world(group)
+        results = collectives.reduce(tensors, world, {"avg": "mean"}.get(name, name), 1.0)
+        if world.size == 1:
+            return tensors
+        inputs: list[Tensor] = []
+        apply_to_collection(tensors, Tensor, inputs.append)
+        remaining = iter(inputs)
+
+        def put_back(result: Tensor) -> Tensor:
+            original = next(remaining)
+            return original.data.copy_(result) if original.dtype == result.dtype else result
+
+        return apply_to_collection(results, Tensor, put_back)
+
+    def _to_tensors(self, data: Any) -> Any:
+        tensors = apply_to_collection(data, (bool, int, float), lambda number: torch.tensor(number))
+        return apply_to_collection(tensors, Tensor, lambda tensor: tensor.to(self.device))
+
+    def _get_world(self, group: Any) -> Any:
+        world = self._accelerator.world
+        return world if group is None or world.size == 1 else world.of_group(group)
+
+    def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
+        """Let rank zero, or with ``local`` the first process of each machine, run a block before the others."""
+        accelerator = self._accelerator
+        return accelerator.local_main_process_first() if local else accelerator.main_process_first()
+
+    # -- setting up ----------------------------------------------------------------------------------------------
+
+    def setup(
+        self,
+        module: nn.Module,
+        *optimizers: Optimizer,
+        scheduler: Any = None,
+        move_to_device: bool = True,
+        _reapply_compile: bool = True,
+    ) -> Any:
+        """Make a model and its optimizers ready.
+
+        Args:
+            module: the model.
+            optimizers: its optimizers.
+            scheduler: returned as it is, after the optimizers.
+            move_to_device: False expects the model on the device already.
+
+        Returns:
+            The model; with optimizers, a tuple of it and them, and of the scheduler if there is one.
+        """
+        prepared = self.setup_module(module, move_to_device)
+        if not optimizers:
+            return prepared
+        rest = (self._setup_optimizer(optimizer) for optimizer in optimizers)
+        return (prepared, *rest) if scheduler is None else (prepared, *rest, scheduler)
+
+    def setup_module(self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True) -> Any:
+        """Make a model ready; create its optimizers afterwards, for `setup_optimizers`.
+
+        Args:
+            module: the model.
+            move_to_device: False expects it on the device already.
+
+        Raises:
+            ValueError: for a model that is set up already.
+        """
+        if is_wrapped(module):
+            raise ValueError(f"this {type(unwrap(module)).__name__} is set up already: pass each model once.")
+        accelerator = self._accelerator
+        prepared = accelerator.prepare_model(module, move_to_device)
+        accelerator.models.clear()  # a script sets up any number of models, one per fold say, and lets go of them
+        return FabricModule(prepared, accelerator.strategy.unwrap(prepared), accelerator)
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        """Make optimizers ready, whose model is set up; returns one, or a tuple.
+
+        Raises:
+            ValueError: for none.
+        """
+        if not optimizers:
+            raise ValueError("setup_optimizers needs at least one optimizer.")
+        prepared = tuple(map(self._setup_optimizer, optimizers))
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _setup_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        if isinstance(optimizer, PreparedOptimizer):
+            raise ValueError(f"this {type(optimizer.optimizer).__name__} is set up already: pass each optimizer once.")
+        prepared = self._accelerator.prepare_optimizer(optimizer)
+        self._accelerator.optimizers.clear()
+        return prepared
+
+    def setup_dataloaders(
+        self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
+    ) -> Any:
+        """Make loaders ready; returns one, or a list.
+
+        Args:
+            dataloaders: the loaders.
+            use_distributed_sampler: share their samples out over the processes, as ``DistributedSampler`` does; not
+                those of an ``IterableDataset``, nor where there is such a sampler.
+            move_to_device: move batches to the device.
+
+        Raises:
+            TypeError: for something that is no ``DataLoader``.
+            ValueError: for none, and for a loader that is set up already.
+        """
+        if not dataloaders:
+            raise ValueError("setup_dataloaders needs at least one DataLoader.")
+        world = self._accelerator.world
+        device = self.device if move_to_device else None
+        prepared = [FabricDataLoader(loader, world, device, use_distributed_sampler) for loader in dataloaders]
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+        """Run the backward pass of a loss.
+
+        Args:
+            tensor: the loss.
+            args, kwargs: for ``Tensor.backward``.
+            model: accepted; the loss knows its model.
+        """
+        run = Tensor.backward if args else None
+        self._accelerator.backward(
+            tensor, by=None if run is None else lambda loss, **more: run(loss, *args, **more), **kwargs
+        )
+
+    def clip_gradients(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor | None:
+        """Clip the gradients of an optimizer's parameters, by value or by norm.
+
+        Args:
+            module: their model.
+            optimizer: the optimizer.
+            clip_val: the limit of each element.
+            max_norm: the limit of the norm.
+            norm_type: which norm.
+            error_if_nonfinite: raise if the norm is not finite.
+
+        Returns:
+            The norm before, if it was clipped by norm.
+
+        Raises:
+            ValueError: for both limits, or none.
+            RuntimeError: for a norm that isn't finite.
+        """
+        if (clip_val is None) == (max_norm is None):
+            raise ValueError(
+                f"clip_gradients takes either clip_val={clip_val} or max_norm={max_norm}: give one of them."
+            )
+        accelerator = self._accelerator
+        accelerator.unscale_gradients(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if max_norm is None:
+            assert clip_val is not None
+            accelerator.strategy.clip_grad_value_(parameters, clip_val)
+            return None
+        norm = accelerator.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(f"the gradients' norm is {norm.item()}; error_if_nonfinite=False goes on with it.")
+        return norm
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Return a context in which gradients stay on their process, for accumulation.
+
+        Args:
+            module: a model that is set up.
+            enabled: False reduces them as usual.
+
+        Raises:
+            TypeError: for a model that isn't set up.
+        """
+        wrapper = getattr(module, "_orig_mod", module)
+        if not isinstance(wrapper, FabricModule):
+            raise TypeError("no_backward_sync takes a model that is set up: model = fabric.setup(model).")
+        return self._accelerator.no_sync(wrapper._forward_module) if enabled else nullcontext()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of the precision, for computations outside a model."""
+        return self._accelerator.autocast()
+
+    def to_device(self, obj: Any) -> Any:
+        """Return a model, a tensor or nested tensors on the device."""
+        return obj.to(self.device) if isinstance(obj, nn.Module) else move_data_to_device(obj, self.device)
+
+    # -- building models -----------------------------------------------------------------------------------------
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Return the context to build a model in where, and in the format in which, it will be trained.
+
+        Args:
+            empty_init: leave parameters without values, as a checkpoint will be loaded.
+        """
+        return self._accelerator.init_module(bool(empty_init))
+
+    @contextmanager
+    def init_tensor(self) -> Iterator[None]:
+        """Context in which tensors are made on the device, in the storage format."""
+        storage = self._accelerator.precision.storage
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(storage or before)
+        try:
+            with self.device:
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def sharded_model(self) -> AbstractContextManager[Any]:
+        """Return `init_module`'s context where the strategy shards, and an empty one elsewhere."""
+        warn("Fabric.sharded_model() is deprecated: use Fabric.init_module() instead.")
+        return self.init_module() if self.strategy.sharded else nullcontext()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Save models, optimizers and data to one file, which ``torch.load`` reads. Call it on all processes.
+
+        Args:
+            path: the file; its folder is made.
+            state: what to save, by name. Of what has a ``state_dict``, that is saved.
+            filter: by such a name, ``function(key, value)``: whether an entry of the state is saved.
+
+        Raises:
+            TypeError: for what is not data, with its place; for a filter that is no function.
+            ValueError: for a filter of a name that isn't in ``state``, and for the optimizer of a sharded model.
+        """
+        filters = {} if filter is None else filter
+        if not isinstance(filters, Mapping) or not all(map(callable, filters.values())):
+            raise TypeError(f"filter={filter!r} must be a dict of functions.")
+        if unknown := sorted(set(filters) - set(state)):
+            raise ValueError(f"filter has {unknown}, which state has not; state has {sorted(state)}.")
+        with self._accelerator.world.together():
+            plain = {name: self._to_state(name, value) for name, value in state.items()}
+            for name, keeps in filters.items():
+                plain[name] = {key: value for key, value in plain[name].items() if keeps(key, value)}
+            if self.is_global_zero:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                self._accelerator.save(plain, path)
+
+    def _to_state(self, name: str, value: Any) -> Any:
+        if isinstance(value := getattr(value, "_orig_mod", value), FabricModule):
+            return self._accelerator.get_state_dict(value._forward_module)
+        if isinstance(value, Optimizer) and self.strategy.sharded:
+            raise ValueError(
+                f"state[{name!r}] is the optimizer of a sharded model, which one file does not hold: use "
+                "fabric.accelerator.save_state(folder), with what treadle.Accelerator has prepared."
+            )
+        return value.state_dict() if hasattr(value, "state_dict") else value
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any] | None = None,
+        strict: bool = True,
+        *,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load what `save` wrote, on all processes.
+
+        Args:
+            path: the file.
+            state: what to restore, by name, in place: of what has ``load_state_dict``, its state; other values are
+                replaced in this dict. None returns all that is in the file.
+            strict: whether names, and keys of models, must all be there.
+            weights_only: only True, the default: a file never runs code.
+
+        Returns:
+            What was not restored, by name.
+
+        Raises:
+            KeyError: for a name that isn't in the file.
+        """
+        saved = self._read(path, weights_only)
+        missing = sorted((state or {}).keys() - saved.keys())
+        if missing and strict:
+            raise KeyError(
+                f"{os.fspath(path)!r} has no {missing}; it has {sorted(saved)}. strict=False leaves them out."
+            )
+        for name in (state or {}).keys() & saved.keys():
+            assert state is not None
+            value = saved.pop(name)
+            if hasattr(state[name], "load_state_dict"):
+                self._restore(state[name], value, strict)
+            else:
+                state[name] = value
+        self.barrier()
+        return saved
+
+    def load_raw(
+        self,
+        path: str | os.PathLike[str],
+        obj: nn.Module | Optimizer,
+        strict: bool = True,
+        *,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Load the state of one model or optimizer from a file that holds nothing else.
+
+        Args:
+            path: the file.
+            obj: the model or optimizer.
+            strict: whether the keys of a model must all be there.
+            weights_only: see `load`.
+        """
+        self._restore(obj, self._read(path, weights_only), strict)
+
+    def _read(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
+        refuse_code(weights_only)
+        values: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return values
+
+    def _restore(self, target: Any, value: Any, strict: bool) -> None:
+        target = unwrap(target)
+        if not isinstance(target, nn.Module):
+            target.load_state_dict(value)
+            return
+        own = target.state_dict()
+        parts = {
+            key: cut_like(entry, own[key]) if isinstance(entry, Tensor) and key in own else entry
+            for key, entry in value.items()
+        }
+        target.load_state_dict(parts, strict=strict)
+
+    # -- callbacks and loggers -----------------------------------------------------------------------------------
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of every callback that has it.
+
+        Args:
+            hook_name: the method.
+            args: its arguments.
+            kwargs: more of them; a callback gets those that its method takes.
+        """
+        for callback in self._callbacks:
+            method = getattr(callback, hook_name, None)
+            if method is None:
+                continue
+            if not callable(method):
+                warn(
+                    f"{type(callback).__name__}.{hook_name} is a {type(method).__name__}, no method: it is not called."
+                )
+                continue
+            parameters = inspect.signature(method).parameters.values()
+            takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+            names = {parameter.name for parameter in parameters}
+            method(*args, **{name: value for name, value in kwargs.items() if takes_all or name in names})
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """All loggers."""
+        return self._loggers
+
+    @property
+    def logger(self) -> Logger:
+        """The first logger.
+
+        Raises:
+            IndexError: without loggers.
+        """
+        if not self._loggers:
+            raise IndexError("this Fabric has no logger: give it some, Fabric(loggers=...).")
+        return self._loggers[0]
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Hand a number to all loggers.
+
+        Args:
+            name: its name.
+            value: a number, or a tensor of one element.
+            step: what it belongs to; loggers count by themselves by default.
+        """
+        self.log_dict({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Hand numbers to all loggers; see `log`."""
+        numbers = apply_to_collection(dict(metrics), Tensor, lambda tensor: tensor.item())
+        for logger in self._loggers:
+            logger.log_metrics(metrics=numbers, step=step)
+
+    @staticmethod
+    def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
+        """Seed Python's, NumPy's and torch's generators; see `treadle.seed_everything`."""
+        return seed_everything(seed, bool(workers), verbose)
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,271 @@
+"""What `Fabric` hands out in place of a model and of a loader."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from ..engine import Accelerator, move_data_to_device
+from ..engine.optim import PreparedOptimizer
+from ..strategies import World
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class FabricModule(nn.Module):
+    """A model whose ``forward`` runs in the precision and with the processes of a `Fabric`.
+
+    It has the attributes and methods of the model itself. On several processes, or in a smaller number format, a method
+    other than ``forward`` that computes must be marked: `mark_forward_method`.
+
+    Args:
+        forward_module: the prepared model.
+        original_module: the user's model.
+        accelerator: what prepared it.
+    """
+
+    def __init__(self, forward_module: nn.Module, original_module: nn.Module, accelerator: Accelerator) -> None:
+        super().__init__()
+        self._forward_module = forward_module
+        self._original_module = original_module
+        self._accelerator = accelerator
+        self._forward_methods = set(_STEPS)
+        self._is_complete = True
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model."""
+        return self._original_module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's ``forward``; half and double precision are cast at its borders."""
+        return self._run(self._forward_module, args, kwargs)
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        precision = self._accelerator.precision
+        if precision.storage is None:
+            return function(*args, **kwargs)
+        args, kwargs = precision.cast((args, kwargs))
+        context = precision.context(self._accelerator.device)
+        assert context is not None
+        with context:
+            output = function(*args, **kwargs)
+        default = torch.get_default_dtype()
+        return apply_to_collection(output, Tensor, lambda t: t.to(default) if t.is_floating_point() else t)
+
+    def mark_forward_method(self, method: MethodType | str) -> None:
+        """Run a method as ``forward`` is run.
+
+        Args:
+            method: the method or its name.
+
+        Raises:
+            AttributeError: if the model has no such method.
+            TypeError, ValueError: for something else, and for ``forward`` itself.
+        """
+        if not isinstance(method, MethodType | str):
+            raise TypeError(f"mark_forward_method takes a method or its name, not {method!r}.")
+        name = method if isinstance(method, str) else method.__name__
+        if name == "forward":
+            raise ValueError("forward needs no mark: call the model.")
+        if not inspect.ismethod(getattr(self._original_module, name, None)):
+            raise AttributeError(f"{type(self._original_module).__name__} has no method {name!r} to mark.")
+        self._forward_methods.add(name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the user's model, under its own names."""
+        return self._original_module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load the state of the user's model."""
+        return self._original_module.load_state_dict(state_dict, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("_forward_module", "_original_module"):
+                raise  # it is being built, or copied
+        original = self._original_module
+        attribute = getattr(original, name)
+        if not inspect.ismethod(attribute) or self._forward_module is original:
+            return attribute
+        if name in self._forward_methods:
+            method = self._accelerator.method(self._forward_module, name)
+            return lambda *args, **kwargs: self._run(method, args, kwargs)
+        return _refuse_forward(original, name, attribute)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What a script sets on the model it got is for the user's model, which reads it.
+        own = not self.__dict__.get("_is_complete") or name in self.__dict__ or name in self._modules
+        if own or name == "training":
+            super().__setattr__(name, value)
+        else:
+            setattr(self._original_module, name, value)
+
+
+def _refuse_forward(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that raises where it calls a layer, whose gradients would not be reduced."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError(
+            f"{type(module).__name__}.{name}() calls layers without passing through the strategy: use "
+            f"model.mark_forward_method({name!r}) after fabric.setup()."
+        )
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        handles = [part.register_forward_pre_hook(refuse) for part in module.modules()]
+        try:
+            return method(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    return call
+
+
+class FabricDataLoader:
+    """A loader whose batches are moved to the device, and whose samples the processes share.
+
+    It has the attributes of the loader itself.
+
+    Args:
+        loader: the user's loader, which stays as it is.
+        world: all processes.
+        device: where to; None leaves batches where they are.
+        shared: whether the processes share the samples.
+
+    Raises:
+        TypeError: for something that is no ``DataLoader``, or has a batch sampler without a sampler.
+        ValueError: for a loader that is set up already.
+    """
+
+    def __init__(self, loader: Any, world: World, device: torch.device | None, shared: bool) -> None:
+        if isinstance(loader, FabricDataLoader):
+            raise ValueError("this DataLoader is set up already: pass each once.")
+        if not isinstance(loader, DataLoader):
+            raise TypeError(f"setup_dataloaders takes DataLoaders, not a {type(loader).__name__}.")
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        if shared and world.size > 1 and not is_stream and not isinstance(loader.sampler, DistributedSampler):
+            loader = _share(loader, world)
+        self._dataloader = loader
+        self._device = device
+        self._epochs = 0
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where batches are moved to."""
+        return self._device
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = self._dataloader
+        for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self._epochs)
+        self._epochs += 1
+        if self._device is None or self._device.type == "cpu":
+            yield from loader
+        else:
+            for batch in loader:
+                yield move_data_to_device(batch, self._device)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_dataloader":
+            raise AttributeError(name)  # it is being copied
+        return getattr(self._dataloader, name)
+
+
+class _Yielded(Dataset[Any]):
+    """What a sampler yields in an epoch."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.values: list[Any] = []
+
+    def __getitem__(self, index: int) -> Any:
+        return self.values[index]
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+class _SharedSampler(DistributedSampler[Any]):
+    """This rank's share of what a user's own sampler yields, the same on every rank."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yielded: Any = self.dataset
+        yielded.values = list(yielded.sampler)
+        return (yielded[index] for index in super().__iter__())
+
+
+def _share(loader: DataLoader[Any], world: World) -> DataLoader[Any]:
+    """Return a copy of a loader that reads this rank's share, in Lightning's order."""
+    if loader.batch_sampler is not None and not hasattr(loader.batch_sampler, "sampler"):
+        raise TypeError(
+            f"{type(loader.batch_sampler).__name__} has no attribute 'sampler' to share out: use "
+            "setup_dataloaders(..., use_distributed_sampler=False), and let it yield this rank's batches."
+        )
+    inner: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler.sampler
+    options = {
+        "num_replicas": world.size,
+        "rank": world.rank,
+        "shuffle": isinstance(inner, RandomSampler),
+        "seed": world.broadcast(_find_seed()),
+    }
+    sampler: Sampler[Any]
+    if isinstance(inner, RandomSampler | SequentialSampler):
+        sampler = DistributedSampler(loader.dataset, **options)
+    else:
+        sampler = _SharedSampler(_Yielded(inner), **options)
+    shared = copy.copy(loader)
+    # Not by setattr: a DataLoader refuses a change of these once it is built.
+    shared.__dict__["sampler"] = sampler
+    if loader.batch_sampler is not None:
+        batch_sampler: Any = copy.copy(loader.batch_sampler)
+        batch_sampler.sampler = sampler
+        shared.__dict__["batch_sampler"] = batch_sampler
+    return shared
+
+
+def _find_seed() -> int:
+    """The seed of the order: that of ``seed_everything``, else 0, as in Lightning."""
+    seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
+    return seed if seed < 2**32 else 0  # torch's own, before anyone seeds it, is larger
+
+
+def is_wrapped(obj: object) -> bool:
+    """Return whether a `Fabric` has set this model, optimizer or loader up."""
+    return isinstance(getattr(obj, "_orig_mod", obj), FabricModule | PreparedOptimizer | FabricDataLoader)
+
+
+def unwrap(obj: Any) -> Any:
+    """Return the user's own model, optimizer or loader."""
+    obj = getattr(obj, "_orig_mod", obj)
+    if isinstance(obj, FabricModule):
+        return obj._original_module
+    if isinstance(obj, PreparedOptimizer):
+        return obj.optimizer
+    return obj._dataloader if isinstance(obj, FabricDataLoader) else obj

@@ -1,0 +1,361 @@
+"""Functions of ``accelerate.utils.fsdp_utils``, for models that Treadle's FSDP shards."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.checkpoint import filesystem
+from ..engine.parameter_names import split_tied, strip_compile_prefix
+from ..engine.weights import open_weights, write_weights
+from ..strategies.distributed import current_world
+
+_MODEL = "pytorch_model_fsdp"
+_OPTIMIZER = "optimizer"
+_NO_LIMIT = 2**63  # bytes of a file
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Tell Transformers, through the environment, to load a checkpoint's values on rank zero only."""
+    os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Tell Transformers, through the environment, to load a checkpoint's values on every rank."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries under the names without what compilation and activation checkpointing put into them."""
+    return {
+        strip_compile_prefix(name.replace("._checkpoint_wrapped_module", "")).replace("._orig_mod", ""): value
+        for name, value in named_params.items()
+    }
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
+) -> set[nn.Parameter]:
+    """Return the parameters of modules.
+
+    Args:
+        modules: The modules; or a regular expression that matches their whole names, and they are moved to ``device``.
+        model: Where names are looked up.
+        device: Where modules given by name are moved.
+    """
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        modules = [module.to(device) for name, module in model.named_modules() if pattern.fullmatch(name)]
+    return {parameter for module in modules or () for parameter in module.parameters()}
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[nn.Module], nn.Module], model: nn.Module, device: torch.device | str
+) -> Callable[[nn.Module], nn.Module]:
+    """Return an initializer of modules after which tied weights are one tensor again.
+
+    Args:
+        param_init_fn: The initializer; it may give a module new parameters.
+        model: The model; its ``_tied_weights_keys`` names what is tied.
+        device: Not used.
+    """
+    names: Iterable[str] = getattr(model, "_tied_weights_keys", None) or ()  # type: ignore[assignment]
+    first: dict[int, Tensor | None] = {id(model.get_parameter(name)): None for name in names}
+    if not first:
+        return param_init_fn
+
+    def initialize(module: nn.Module) -> nn.Module:
+        keys = {name: id(parameter) for name, parameter in module.named_parameters(recurse=False)}
+        module = param_init_fn(module)
+        for name, key in keys.items():
+            if key in first:
+                first[key] = getattr(module, name) if first[key] is None else first[key]
+                setattr(module, name, first[key])
+        return module
+
+    return initialize
+
+
+def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Tensor]) -> None:
+    """Put other parameters into an optimizer, in place.
+
+    Args:
+        optimizer: The optimizer.
+        mapping: The new parameters, by the old ones' ``data_ptr`` methods.
+
+    Raises:
+        KeyError: A parameter of the optimizer has no new one, so it would no longer be trained.
+    """
+    for group in optimizer.param_groups:
+        missing = [tuple(parameter.shape) for parameter in group["params"] if parameter.data_ptr not in mapping]
+        if missing:
+            raise KeyError(f"mapping has no parameter for {len(missing)} of the optimizer's, of shapes {missing[:5]}.")
+        group["params"] = [mapping[parameter.data_ptr] for parameter in group["params"]]
+
+
+def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Shard a model with the accelerator's FSDP.
+
+    Raises:
+        ValueError: The accelerator shards nothing.
+    """
+    _check_sharded(accelerator)
+    return accelerator.prepare_model(model)  # type: ignore[no-any-return]
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
+) -> nn.Module:
+    """Load rank zero's whole state into a sharded model. Call it on all processes.
+
+    Args:
+        accelerator: The accelerator that sharded the model.
+        model: The model.
+        full_sd: The state; of other ranks than zero it is not read.
+        cpu_offload: Accepted: each shard goes where the model's shard is.
+
+    Returns:
+        The model.
+
+    Raises:
+        KeyError: The state lacks a tensor of the model.
+    """
+    _check_sharded(accelerator)
+    module = accelerator.unwrap_model(model, keep_torch_compile=False)
+    state = dict(full_sd) if accelerator.is_main_process else {}
+    missing = [name for name in module.state_dict() if name not in state] if accelerator.is_main_process else []
+    missing = current_world().broadcast(missing, 0)  # every rank raises, or none
+    if missing:
+        raise KeyError(f"the full state lacks {missing[:5]} of the model. Give the state of the same model.")
+    _set_model_state(module, state, full=True)
+    return model
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Write a sharded model's weights as Accelerate does. Call it on all processes.
+
+    Args:
+        fsdp_plugin: Its ``state_dict_type`` says how: whole, in ``pytorch_model_fsdp.bin``, or in shards, in a folder
+            ``pytorch_model_fsdp_0`` of ``torch.distributed.checkpoint``. Default: shards with ``fsdp_version=2``.
+        accelerator: The accelerator that sharded the model.
+        model: The model.
+        output_dir: A folder, made if it is missing.
+        model_index: Number of the model, where there are several.
+        adapter_only: Write the trainable parameters only.
+        use_dcp: Must be True.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    full = _is_full(fsdp_plugin, use_dcp)
+    module = accelerator.unwrap_model(model, keep_torch_compile=False)
+    options = StateDictOptions(full_state_dict=full, cpu_offload=full, ignore_frozen_params=adapter_only)
+    _write(accelerator, get_model_state_dict(module, options=options), output_dir, _MODEL, "model", model_index, full)
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: nn.Module,
+    input_dir: str | os.PathLike[str],
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> Any:
+    """Load what `save_fsdp_model` wrote into a sharded model; the arguments are the same."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    full = _is_full(fsdp_plugin, use_dcp)
+    module = accelerator.unwrap_model(model, keep_torch_compile=False)
+    options = StateDictOptions(full_state_dict=full, ignore_frozen_params=adapter_only)
+    state = {} if full else get_model_state_dict(module, options=options)
+    state = _read(accelerator, state, input_dir, _MODEL, "model", model_index, full)
+    return _set_model_state(module, state, full, strict=not adapter_only)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Write the state of a sharded model's optimizer: ``optimizer.bin`` or a folder ``optimizer_0``.
+
+    The other arguments are those of `save_fsdp_model`.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    full = _is_full(fsdp_plugin, use_dcp)
+    module = accelerator.unwrap_model(model, keep_torch_compile=False)
+    options = StateDictOptions(full_state_dict=full, cpu_offload=full)
+    state = get_optimizer_state_dict(module, _get_plain_optimizer(optimizer), options=options)
+    _write(accelerator, state, output_dir, _OPTIMIZER, "optimizer", optimizer_index, full)
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    input_dir: str | os.PathLike[str],
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load what `save_fsdp_optimizer` wrote; the arguments are the same."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    full = _is_full(fsdp_plugin, use_dcp)
+    module = accelerator.unwrap_model(model, keep_torch_compile=False)
+    plain = _get_plain_optimizer(optimizer)
+    state = {} if full else get_optimizer_state_dict(module, plain, options=StateDictOptions())
+    state = _read(accelerator, state, input_dir, _OPTIMIZER, "optimizer", optimizer_index, full)
+    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full and accelerator.num_processes > 1)
+    set_optimizer_state_dict(module, plain, state, options=options)
+    accelerator.wait_for_everyone()
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Make one file of a sharded checkpoint: ``output_path/model.safetensors``. Rank zero does it, the others wait.
+
+    Args:
+        checkpoint_dir: A folder of ``torch.distributed.checkpoint``, whose index is a pickle that torch runs; or a
+            checkpoint of Treadle, of which nothing is run.
+        output_path: A folder, made if it is missing.
+        safe_serialization: False writes ``pytorch_model.bin`` in torch's format.
+        remove_checkpoint_dir: Delete the sharded checkpoint when the file is complete.
+
+    Raises:
+        ValueError: There is no checkpoint; a folder inside that is one is named.
+    """
+    folder, world = Path(checkpoint_dir), current_world()
+    inside = [str(folder / name) for name in (f"{_MODEL}_0", f"{_OPTIMIZER}_0") if (folder / name).is_dir()]
+    if inside or not folder.is_dir():
+        raise ValueError(f"{folder} is not a checkpoint. Use {' or '.join(inside) or 'a folder that exists'}.")
+    if world.rank == 0:
+        if (folder / ".metadata").is_file():
+            weights = _merge_distributed(folder)
+        else:
+            weights = {name: piece.get() for name, piece in open_weights(folder).items()}
+        others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
+        if others:
+            raise ValueError(f"{folder}: {others[0]!r} is not a tensor. Use the folder of a model's weights.")
+        write_weights(*split_tied(weights), Path(output_path), _NO_LIMIT, safe_serialization)
+        if remove_checkpoint_dir:
+            shutil.rmtree(folder)
+    world.barrier()
+
+
+def _merge_distributed(folder: Path) -> dict[str, Any]:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    with tempfile.TemporaryDirectory(prefix="treadle-") as scratch:
+        path = Path(scratch) / "merged.bin"
+        dcp_to_torch_save(folder, path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    return next(iter(state.values())) if len(state) == 1 else state  # type: ignore[no-any-return]
+
+
+def _check_sharded(accelerator: Any) -> None:
+    if not accelerator.is_fsdp2:
+        raise ValueError(
+            "the accelerator shards no models. Make it with fsdp_plugin=FullyShardedDataParallelPlugin(), on several "
+            "processes."
+        )
+
+
+def _get_plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    return getattr(optimizer, "optimizer", optimizer)  # type: ignore[no-any-return]
+
+
+def _is_full(plugin: Any, use_dcp: bool) -> bool:
+    kind = getattr(plugin, "state_dict_type", None)
+    default = "SHARDED_STATE_DICT" if getattr(plugin, "fsdp_version", None) == 2 else "FULL_STATE_DICT"
+    name = str(getattr(kind, "name", kind or default))
+    if name == "LOCAL_STATE_DICT" or not (use_dcp or name == "FULL_STATE_DICT"):
+        raise ValueError(
+            f"state_dict_type={name} with use_dcp={use_dcp} writes a file for each rank, which only as many ranks can "
+            "read. Use accelerator.save_state, which any number of processes can resume from."
+        )
+    return name == "FULL_STATE_DICT"
+
+
+def _set_model_state(module: nn.Module, state: dict[str, Any], full: bool, strict: bool = True) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    shared = full and current_world().size > 1
+    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=shared, strict=strict)
+    return set_model_state_dict(module, state, options=options)
+
+
+def _name_file(stem: str, index: int) -> str:
+    return f"{stem}.bin" if index == 0 else f"{stem}_{index}.bin"
+
+
+def _write(
+    accelerator: Any,
+    state: dict[str, Any],
+    folder: str | os.PathLike[str],
+    stem: str,
+    key: str,
+    index: int,
+    full: bool,
+) -> None:
+    filesystem.make_directory(Path(folder))
+    if not full:
+        from torch.distributed import checkpoint
+
+        checkpoint.save({key: state}, checkpoint_id=Path(folder) / f"{stem}_{index}")
+    elif accelerator.is_main_process:
+        torch.save(state, Path(folder) / _name_file(stem, index))
+    accelerator.wait_for_everyone()
+
+
+def _read(
+    accelerator: Any,
+    state: dict[str, Any],
+    folder: str | os.PathLike[str],
+    stem: str,
+    key: str,
+    index: int,
+    full: bool,
+) -> dict[str, Any]:
+    accelerator.wait_for_everyone()
+    if not full:
+        from torch.distributed import checkpoint
+
+        inside = f"{stem}_{index}"
+        path = Path(folder)
+        checkpoint.load({key: state}, checkpoint_id=path if path.name == inside else path / inside)
+        return state
+    if not accelerator.is_main_process:
+        return {}
+    return torch.load(Path(folder) / _name_file(stem, index), map_location="cpu", weights_only=True)  # type: ignore[no-any-return]

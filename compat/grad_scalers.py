@@ -1,0 +1,27 @@
+"""Gradient scalers as Accelerate makes them, for loops that call ``scaler.step`` themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """Return a gradient scaler for this machine's accelerator.
+
+    Args:
+        distributed_type: ``DistributedType.FSDP`` for one that looks for overflow in the shards of all processes.
+        kwargs: Arguments of ``torch.amp.GradScaler``.
+    """
+    if getattr(distributed_type, "value", distributed_type) == "FSDP":
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        return ShardedGradScaler(**kwargs)
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.amp.GradScaler("cuda" if current is None else current.type, **kwargs)
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
+    """Return a gradient scaler; the arguments are those of ``torch.amp.GradScaler``."""
+    return torch.amp.GradScaler(**kwargs)

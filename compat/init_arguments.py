@@ -1,0 +1,141 @@
+"""Arguments of ``__init__`` read from a frame, and attributes looked up in a task, its hyperparameters and its data."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, MutableMapping, Sequence
+from types import FrameType
+from typing import Any
+
+from ..common.messages import warn
+from .inspection import is_picklable
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
+    """Delete what can't be pickled, with a warning for each."""
+    for name in [name for name, value in hparams.items() if not is_picklable(value)]:
+        warn(f"hyperparameter {name!r} can't be pickled and is removed; save_hyperparameters(ignore=[{name!r}]) too.")
+        del hparams[name]
+
+
+def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
+    """Return the names of ``self``, ``*args`` and ``**kwargs`` in a class's ``__init__``; None where there is none."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
+    positional, keyword = (next((p.name for p in parameters if p.kind == kind), None) for kind in _VARIADIC)
+    return parameters[0].name, positional, keyword
+
+
+def get_init_args(frame: FrameType) -> dict[str, Any]:
+    """Return the arguments of the ``__init__`` that runs in a frame; none for any other frame."""
+    return _read_frame(frame)[1]
+
+
+def _read_frame(frame: FrameType) -> tuple[Any, dict[str, Any]]:
+    local = inspect.getargvalues(frame).locals
+    if "__class__" not in local or frame.f_code.co_name != "__init__":
+        return None, {}
+    cls = local["__class__"]
+    own, positional, keyword = parse_class_init_keys(cls)
+    arguments = {name: local[name] for name in inspect.signature(cls.__init__).parameters}
+    arguments |= arguments.get(keyword or "", {})
+    return local.get(own), {
+        name: value for name, value in arguments.items() if name not in (own, positional, keyword, "__class__")
+    }
+
+
+def collect_init_args(
+    frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
+) -> list[dict[str, Any]]:
+    """Return the arguments of the ``__init__`` calls that a frame is part of, those of the outermost class last.
+
+    Args:
+        frame: where to begin.
+        path_args: what to append to.
+        inside: whether ``frame`` is such a call's, so that another frame ends the search.
+        classes: whose ``__init__`` counts; all by default. It must refer to ``__class__``, as ``super()`` does.
+    """
+    current: FrameType | None = frame
+    while current is not None and current.f_back is not None:
+        instance, arguments = _read_frame(current)
+        if "__class__" in current.f_locals and (not classes or isinstance(instance, classes)):
+            path_args.append(arguments)
+            inside = True
+        elif inside:
+            break
+        current = current.f_back
+    return path_args
+
+
+def save_hyperparameters(
+    obj: Any,
+    *args: Any,
+    ignore: Sequence[str] | str | None = None,
+    frame: FrameType | None = None,
+    given_hparams: dict[str, Any] | None = None,
+) -> None:
+    """Call ``obj.save_hyperparameters``; see `HyperparametersMixin`.
+
+    Args:
+        obj: a task, a data module, or anything else with that method.
+        args: names, or one object that holds all.
+        ignore: names to leave out.
+        frame: whose arguments; the caller's by default.
+        given_hparams: values to keep in place of a frame's.
+    """
+    if dataclasses.is_dataclass(obj) and given_hparams is None:
+        given_hparams = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}
+    if given_hparams is not None:
+        names = [name for name in args if isinstance(name, str)] or list(given_hparams)
+        args = ({name: given_hparams[name] for name in names},)
+    obj.save_hyperparameters(*args, ignore=ignore, frame=frame or inspect.currentframe().f_back)  # type: ignore[union-attr]
+
+
+def _find_holders(model: Any, attribute: str) -> list[Any]:
+    """The objects that have the attribute: the task, its hyperparameters, the data module, its hyperparameters."""
+    trainer = model.__dict__.get("_trainer")
+    holders = []
+    for owner in (model, None if trainer is None else trainer.datamodule):
+        if owner is not None:
+            holders += [owner] if hasattr(owner, attribute) else []
+            holders += [owner.hparams] if attribute in getattr(owner, "hparams", ()) else []
+    return holders
+
+
+def _get_holders(model: Any, attribute: str) -> list[Any]:
+    holders = _find_holders(model, attribute)
+    if not holders:
+        raise AttributeError(
+            f"{attribute!r} is an attribute neither of the task, nor of its data module, nor a hyperparameter of one."
+        )
+    return holders
+
+
+def lightning_hasattr(model: Any, attribute: str) -> bool:
+    """Return whether a task, its hyperparameters, its data module or the hyperparameters of that have an attribute."""
+    return bool(_find_holders(model, attribute))
+
+
+def lightning_getattr(model: Any, attribute: str) -> Any:
+    """Return an attribute of the last of these that has it: task, hyperparameters, data module, its hyperparameters.
+
+    Raises:
+        AttributeError: if none has it.
+    """
+    holder = _get_holders(model, attribute)[-1]
+    return holder[attribute] if isinstance(holder, Mapping) else getattr(holder, attribute)
+
+
+def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
+    """Set an attribute of all of these that have it: task, hyperparameters, data module, its hyperparameters.
+
+    Raises:
+        AttributeError: if none has it.
+    """
+    for holder in _get_holders(model, attribute):
+        if isinstance(holder, MutableMapping):
+            holder[attribute] = value
+        else:
+            setattr(holder, attribute, value)

@@ -1,0 +1,93 @@
+"""The sizes of one layer, and numbers as a summary writes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+UNKNOWN_SIZE = "?"
+_UNITS = (" ", "K", "M", "B", "T")
+
+
+class LayerSummary:
+    """A layer's class, its parameters, and the shapes of its first call.
+
+    Args:
+        module: the layer. A hook on it notes the shapes, and is removed then.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._sizes: tuple[Any, Any] = (UNKNOWN_SIZE, UNKNOWN_SIZE)
+        self._handle: RemovableHandle | None = None
+        if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+            self._handle = module.register_forward_hook(self._note_sizes, with_kwargs=True)
+
+    def _note_sizes(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inputs = (*args, *kwargs.values())
+        self._sizes = parse_batch_shape(inputs[0] if len(inputs) == 1 else inputs), parse_batch_shape(output)
+        self.detach_hook()
+
+    def detach_hook(self) -> None:
+        """Remove the hook; the shapes stay what they are."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.detach_hook()
+
+    @property
+    def in_size(self) -> Any:
+        """Shape of the inputs of the first call; ``"?"`` before it."""
+        return self._sizes[0]
+
+    @property
+    def out_size(self) -> Any:
+        """Shape of the output of the first call; ``"?"`` before it."""
+        return self._sizes[1]
+
+    @property
+    def layer_type(self) -> str:
+        """Name of the layer's class."""
+        return type(self._module).__name__
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters; those that have no shape yet count nothing."""
+        return sum(p.numel() for p in self._module.parameters() if not is_lazy(p))
+
+    @property
+    def training(self) -> bool:
+        """Whether the layer is in train mode."""
+        return self._module.training
+
+
+def parse_batch_shape(batch: Any) -> Any:
+    """Return the shape of a tensor as a list, nested as lists and tuples are; ``"?"`` for anything else."""
+    if hasattr(batch, "shape"):
+        return list(batch.shape)
+    return [parse_batch_shape(part) for part in batch] if isinstance(batch, list | tuple) else UNKNOWN_SIZE
+
+
+def get_formatted_model_size(total_model_size: float) -> str:
+    """Return a size in MB with three decimals."""
+    return f"{total_model_size:,.3f}"
+
+
+def get_human_readable_count(number: float) -> str:
+    """Return a count in thousands, millions, billions or trillions: ``"1.2 K"``, ``"400 T"``.
+
+    Raises:
+        ValueError: for a negative number.
+    """
+    if number < 0:
+        raise ValueError(f"number={number} must be at least 0.")
+    groups = min(max(len(str(int(number))) - 1, 0) // 3, len(_UNITS) - 1)
+    scaled = number * 10 ** (-3 * groups)
+    text = f"{int(scaled):,d}" if groups < 1 or scaled >= 100 else f"{scaled:,.1f}"
+    return f"{text} {_UNITS[groups]}"

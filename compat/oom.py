@@ -1,0 +1,44 @@
+"""Questions to an error: did memory run out, and where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from ..engine.optim.batch_size import is_out_of_memory as is_oom_error
+
+__all__ = [
+    "is_cuda_out_of_memory",
+    "is_cudnn_snafu",
+    "is_oom_error",
+    "is_out_of_cpu_memory",
+    "recursive_detach",
+]
+
+
+def is_cuda_out_of_memory(exception: BaseException) -> bool:
+    """Return whether a CUDA device ran out of memory."""
+    text = str(exception)
+    return isinstance(exception, torch.cuda.OutOfMemoryError) or (
+        isinstance(exception, RuntimeError) and "CUDA" in text and "out of memory" in text
+    )
+
+
+def is_cudnn_snafu(exception: BaseException) -> bool:
+    """Return whether cuDNN says that it does not support something: its word for a workspace it could not get."""
+    return isinstance(exception, RuntimeError) and "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED" in str(exception)
+
+
+def is_out_of_cpu_memory(exception: BaseException) -> bool:
+    """Return whether the host ran out of memory."""
+    return isinstance(exception, MemoryError) or (
+        isinstance(exception, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(exception)
+    )
+
+
+def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
+    """Return nested data with its tensors detached, and with ``to_cpu`` in host memory."""
+    return apply_to_collection(in_dict, Tensor, lambda t: t.detach().cpu() if to_cpu else t.detach())

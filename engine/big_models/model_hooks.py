@@ -1,0 +1,204 @@
+"""Hooks around a module's forward, in the form that Accelerate gave them.
+
+Libraries subclass `ModelHook` and read ``module._hf_hook``, so those names are fixed. The forward itself is replaced,
+unlike in `hooks`: a `ModelHook` also sees ``module.forward(...)``, which torch's own forward hooks do not.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from .hooks import move
+from .memory import Device, accelerators, resolve
+
+_WARNING_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")  # that other programs' dispatch put on a model
+
+
+class ModelHook:
+    """Base class of hooks that run before and after a module's forward; see `add_hook_to_module`.
+
+    Attributes:
+        no_grad: Run the forward under ``torch.no_grad()``.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Prepare a module when the hook is added to it.
+
+        Returns:
+            The module.
+        """
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the arguments that the forward gets."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Return the output that the caller gets."""
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Restore a module when the hook is removed from it.
+
+        Returns:
+            The module.
+        """
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks as one, run in the order given.
+
+    Args:
+        hooks: The hooks.
+    """
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Prepare the module with each hook in turn."""
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Pass the arguments through each hook in turn."""
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Pass the output through each hook in turn."""
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Restore the module with each hook in turn."""
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Run a hook around every forward of a module, until `remove_hook_from_module`.
+
+    Args:
+        module: The module; it is changed in place.
+        hook: The hook.
+        append: Run it after the hook that the module has. Default: replace that one, without detaching it.
+
+    Returns:
+        The module.
+    """
+    current = getattr(module, "_hf_hook", None)
+    if append and current is not None:
+        remove_hook_from_module(module)
+        hook = SequentialHook(current, hook)
+    if not hasattr(module, "_old_forward"):
+        module._old_forward = module.forward  # type: ignore[assignment]
+    module = hook.init_hook(module)
+    module._hf_hook = hook  # type: ignore[assignment]
+    forward = functools.update_wrapper(functools.partial(_forward, module), module._old_forward)  # type: ignore[arg-type]
+    setattr(_get_forward_owner(module), "forward", forward)  # noqa: B010 - an assignment would be to a method
+    return module
+
+
+def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    hook = module._hf_hook
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    if hook.no_grad:
+        with torch.no_grad():
+            output = module._old_forward(*args, **kwargs)
+    else:
+        output = module._old_forward(*args, **kwargs)
+    return hook.post_forward(module, output)
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Remove a module's `ModelHook` and give it its own forward back.
+
+    Args:
+        module: The module; it is changed in place.
+        recurse: Remove the hooks of the modules inside it too.
+
+    Returns:
+        The module.
+    """
+    hook = module.__dict__.pop("_hf_hook", None)
+    if hook is not None:
+        hook.detach_hook(module)
+    old_forward = module.__dict__.pop("_old_forward", None)
+    if old_forward is not None:
+        owner: Any = _get_forward_owner(module)
+        if owner is module and getattr(old_forward, "__func__", None) is getattr(type(module), "forward", None):
+            owner.__dict__.pop("forward", None)  # the class's own, which needs no copy in the module
+        else:
+            owner.forward = old_forward
+    for name in _WARNING_METHODS:
+        module.__dict__.pop(name, None)
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse=True)
+    return module
+
+
+def _get_forward_owner(module: nn.Module) -> Any:
+    # A traced module writes its code into its class, of which it is the only instance; a forward of its own would
+    # hide what is traced later.
+    return type(module) if "GraphModuleImpl" in str(type(module)) else module
+
+
+class CpuOffload(ModelHook):
+    """Hook that keeps one whole model on the CPU until its forward; see `cpu_offload_with_hook`.
+
+    Args:
+        execution_device: Where the model runs. Default: the first accelerator, else the CPU.
+        prev_module_hook: The hook of the model that leaves the device when this one comes.
+    """
+
+    def __init__(
+        self, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+    ) -> None:
+        if execution_device is None:
+            execution_device = 0 if accelerators()[1] else "cpu"
+        self.execution_device = resolve(execution_device)
+        self.prev_module_hook = prev_module_hook
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Move the model to the CPU."""
+        return module.to("cpu")
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Move the model and its inputs to the device, once the previous model has left it."""
+        if self.prev_module_hook is not None:
+            self.prev_module_hook.offload()
+        module.to(self.execution_device)
+        return move(args, self.execution_device, ()), move(kwargs, self.execution_device, ())
+
+
+class UserCpuOffloadHook:
+    """Handle of a model that stays on its device after a call; `cpu_offload_with_hook` returns it.
+
+    Args:
+        model: The model.
+        hook: Its hook, usually a `CpuOffload`.
+    """
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model, self.hook = model, hook
+
+    def offload(self) -> None:
+        """Move the model to the CPU now."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Remove the hook: the model stays where it is."""
+        remove_hook_from_module(self.model)

@@ -1,0 +1,457 @@
+"""`LightningCLI` runs the programs that were written for Lightning's, with the same settings and the same numbers."""
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning_cli_samples import Color, Data, Encoder, Factories, Linked, Model, Options, build_model
+from processes import run, script
+from quiet import QUIET
+from treadle.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from treadle.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+import treadle
+
+DEFAULTS = {"accelerator": "cpu", "max_epochs": 2, **QUIET, "enable_report": False}
+SUPPORT = str(Path(__file__).parents[2] / "support")
+MODEL = "lightning_cli_samples.Model"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    return tmp_path
+
+
+def execute(*words, cli=LightningCLI, model=Model, data=Data, **options):
+    settings = {"trainer_defaults": DEFAULTS, "save_config_callback": None, "args": list(words), **options}
+    return cli(model, data, **settings)
+
+
+def build(*words, **options):
+    return execute(*words, run=False, **options)
+
+
+class WithOptimizer(LightningCLI):
+    def add_arguments_to_parser(self, parser):
+        parser.link_arguments("data.num_classes", "model.batch_size", apply_on="instantiate")
+        parser.add_optimizer_args(torch.optim.AdamW)
+        parser.add_lr_scheduler_args(torch.optim.lr_scheduler.ExponentialLR)
+        parser.set_defaults({"optimizer.lr": 0.02, "lr_scheduler.gamma": 0.5})
+
+
+PLATEAU = "--lr_scheduler=ReduceLROnPlateau --lr_scheduler.monitor=val_loss --lr_scheduler.patience=0"
+# Training and validation loss as lightning 2.6.6 with jsonargparse 4.53 has them.
+RECORDED = {
+    "plain": (LightningCLI, Model, "", 3.337524, 3.149636),
+    "seed": (LightningCLI, Model, "--seed_everything=42 --data.batch_size 4 --model.lr=0.1", 0.122685, 0.06684),
+    "optimizer": (
+        LightningCLI,
+        Model,
+        "--optimizer=AdamW --optimizer.lr=0.05 --lr_scheduler=StepLR --lr_scheduler.step_size=1",
+        3.838989,
+        3.735188,
+    ),
+    "plateau": (
+        LightningCLI,
+        Model,
+        f"--optimizer=Adam --optimizer.lr=0.05 --optimizer=SGD {PLATEAU}",
+        1.862486,
+        1.638313,
+    ),
+    "fixed classes": (WithOptimizer, Model, "--optimizer.weight_decay=0.1", 4.353494, 4.237226),
+    "callables": (
+        LightningCLI,
+        Factories,
+        "--model.optimizer=SGD --model.optimizer.lr=0.05 --model.schedule=StepLR --model.schedule.step_size=1",
+        2.577256,
+        2.630258,
+    ),
+    "callables' defaults": (LightningCLI, Factories, "--model.optimizer.lr=0.05", 3.718862, 3.459186),
+}
+
+
+@pytest.mark.parametrize("case", RECORDED)
+@pytest.mark.filterwarnings("ignore:Model.configure_optimizers", "ignore:Factories.configure_optimizers")
+def test_metrics_are_the_peers(case):
+    cli, model, words, train_loss, val_loss = RECORDED[case]
+    done = execute("fit", *words.split(), cli=cli, model=model)
+    metrics = {name: value.item() for name, value in done.trainer.callback_metrics.items()}
+    assert metrics == pytest.approx({"train_loss": train_loss, "val_loss": val_loss}, rel=1e-5)
+
+
+def test_the_subcommand_is_run_and_everything_is_at_hand():
+    cli = execute("fit", "--trainer.max_epochs=1", "--model.sizes=[20,10]", "--data.batch_size", "4")
+    assert cli.subcommand == "fit"
+    assert cli.trainer.current_epoch == cli.trainer.max_epochs == 1
+    assert (
+        cli.config.fit.model.sizes == cli.config["fit"]["model"]["sizes"] == cli.config["fit.model.sizes"] == [20, 10]
+    )
+    assert cli.model.hparams.sizes == [20, 10]
+    assert cli.datamodule.batch_size == 4
+    assert cli.config_init.fit.model is cli.model
+    assert cli.config_init["fit"].data is cli.datamodule
+    assert cli.config.fit.seed_everything == 0
+    assert isinstance(cli.parser, LightningArgumentParser)
+
+
+@pytest.mark.parametrize(("stage", "metric"), [("validate", "val_loss"), ("test", "test_loss"), ("predict", None)])
+def test_other_subcommands(stage, metric):
+    cli = execute(stage)
+    assert list(cli.trainer.callback_metrics) == ([metric] if metric else [])
+
+
+def test_without_a_subcommand_the_objects_are_built():
+    cli = build("--trainer.max_epochs=1", "--model.lr=0.1")
+    assert cli.subcommand is None
+    assert cli.trainer.global_step == 0
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    assert cli.trainer.global_step == 4
+    assert cli.config.model.lr == 0.1
+
+
+def test_a_class_named_on_the_command_line():
+    words = (f"--model={MODEL}", "--model.lr=0.1", "--data.class_path=lightning_cli_samples.Data", "--data.samples=16")
+    cli = build(*words, model=None, data=None)
+    assert (type(cli.model), cli.model.hparams.lr, cli.datamodule.samples) == (Model, 0.1, 16)
+    assert cli.config.model.class_path == MODEL
+    assert cli.config.model.init_args.lr == 0.1
+    both = build(
+        f"--model={MODEL}", "--data=lightning_cli_samples.Data", subclass_mode_model=True, subclass_mode_data=True
+    )
+    assert type(both.model) is Model
+    with pytest.raises(SystemExit) as ended:
+        build(model=None)
+    assert ended.value.code == 2
+
+
+@pytest.mark.filterwarnings("ignore:Alone has a validation_step")
+def test_a_task_may_bring_its_own_data():
+    class Alone(Model):
+        def train_dataloader(self):
+            return Data().train_dataloader()
+
+    assert execute("fit", model=Alone, data=None).trainer.global_step == 8
+
+
+def test_functions_in_place_of_classes():
+    cli = build("--model.lr=0.3", model=build_model)
+    assert (type(cli.model), cli.model.hparams.lr) == (Model, 0.3)
+
+
+def test_settings_as_a_dict():
+    cli = execute(args={"fit": {"model": {"lr": 0.1}, "trainer.max_epochs": 1}})
+    assert (cli.model.hparams.lr, cli.trainer.max_epochs) == (0.1, 1)
+    assert build(args={"model.lr": 0.2, "model": {"color": "BLUE"}}).model.hparams.color is Color.BLUE
+
+
+@pytest.mark.parametrize(("default", "seed"), [(True, 0), (123, 123), (False, False)])
+def test_seeds(default, seed):
+    state = torch.get_rng_state()
+    cli = build(seed_everything_default=default)
+    assert cli.config.seed_everything == seed
+    if default is not False:
+        torch.manual_seed(seed)
+        assert torch.equal(cli.model.net.weight, torch.nn.Linear(4, 2).weight)
+    torch.set_rng_state(state)
+
+
+def test_hooks_run_in_order_and_settings_may_be_changed_first():
+    class Hooked(LightningCLI):
+        calls = ()
+
+        def before_instantiate_classes(self):
+            assert not hasattr(self, "model")
+            self.config.fit.model.lr = 0.3
+            self.config["fit"]["trainer"]["max_epochs"] = 1
+            self.calls += ("before build",)
+
+        def after_instantiate_classes(self):
+            self.calls += (f"built {type(self.trainer).__name__}",)
+
+        def before_fit(self):
+            self.calls += (f"before {self.trainer.global_step}",)
+
+        def after_fit(self):
+            self.calls += (f"after {self.trainer.global_step}",)
+
+    cli = execute("fit", cli=Hooked)
+    assert cli.calls == ("before build", "built Trainer", "before 0", "after 4")
+    assert cli.model.hparams.lr == 0.3
+
+
+def test_a_method_named_as_the_subcommand_takes_its_place():
+    class Own(LightningCLI):
+        def fit(self, model, datamodule, **arguments):
+            self.arguments = arguments
+
+    cli = execute("fit", "--ckpt_path=last.ckpt", cli=Own)
+    assert cli.arguments["ckpt_path"] == "last.ckpt"
+    assert cli.trainer.global_step == 0
+
+
+def test_links_and_further_arguments():
+    class Links(LightningCLI):
+        def add_arguments_to_parser(self, parser):
+            parser.add_argument("--factor", type=int, default=3, help="of the batch size")
+            parser.add_argument("--tags", nargs="+", default=["a"])
+            parser.add_argument("--verbose", action="store_true")
+            parser.add_argument("--options", type=Options, default=Options(width=3))
+            parser.link_arguments(
+                "data", "model.lr", compute_fn=lambda data: data.samples / 100, apply_on="instantiate"
+            )
+            parser.link_arguments(("factor", "data.batch_size"), "model.batch_size", compute_fn=lambda a, b: a * b)
+
+    words = ("--factor=5", "--verbose", "--options.bias=false", "--data.samples=16", "--tags", "b", "c")
+    cli = build(*words, cli=Links)
+    assert (cli.model.hparams.lr, cli.model.hparams.batch_size) == (0.16, 40)
+    assert (cli.config.tags, cli.config.verbose, cli.config_init.options) == (["b", "c"], True, Options(3, False))
+    assert "lr" not in cli.config.model
+
+
+def test_an_object_of_one_group_goes_into_another():
+    class Shared(LightningCLI):
+        def add_arguments_to_parser(self, parser):
+            parser.add_subclass_arguments(Encoder, "encoder", required=True)
+            parser.add_class_arguments(Options, "sizes.options")
+            parser.link_arguments("encoder", "model.encoder", apply_on="instantiate")
+            parser.link_arguments("sizes.options.width", "model.batch_size")
+
+    words = ("--encoder=DeepEncoder", "--encoder.depth=4", "--encoder.width=5", "--sizes.options.width=9")
+    cli = build(*words, cli=Shared)
+    assert (cli.model.encoder.depth, cli.model.encoder.width, cli.model.hparams.batch_size) == (4, 5, 9)
+    assert cli.config_init.encoder is cli.model.encoder
+
+
+def test_settings_of_optimizers_go_into_the_model():
+    class Two(LightningCLI):
+        def add_arguments_to_parser(self, parser):
+            parser.add_optimizer_args(nested_key="first", link_to="model.first")
+            parser.add_optimizer_args((torch.optim.SGD, torch.optim.Adam), nested_key="second", link_to="model.second")
+            parser.add_lr_scheduler_args(torch.optim.lr_scheduler.ExponentialLR, link_to="model.schedule")
+
+    words = ("--first=Adam", "--second=SGD", "--second.lr=0.01", "--lr_scheduler.gamma=0.3")
+    first, second, schedule = build(*words, cli=Two, model=Linked).model.linked
+    assert (first["class_path"], first["init_args"]["lr"]) == ("torch.optim.Adam", 0.001)
+    assert (second["class_path"], second["init_args"]["lr"]) == ("torch.optim.SGD", 0.01)
+    assert schedule["class_path"] == "torch.optim.lr_scheduler.ExponentialLR"
+    assert schedule["init_args"]["gamma"] == 0.3
+    optimizer = treadle.cli.instantiate_class(torch.nn.Linear(2, 2).parameters(), second)
+    assert (type(optimizer), optimizer.param_groups[0]["lr"]) == (torch.optim.SGD, 0.01)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_settings_optimizer_is_announced_and_may_be_changed():
+    class Halved(LightningCLI):
+        @staticmethod
+        def configure_optimizers(lightning_module, optimizer, lr_scheduler=None):
+            lightning_module.seen = [type(optimizer), type(lr_scheduler)]
+            return optimizer
+
+    words = ("fit", "--optimizer=Adam", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=2")
+    with pytest.warns(UserWarning, match=r"Model.configure_optimizers is not used: --optimizer takes its place"):
+        cli = execute(*words, cli=Halved)
+    assert cli.model.seen == [torch.optim.Adam, torch.optim.lr_scheduler.StepLR]
+    with pytest.raises(SystemExit):
+        execute(*words, auto_configure_optimizers=False)
+
+
+@pytest.mark.filterwarnings("ignore:Late.configure_optimizers")
+def test_an_optimizer_is_built_when_the_run_asks_for_it():
+    class Late(Model):
+        def __init__(self):
+            super().__init__()
+            del self.net
+
+        def configure_model(self):
+            if not hasattr(self, "net"):
+                self.net = torch.nn.Linear(4, 2)
+
+    cli = execute("fit", "--optimizer=SGD", "--optimizer.lr=0.02", "--trainer.max_epochs=1", model=Late)
+    assert cli.trainer.optimizers[0].param_groups[0]["params"] == [cli.model.net.weight, cli.model.net.bias]
+
+
+class Stored(Model):
+    def __init__(self, encoder: Encoder, width: int = 3):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+@pytest.mark.filterwarnings("ignore:Stored.hparams", "ignore:.*Stored takes no lr")
+def test_a_checkpoint_names_no_classes(here):
+    defaults = {**DEFAULTS, "enable_checkpointing": True, "default_root_dir": ".", "max_epochs": 1}
+    words = ("fit", "--model.encoder=DeepEncoder", "--model.width=5")
+    path = execute(*words, model=Stored, trainer_defaults=defaults).trainer.checkpoint_callback.best_model_path
+    with pytest.raises(TypeError, match="encoder"):
+        Stored.load_from_checkpoint(path)
+    encoder = Encoder()
+    loaded = Stored.load_from_checkpoint(path, encoder=encoder)
+    assert (loaded.hparams.encoder, loaded.hparams.width) == (encoder, 5)
+    again = execute("test", "--model.encoder=Encoder", f"--ckpt_path={path}", model=Stored)
+    assert (type(again.model.hparams.encoder), again.model.hparams.width) == (Encoder, 5)
+
+
+def test_callbacks_from_everywhere():
+    class Stopped(LightningCLI):
+        def add_arguments_to_parser(self, parser):
+            parser.add_lightning_class_args(EarlyStopping, "early")
+            parser.set_defaults({"early.monitor": "val_loss", "early.patience": 5})
+
+    words = ("--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.monitor=val_loss", "--early.mode=max")
+    words += ("--trainer.callbacks+=LambdaCallback", "--trainer.enable_checkpointing=true")
+    cli = build(*words, cli=Stopped, trainer_defaults={**DEFAULTS, "callbacks": Timer()})
+    kinds = [type(callback).__name__ for callback in cli.trainer.callbacks]
+    assert sorted(kinds) == ["EarlyStopping", "LambdaCallback", "ModelCheckpoint", "Timer"]
+    assert cli.trainer.early_stopping_callback.patience == 5
+    assert cli.trainer.early_stopping_callback.mode == "max"
+    assert cli.trainer.checkpoint_callback.monitor == "val_loss"
+
+
+def test_a_class_path_of_lightning_means_ours():
+    word = '--trainer.callbacks=[{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}]'
+    cli = build(word, "--trainer.enable_checkpointing=true")
+    assert isinstance(cli.trainer.checkpoint_callback, ModelCheckpoint)
+    assert cli.config.trainer.callbacks[0].class_path == "treadle.callbacks.ModelCheckpoint"
+
+
+def test_trainers_of_ones_own():
+    class Own(treadle.Trainer):
+        def __init__(self, *args, note: int = 3, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.note = note
+
+    class Limited(LightningCLI):
+        def instantiate_trainer(self, **kwargs):
+            return super().instantiate_trainer(max_epochs=7, **kwargs)
+
+    cli = build("--trainer.note=5", trainer_class=Own, cli=Limited)
+    assert (cli.trainer.note, cli.trainer.max_epochs) == (5, 7)
+
+
+def test_the_names_are_those_of_the_peer():
+    names = "LightningCLI SaveConfigCallback LightningArgumentParser ArgsType ReduceLROnPlateau instantiate_class"
+    names += " instantiate_module OptimizerCallable LRSchedulerCallable LRSchedulerTypeUnion LRSchedulerTypeTuple"
+    for name in names.split():
+        assert getattr(treadle.compat.cli, name) is getattr(treadle.cli, name)
+    assert treadle.compat.LightningCLI is LightningCLI
+
+
+def test_environment_variables(monkeypatch, here):
+    (here / "fit.yaml").write_text("model:\n  lr: 0.07\n  mode: max\n")
+    monkeypatch.setenv("PL_FIT__CONFIG", "fit.yaml")
+    monkeypatch.setenv("PL_FIT__MODEL__LR", "0.3")
+    monkeypatch.setenv("PL_FIT__TRAINER__FAST_DEV_RUN", "true")
+    model = execute("fit", parser_kwargs={"default_env": True}).model
+    assert (model.hparams.lr, model.hparams.mode) == (0.3, "max")
+    assert execute("fit", "--trainer.max_epochs=0").model.hparams.lr == 0.02
+    monkeypatch.setenv("PL_SUBCOMMAND", "validate")
+    assert execute(parser_kwargs={"default_env": True}).subcommand == "validate"
+
+
+# -- the configuration of a run --------------------------------------------------------------------------------------
+
+LOGGED = {**DEFAULTS, "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "name": "logs"}}}
+WORDS = (
+    *("fit", "--seed_everything=3", "--model.lr=0.1", "--model.color=BLUE", "--model.path=a/b", "--model.name=no"),
+    *("--model.extra={deep: [1, '1e-3', null]}", "--model.options.width=9", "--model.activation=torch.tanh"),
+    *("--model.encoder=DeepEncoder", "--model.encoder.activation=ReLU", "--optimizer=AdamW", "--optimizer.lr=0.05"),
+    *("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss", "--trainer.max_epochs=1"),
+)
+
+
+@pytest.mark.filterwarnings("ignore:Model.configure_optimizers")
+def test_the_saved_configuration_repeats_the_run(here):
+    options = {"trainer_defaults": LOGGED, "save_config_callback": SaveConfigCallback}
+    first = execute(*WORDS, **options)
+    saved = here / "logs" / "version_0" / "config.yaml"
+    assert Path(first.trainer.log_dir) == saved.parent.relative_to(here)
+    again = execute("fit", "--config", str(saved), **options)
+    assert (here / "logs" / "version_1" / "config.yaml").read_text() == saved.read_text()
+    assert again.trainer.callback_metrics == first.trainer.callback_metrics
+    assert torch.equal(again.model.net.weight, first.model.net.weight)
+    hparams = again.model.hparams
+    assert (hparams.color, hparams.path, hparams.name, hparams.options) == (Color.BLUE, Path("a/b"), "no", Options(9))
+    assert hparams.extra == {"deep": [1, "1e-3", None]}
+    assert again.model.activation is torch.tanh
+    assert isinstance(again.model.encoder.activation, torch.nn.ReLU)
+    assert yaml.safe_load(saved.read_text())["seed_everything"] == 3
+
+
+def test_a_saved_configuration_is_not_overwritten(here):
+    options = {"trainer_defaults": LOGGED, "save_config_callback": SaveConfigCallback}
+    words = ("fit", "--trainer.max_epochs=0", "--trainer.logger.version=0")
+    execute(*words, **options)
+    with pytest.raises(RuntimeError, match=r"config.yaml exists already.*'overwrite': True"):
+        execute(*words, **options)
+    execute(*words, "--model.lr=0.5", save_config_kwargs={"overwrite": True}, **options)
+    assert "lr: 0.5" in (here / "logs" / "version_0" / "config.yaml").read_text()
+    execute(*words, "--model.lr=0.6", save_config_overwrite=True, **options)
+    execute(*words, save_config_kwargs={"config_filename": "other.yaml"}, **options)
+    assert (here / "logs" / "version_0" / "other.yaml").exists()
+
+
+def test_a_configuration_saved_elsewhere():
+    class Elsewhere(SaveConfigCallback):
+        def save_config(self, trainer, pl_module, stage):
+            pl_module.seen.append((stage, self.parser.dump(self.config, skip_none=False)))
+
+    kwargs = {"save_config_callback": Elsewhere, "save_config_kwargs": {"save_to_log_dir": False}}
+    ((stage, text),) = execute("fit", "--trainer.max_epochs=1", **kwargs).model.seen
+    assert stage == "fit"
+    assert yaml.safe_load(text)["model"]["lr"] == 0.02
+    with pytest.raises(ValueError, match="save_to_log_dir=False saves nothing unless"):
+        execute("fit", save_config_callback=SaveConfigCallback, save_config_kwargs={"save_to_log_dir": False})
+
+
+def fit_on_two_ranks(folder):
+    import os
+
+    os.chdir(folder)
+    sys.argv = ["train.py"]
+    options = {"trainer_defaults": {**LOGGED, "devices": 2}, "save_config_callback": SaveConfigCallback}
+    cli = execute("fit", "--trainer.max_epochs=1", **options)
+    try:
+        execute("fit", "--trainer.logger.version=0", **options)
+    except RuntimeError as error:
+        return str(error), cli.trainer.callback_metrics["train_loss"].item()
+
+
+def test_two_processes_write_one_configuration_and_refuse_together(here):
+    (first, loss), (second, other_loss) = run(fit_on_two_ranks, 2, str(here))
+    assert "config.yaml exists already" in first
+    assert "config.yaml exists already" in second
+    assert loss == other_loss
+    assert [path.name for path in (here / "logs").iterdir()] == ["version_0"]
+
+
+def test_a_checkpoint_brings_its_hyperparameters(here):
+    defaults = {**DEFAULTS, "enable_checkpointing": True, "default_root_dir": "."}
+    cli = execute("fit", "--model.lr=0.1", "--model.color=BLUE", "--model.options.width=9", trainer_defaults=defaults)
+    path = cli.trainer.checkpoint_callback.best_model_path
+    tested = execute("test", f"--ckpt_path={path}", "--model.mode=max")
+    hparams = tested.model.hparams
+    assert (hparams.lr, hparams.color, hparams.options, hparams.mode) == (0.1, Color.BLUE, Options(9), "min")
+    assert torch.equal(tested.model.net.weight, cli.model.net.weight)
+    named = execute("test", f"--model={MODEL}", f"--ckpt_path={path}", model=None)
+    assert named.model.hparams.lr == 0.1
+
+
+SCRIPT = """
+    from lightning_cli_samples import Data, Model
+    from treadle.cli import LightningCLI
+
+    if __name__ == "__main__":
+        cli = LightningCLI(Model, Data, save_config_callback=None)
+        print("loss", cli.trainer.callback_metrics["val_loss"].item())
+"""
+
+
+def test_a_script_on_the_shell(here):
+    flags = [f"--trainer.{name}=false" for name in QUIET]
+    words = ["fit", "--trainer.max_epochs=2", "--trainer.accelerator", "cpu", *flags]
+    done = script(textwrap.dedent(SCRIPT), *words, env={"PYTHONPATH": SUPPORT})
+    assert float(done.stdout.split("loss ")[-1]) == pytest.approx(3.149636, rel=1e-5)

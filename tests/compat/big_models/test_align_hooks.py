@@ -1,0 +1,309 @@
+"""Hooks of Accelerate's form. The expected values were seen with accelerate 1.15.0 on the same models."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from treadle.compat.big_modeling import attach_layerwise_casting_hooks, cpu_offload, cpu_offload_with_hook
+from treadle.compat.hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    ModelHook,
+    SequentialHook,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    attach_execution_device_hook,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
+from treadle.compat.utils.modeling import (
+    align_module_device,
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+)
+
+INPUT = torch.arange(6.0).reshape(2, 3)
+NAMES = ("linear1", "batchnorm", "linear2")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear1, self.batchnorm, self.linear2 = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear2(self.batchnorm(self.linear1(x)))
+
+
+class AddBefore(ModelHook):
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (args[0] + 1, *args[1:]), kwargs
+
+
+class AddAfter(ModelHook):
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        return output + 1
+
+
+class Steps(ModelHook):
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        self.steps.append("init")
+        return module
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        self.steps.append("detach")
+        return module
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model().eval()
+
+
+def devices(model: nn.Module) -> dict[str, str]:
+    return {name: tensor.device.type for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def test_hooks_replace_and_follow_each_other(model: Model) -> None:
+    plain, one_more, two_more = model(INPUT), model(INPUT + 1), model(INPUT + 2)
+    assert add_hook_to_module(model, AddBefore()) is model
+    assert model.forward.__name__ == "forward"
+    assert torch.equal(model(INPUT), one_more)
+    add_hook_to_module(model, AddBefore())
+    assert torch.equal(model(INPUT), one_more)
+    add_hook_to_module(model, AddBefore(), append=True)
+    assert isinstance(model._hf_hook, SequentialHook)
+    assert torch.equal(model(INPUT), two_more)
+    add_hook_to_module(model, AddAfter())
+    assert torch.equal(model.forward(INPUT), plain + 1)
+    remove_hook_from_module(model)
+    assert not {"_hf_hook", "_old_forward", "forward"} & vars(model).keys()
+    assert torch.equal(model(INPUT), plain)
+
+
+def test_a_hook_may_forbid_gradients(model: Model) -> None:
+    hook = AddAfter()
+    hook.no_grad = True
+    assert not add_hook_to_module(model, hook)(INPUT).requires_grad
+
+
+def test_when_a_hook_is_told(model: Model) -> None:
+    first, second, third = Steps(), Steps(), Steps()
+    add_hook_to_module(model, first)
+    add_hook_to_module(model, second)
+    assert (first.steps, second.steps) == (["init"], ["init"])
+    add_hook_to_module(model, third, append=True)
+    assert second.steps == ["init", "detach", "init"]
+    add_hook_to_module(model.linear1, first)
+    remove_hook_from_module(model, recurse=True)
+    assert (first.steps[-1], third.steps) == ("detach", ["init", "detach"])
+
+
+def test_copies_have_hooks_of_their_own(model: Model) -> None:
+    plain = model(INPUT)
+    add_hook_to_module(model, AddAfter())
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            twin.linear2.bias += 1
+        assert torch.allclose(twin(INPUT), plain + 2)
+    assert torch.equal(model(INPUT), plain + 1)
+
+
+def test_a_traced_module_can_be_traced_again() -> None:
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))
+    plain = traced(INPUT)
+    add_hook_to_module(traced, AddAfter())
+    assert torch.equal(traced(INPUT), plain + 1)
+    remove_hook_from_module(traced)
+    assert torch.equal(traced(INPUT), plain)
+
+
+def test_a_hook_under_torch_compile(model: Model) -> None:
+    plain = model(INPUT)
+    add_hook_to_module(model, AddAfter())
+    assert torch.allclose(torch.compile(model, backend="eager")(INPUT), plain + 1)
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_weights_are_away_between_forwards(model: Model, buffers: bool) -> None:
+    plain = model(INPUT)
+    for module in model.children():
+        add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, offload_buffers=buffers))
+    away = {
+        name: "meta" if buffers or ("running" not in name and "num" not in name) else "cpu" for name in devices(model)
+    }
+    assert devices(model) == away
+    assert torch.equal(model(INPUT), plain)
+    assert devices(model) == away
+    assert has_offloaded_params(model.linear1)
+    assert not has_offloaded_params(model)
+    remove_hook_from_submodules(model)
+    assert set(devices(model).values()) == {"cpu"}
+    assert torch.equal(model(INPUT), plain)
+
+
+def test_buffers_that_a_forward_changed_are_kept() -> None:
+    model, twin = Model().train(), Model().train()
+    attach_align_device_hook(model, "cpu", offload=True, offload_buffers=True)
+    with torch.no_grad():
+        model(INPUT), twin(INPUT)
+    remove_hook_from_submodules(model)
+    assert torch.equal(model.batchnorm.running_mean, twin.batchnorm.running_mean)
+    assert model.batchnorm.num_batches_tracked == 1
+
+
+def test_a_gradient_of_an_offloaded_weight_is_refused(model: Model) -> None:
+    attach_align_device_hook(model, "cpu", offload=True)
+    with pytest.raises(ValueError, match="offloaded weight got a gradient"):
+        model(INPUT).sum().backward()
+
+
+def test_weights_without_values_are_named(model: Model) -> None:
+    with pytest.raises(ValueError, match=r"weights_map has no values for 'weight'"):
+        attach_align_device_hook(model, "cpu", offload=True, weights_map={"batchnorm.weight": torch.ones(4)})
+
+
+def test_tied_weights_stay_tied() -> None:
+    for offload in (False, True):
+        model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)})
+        model["head"].weight = model["embed"].weight
+        add_hook_to_module(model, AlignDevicesHook("cpu", offload=offload, place_submodules=True))
+        assert model["head"].weight is model["embed"].weight
+        assert model["head"].weight.is_meta == offload
+        remove_hook_from_module(model)
+        assert model["head"].weight is model["embed"].weight
+        assert not model["head"].weight.is_meta
+
+
+def test_tied_weights_are_brought_once() -> None:
+    linear = nn.Linear(2, 2, bias=False)
+    outer = nn.Sequential(linear, nn.Linear(2, 2, bias=False))
+    outer[1].weight = linear.weight
+    shared: dict[int, dict[Any, Tensor]] = {linear.weight.data_ptr(): {}}
+    attach_align_device_hook(outer, "cpu", offload=True, tied_params_map=shared)
+    with align_module_device(outer[0]), align_module_device(outer[1]):
+        assert outer[0].weight.data_ptr() == outer[1].weight.data_ptr()
+        assert [len(copies) for copies in shared.values()] == [1]
+    assert [len(copies) for copies in shared.values()] == [0]
+
+
+def name_hooks(model: nn.Module) -> dict[str, str]:
+    """What is set of each hook, by module."""
+    flags = ("offload", "io_same_device", "offload_buffers", "place_submodules")
+    return {
+        name: " ".join(flag for flag in flags if getattr(module._hf_hook, flag))
+        for name, module in model.named_modules()
+        if hasattr(module, "_hf_hook")
+    }
+
+
+ATTACHED: dict[str, tuple[Callable[[nn.Module], None], dict[str, str]]] = {
+    "weights": (lambda m: attach_align_device_hook(m, "cpu"), dict.fromkeys(NAMES, "")),
+    "offload": (lambda m: attach_align_device_hook(m, "cpu", offload=True), dict.fromkeys(NAMES, "offload")),
+    "preload": (
+        lambda m: attach_align_device_hook(m, "cpu", offload=True, preload_module_classes=["Model"]),
+        {"": "offload place_submodules"},
+    ),
+    "state": (
+        lambda m: attach_align_device_hook(
+            m, "cpu", offload=True, weights_map=Model().state_dict(), offload_buffers=True
+        ),
+        dict.fromkeys(NAMES, "offload offload_buffers"),
+    ),
+    "one block": (
+        lambda m: attach_align_device_hook_on_blocks(m, "cpu"),
+        {"": "io_same_device place_submodules"},
+    ),
+    "one block offloaded": (
+        lambda m: attach_align_device_hook_on_blocks(m, "cpu", offload=True),
+        dict.fromkeys(NAMES, "offload"),
+    ),
+    "blocks": (
+        lambda m: attach_align_device_hook_on_blocks(
+            m, dict.fromkeys(NAMES, "cpu"), {"linear1": True, "batchnorm": False, "linear2": True}
+        ),
+        {"": "io_same_device", "linear1": "offload", "batchnorm": "place_submodules", "linear2": "offload"},
+    ),
+    "all by map": (
+        lambda m: attach_align_device_hook_on_blocks(m, "cpu", offload={"": True}),
+        {"": "io_same_device", **dict.fromkeys(NAMES, "offload")},
+    ),
+    "nested blocks": (
+        lambda m: attach_align_device_hook_on_blocks(m, {"": "cpu", "linear1": "cpu"}),
+        {"": "io_same_device place_submodules", "linear1": "place_submodules", "batchnorm": "", "linear2": ""},
+    ),
+    "execution": (lambda m: attach_execution_device_hook(m, "cpu"), dict.fromkeys(("", *NAMES), "")),
+}
+
+
+@pytest.mark.parametrize("case", ATTACHED)
+def test_where_hooks_are_attached(model: Model, case: str) -> None:
+    attach, expected = ATTACHED[case]
+    plain = model(INPUT)
+    attach(model)
+    assert name_hooks(model) == expected
+    assert torch.equal(model(INPUT), plain)
+    remove_hook_from_submodules(model)
+    assert set(devices(model).values()) == {"cpu"}
+    assert torch.equal(model(INPUT), plain)
+
+
+@pytest.mark.parametrize("offload", [cpu_offload, lambda m: attach_align_device_hook(m, "cpu", offload=True)])
+def test_the_state_of_an_offloaded_model(model: Model, offload: Callable[[nn.Module], Any]) -> None:
+    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    offload(model)
+    assert has_offloaded_params(model.linear1)
+    with align_module_device(model.linear1, "cpu"):
+        assert torch.equal(model.linear1.weight, whole["linear1.weight"])
+    assert model.linear1.weight.is_meta
+    state = get_state_dict_offloaded_model(model)
+    assert [*state] == [*whole]
+    assert all(torch.equal(state[name], tensor) for name, tensor in whole.items())
+    part = get_state_dict_from_offload(model.linear1, "linear1.weight", {"linear1.weight": None, "linear1.bias": 0})
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in part.items())
+
+
+def test_parameters_come_back_from_another_device(model: Model) -> None:
+    before = model.linear1.weight
+    with align_module_device(model.linear1):
+        assert model.linear1.weight is before
+    with pytest.raises(ValueError, match="is on device meta"), align_module_device(model.linear1, "meta"):
+        assert model.linear1.weight.is_meta
+
+
+def test_one_model_after_the_other(model: Model) -> None:
+    second = Model().eval()
+    plain = model(INPUT)
+    model, first_hook = cpu_offload_with_hook(model, "cpu")  # type: ignore[assignment]
+    second, second_hook = cpu_offload_with_hook(second, "cpu", prev_module_hook=first_hook)  # type: ignore[assignment]
+    assert isinstance(first_hook, UserCpuOffloadHook)
+    assert isinstance(model._hf_hook, CpuOffload)
+    assert torch.equal(model(INPUT), plain)
+    assert torch.equal(second(INPUT), plain)
+    first_hook.offload()
+    for hook in (first_hook, second_hook):
+        hook.remove()
+    assert not hasattr(model, "_hf_hook")
+    assert not hasattr(second, "_old_forward")
+
+
+def test_layers_are_cast_for_the_forward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Sequential(nn.Conv1d(4, 4, 1), nn.Linear(4, 2)))
+    attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32, skip_modules_pattern="2.1")
+    stored = {name: str(parameter.dtype)[6:] for name, parameter in model.named_parameters() if "weight" in name}
+    assert stored == {"0.weight": "bfloat16", "1.weight": "float32", "2.0.weight": "bfloat16", "2.1.weight": "float32"}
+    assert model[0](torch.ones(2, 4)).dtype == torch.float32
+    assert model[0].weight.dtype == torch.bfloat16

@@ -1,0 +1,208 @@
+"""Accelerate's functions for sharded models, on models that Treadle's FSDP shards."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from processes import run
+from safetensors.torch import load_file
+from torch import nn
+from treadle.compat.utils.fsdp_utils import (
+    disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading,
+    ensure_weights_retied,
+    fsdp2_canonicalize_names,
+    fsdp2_load_full_state_dict,
+    fsdp2_prepare_model,
+    fsdp2_switch_optimizer_parameters,
+    get_fsdp2_grad_scaler,
+    get_parameters_from_modules,
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    merge_fsdp_weights,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
+
+from treadle import Accelerator
+from treadle.utils import FullyShardedDataParallelPlugin
+
+can_shard = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch can not shard on CPU (2.6)"
+)
+
+
+def build(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def train(accelerator: Accelerator, seed: int) -> tuple[nn.Module, Any]:
+    model = build(seed)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    loss = model(torch.ones(4, 4) * torch.arange(4)[:, None]).pow(2).mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def read(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """The whole weights and the first optimizer moments, on every rank."""
+    state = {
+        name: getattr(t, "full_tensor", lambda t=t: t)()
+        for name, t in accelerator.unwrap_model(model).state_dict().items()
+    }
+    inner = optimizer.optimizer.state
+    moments = [inner[p]["exp_avg"] for group in optimizer.param_groups for p in group["params"]]
+    return state | {f"moment {n}": getattr(m, "full_tensor", lambda m=m: m)() for n, m in enumerate(moments)}
+
+
+def save_and_load(folder: str, version: int) -> list[bool]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+    accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
+    model, optimizer = train(accelerator, seed=0)
+    saved = {name: t.clone() for name, t in read(accelerator, model, optimizer).items()}
+    save_fsdp_model(plugin, accelerator, model, folder)
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    model, optimizer = train(accelerator, seed=1)
+    other = read(accelerator, model, optimizer)
+    load_fsdp_model(plugin, accelerator, model, folder)
+    load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    loaded = read(accelerator, model, optimizer)
+    if version == 2:
+        merge_fsdp_weights(f"{folder}/pytorch_model_fsdp_0", f"{folder}/merged")
+        merged = load_file(f"{folder}/merged/model.safetensors")
+    else:
+        merged = torch.load(f"{folder}/pytorch_model_fsdp.bin", weights_only=True)
+    same = [torch.equal(loaded[name], saved[name]) for name in saved]
+    assert len(merged) == 9
+    whole = [torch.equal(merged[name], saved[name]) for name in merged]
+    return [*same, *whole, not torch.equal(other["0.weight"], saved["0.weight"])]
+
+
+@can_shard
+@pytest.mark.parametrize(
+    ("version", "files"),
+    [
+        (1, ["optimizer.bin", "pytorch_model_fsdp.bin"]),
+        (2, ["merged", "optimizer_0", "pytorch_model_fsdp_0"]),
+    ],
+)
+def test_what_is_saved_is_loaded(tmp_path: Path, version: int, files: list[str]) -> None:
+    for rank in run(save_and_load, 2, str(tmp_path), version):
+        assert all(rank), rank
+    assert sorted(os.listdir(tmp_path)) == files
+    if version == 2:
+        with pytest.raises(ValueError, match="Use the folder of a model's weights"):
+            merge_fsdp_weights(tmp_path / "optimizer_0", tmp_path)
+
+
+def load_full() -> tuple[bool, bool, str]:
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), cpu=True)
+    model = fsdp2_prepare_model(accelerator, build(seed=1))
+    sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    whole = build(seed=2).state_dict()
+    fsdp2_load_full_state_dict(accelerator, model, whole if accelerator.is_main_process else {})
+    state = accelerator.unwrap_model(model).state_dict()
+    same = all(torch.equal(getattr(t, "full_tensor", lambda t=t: t)(), whole[name]) for name, t in state.items())
+    del whole["0.weight"]
+    with pytest.raises(KeyError) as error:
+        fsdp2_load_full_state_dict(accelerator, model, whole if accelerator.is_main_process else {})
+    return sharded, same, str(error.value)
+
+
+@can_shard
+def test_rank_zeros_state_into_the_shards() -> None:
+    for sharded, same, text in run(load_full, 2):
+        assert sharded
+        assert same
+        assert "lacks ['0.weight']" in text
+
+
+def test_one_process_shards_nothing() -> None:
+    with pytest.raises(ValueError, match="shards no models"):
+        fsdp2_prepare_model(Accelerator(cpu=True), build())
+
+
+def test_files_for_each_rank_are_refused(tmp_path: Path) -> None:
+    plugin = SimpleNamespace(fsdp_version=2, state_dict_type=None)
+    with pytest.raises(ValueError, match=r"accelerator\.save_state"):
+        save_fsdp_model(plugin, Accelerator(cpu=True), build(), tmp_path, use_dcp=False)
+
+
+def test_merging_names_the_folder_that_is_meant(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a folder that exists"):
+        merge_fsdp_weights(tmp_path / "missing", tmp_path)
+    (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    with pytest.raises(ValueError, match=r"Use .*pytorch_model_fsdp_0"):
+        merge_fsdp_weights(tmp_path, tmp_path / "out")
+
+
+def test_merging_a_checkpoint_of_treadle(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(build())
+    accelerator.save_state(str(tmp_path / "saved"))
+    merge_fsdp_weights(tmp_path / "saved", tmp_path / "out", remove_checkpoint_dir=True)
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(merged[name], tensor) for name, tensor in build().state_dict().items())
+    assert not (tmp_path / "saved").exists()
+
+
+def test_names_without_wrappers() -> None:
+    names = ["_orig_mod.a.weight", "b._checkpoint_wrapped_module.c", "d._orig_mod.e", "f._orig_mod"]
+    assert [*fsdp2_canonicalize_names(dict.fromkeys(names))] == ["a.weight", "b.c", "d.e", "f"]
+
+
+def test_parameters_of_modules() -> None:
+    model = build()
+    assert get_parameters_from_modules(None, model, "cpu") == set()
+    assert get_parameters_from_modules([model[0]], model, "cpu") == set(model[0].parameters())
+    assert get_parameters_from_modules("[02]", model, "cpu") == {*model[0].parameters(), *model[2].parameters()}
+
+
+def test_weights_are_tied_again() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)})
+    model["head"].weight = model["embed"].weight
+    model._tied_weights_keys = ["head.weight"]  # type: ignore[assignment]
+
+    def renew_apart(module: nn.Module) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.zeros_like(parameter)))
+        return module
+
+    assert ensure_weights_retied(renew_apart, nn.Linear(2, 2), "cpu") is renew_apart
+    initialize = ensure_weights_retied(renew_apart, model, "cpu")
+    for module in model.modules():
+        initialize(module)
+    assert model["head"].weight is model["embed"].weight
+    assert model["head"].weight.sum() == 0
+
+
+def test_an_optimizer_gets_other_parameters() -> None:
+    old, new = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(old.parameters(), lr=0.1)
+    pairs = dict(zip(old.parameters(), new.parameters(), strict=True))
+    with pytest.raises(KeyError, match="of the optimizer's"):
+        fsdp2_switch_optimizer_parameters(optimizer, {old.weight.data_ptr: new.weight})
+    fsdp2_switch_optimizer_parameters(optimizer, {first.data_ptr: second for first, second in pairs.items()})
+    assert optimizer.param_groups[0]["params"] == [*new.parameters()]
+
+
+def test_what_transformers_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "")
+    enable_fsdp_ram_efficient_loading()
+    assert (os.environ["ACCELERATE_USE_FSDP"], os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"]) == ("True", "True")
+    disable_fsdp_ram_efficient_loading()
+    assert (os.environ["ACCELERATE_USE_FSDP"], os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"]) == ("True", "False")
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+
+
+def test_a_scaler_takes_torchs_arguments() -> None:
+    assert get_fsdp2_grad_scaler(device="cpu", init_scale=4.0).get_scale() == 4.0

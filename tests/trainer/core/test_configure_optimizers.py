@@ -1,0 +1,46 @@
+"""Keys in what `configure_optimizers` returns: those that are read, and the others."""
+
+import pytest
+import torch
+from quiet import trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import treadle
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, extra=None, scheduler_extra=None):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+        self.extra, self.scheduler_extra = extra or {}, scheduler_extra or {}
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).mean()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.scheduler_extra}, **self.extra}
+
+
+def fit(task):
+    run = trainer()
+    run.fit(task, DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2))
+    return run
+
+
+def test_keys_that_nobody_reads_are_warned_of():
+    with pytest.warns(UserWarning, match=r"a dict with the key 'scheduler', which nobody reads.* mean 'lr_scheduler'"):
+        run = fit(Task({"scheduler": None}))
+    assert len(run.lr_scheduler_configs) == 1
+    with pytest.warns(UserWarning, match=r"an lr_scheduler dict with the key 'tracker', which nobody reads"):
+        run = fit(Task(scheduler_extra={"tracker": 1}))
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_a_typing_error_stays_an_error():
+    with pytest.raises(ValueError, match=r"'lr_schedular'.*Did you mean 'lr_scheduler'"):
+        fit(Task({"lr_schedular": None}))
+    with pytest.raises(ValueError, match=r"'intervall'.*Did you mean 'interval'"):
+        fit(Task(scheduler_extra={"intervall": "step"}))

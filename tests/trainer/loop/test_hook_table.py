@@ -1,0 +1,199 @@
+"""Which methods are called as hooks, with which arguments, and which ones are only warned of."""
+
+import warnings
+
+import pytest
+import torch
+from quiet import trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import LambdaCallback
+
+import treadle
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+        self.calls = []
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).mean()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        return self.net(batch[0]).mean()
+
+    test_step = validation_step
+
+    def forward(self, batch):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader(samples=4):
+    return DataLoader(TensorDataset(torch.ones(samples, 2)), batch_size=2)
+
+
+def run_stages(task, callback):
+    run = trainer(callbacks=callback, num_sanity_val_steps=0)
+    run.fit(task, loader(), loader())
+    run.test(task, loader(), verbose=False)
+    run.predict(task, loader())
+
+
+class Short(treadle.Callback):
+    """Hooks of evaluation batches as they were written while there was one loader."""
+
+    def __init__(self):
+        self.calls = []
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.calls.append(("validation start", batch_idx))
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.calls.append(("validation end", outputs.shape, batch_idx))
+
+    def on_test_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.calls.append(("test end", batch_idx))
+
+    def on_predict_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.calls.append(("predict end", batch_idx))
+
+
+def test_hooks_of_evaluation_batches_may_leave_out_the_loaders_index():
+    class ShortTask(Task):
+        def on_validation_batch_end(self, outputs, batch, batch_idx):
+            self.calls.append(("validation", batch_idx))
+
+        def on_test_batch_start(self, batch, batch_idx):
+            self.calls.append(("test", batch_idx))
+
+        def on_predict_batch_start(self, *arguments):
+            self.calls.append(("predict", *arguments[1:]))
+
+    task, callback = ShortTask(), Short()
+    run_stages(task, callback)
+    assert callback.calls == [
+        ("validation start", 0),
+        ("validation end", (), 0),
+        ("validation start", 1),
+        ("validation end", (), 1),
+        ("test end", 0),
+        ("test end", 1),
+        ("predict end", 0),
+        ("predict end", 1),
+    ]
+    assert task.calls == [
+        *[("validation", index) for index in range(2)],
+        *[("test", index) for index in range(2)],
+        *[("predict", index, 0) for index in range(2)],
+    ]
+
+
+def test_a_function_of_a_lambda_callback_may_leave_it_out_too():
+    indices = []
+    callback = LambdaCallback(on_validation_batch_start=lambda trainer, task, batch, index: indices.append(index))
+    trainer(callbacks=callback, num_sanity_val_steps=0).fit(Task(), loader(), loader())
+    assert indices == [0, 1]
+
+
+def test_several_loaders_need_the_index():
+    with pytest.raises(ValueError, match=r"2 loaders, and Short.on_validation_batch_start takes no dataloader_idx"):
+        trainer(callbacks=Short(), num_sanity_val_steps=0).fit(Task(), loader(), [loader(), loader()])
+
+
+def fit_with_warnings(task, callback=None):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(callbacks=callback).fit(task, loader(), loader())
+    return [str(warning.message) for warning in caught]
+
+
+def never(self, *arguments):
+    raise AssertionError("called after all")
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("on_training_epoch_end", "Did you mean 'on_train_epoch_end'"),
+        ("on_train_batch_ends", "Did you mean 'on_train_batch_end'"),
+        ("on_epoch_end", "use on_train_epoch_end"),
+        ("training_step_end", "at the end of the step itself"),
+    ],
+)
+@pytest.mark.parametrize("of_task", [True, False], ids=["task", "callback"])
+def test_a_method_that_nearly_is_a_hook_is_warned_of(name, advice, of_task):
+    odd = type("Odd", (Task if of_task else treadle.Callback,), {name: never})()
+    messages = fit_with_warnings(*([odd] if of_task else [Task(), odd]))
+    assert [message for message in messages if f"Odd.{name} is " in message and advice in message], messages
+
+
+def test_a_method_with_a_name_of_its_own_is_not_warned_of():
+    odd = type("Odd", (Task,), {"on_disk": never, "training_step_end": None})()
+    assert not [message for message in fit_with_warnings(odd) if "Odd" in message]
+
+
+def test_none_disables_a_hook():
+    class Hooked(Task):
+        on_train_epoch_end = never
+        on_validation_epoch_end = never
+
+    task = Hooked()
+    task.on_train_epoch_end = None
+    task.on_validation_epoch_end = None
+    trainer().fit(task, loader(), loader())
+    assert task.trainer.global_step == 2
+
+
+class OwnModes(Task):
+    """Batch norm stays in training mode while validating, and is frozen after the first epoch; chemprop and scvi-tools
+    do such things."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.modes = []
+
+    def validation_step(self, batch, batch_idx):
+        self.modes.append((self.net.training, self.norm.training))
+
+    def on_validation_model_zero_grad(self):
+        self.modes.append("zero_grad")
+
+    def on_validation_model_eval(self):
+        super().on_validation_model_eval()
+        self.norm.train()
+
+    def on_validation_model_train(self):
+        super().on_validation_model_train()
+        self.norm.eval()
+
+    def training_step(self, batch, batch_idx):
+        self.modes.append(("step", self.net.training, self.norm.training))
+        return self.net(batch[0]).mean()
+
+
+def test_a_task_may_set_the_modes_of_evaluation():
+    task = OwnModes()
+    trainer(max_epochs=2, num_sanity_val_steps=0).fit(task, loader(2), loader(2))
+    once = ["zero_grad", (False, True)]
+    assert task.modes == [("step", True, True), *once, ("step", True, False), *once]
+    task.modes.clear()
+    trainer().validate(task, loader(2), verbose=False)
+    assert task.modes == [(False, True)]
+
+
+def test_modes_are_taken_back_when_an_evaluation_fails():
+    class Fails(OwnModes):
+        def validation_step(self, batch, batch_idx):
+            raise RuntimeError("no")
+
+    task = Fails()
+    task.net.eval()
+    with pytest.raises(RuntimeError, match="no"):
+        trainer().validate(task, loader(2), verbose=False)
+    assert (task.training, task.net.training, task.norm.training) == (True, False, True)

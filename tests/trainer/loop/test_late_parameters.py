@@ -1,0 +1,108 @@
+"""Layers whose weights, and optimizers, come into being with the first batch."""
+
+import pytest
+import torch
+from processes import run
+from quiet import trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import ModelCheckpoint
+
+import treadle
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.linspace(0, 1, 16).view(8, 2)), batch_size=2)
+
+
+class Lazy(treadle.TaskModule):
+    def __init__(self, lazy=True):
+        super().__init__()
+        self.layers = nn.Sequential(nn.LazyLinear(3) if lazy else nn.Linear(2, 3), nn.Linear(3, 1))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layers(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def train_by_hand():
+    batches = [batch for (batch,) in loader()]  # a DataLoader draws a number, and a prepared one not from this stream
+    torch.manual_seed(3)
+    layers = Lazy().layers
+    optimizer = torch.optim.Adam(layers.parameters(), lr=0.1)
+    for batch in batches * 2:
+        layers(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return layers
+
+
+def test_a_lazy_layer_trains_as_in_a_loop_by_hand(tmp_path):
+    torch.manual_seed(3)
+    task = Lazy()
+    saving = ModelCheckpoint(tmp_path, save_top_k=-1)  # which looks at the room on the disk before the first batch
+    trainer(max_epochs=2, enable_checkpointing=None, callbacks=saving).fit(task, loader())
+    for trained, expected in zip(task.layers.parameters(), train_by_hand().parameters(), strict=True):
+        assert torch.equal(trained, expected)
+
+    first = next(path for path in tmp_path.iterdir() if path.name.startswith("epoch=0"))
+    resumed = Lazy()
+    trainer(max_epochs=2).fit(resumed, loader(), ckpt_path=first)
+    for trained, expected in zip(resumed.layers.parameters(), task.layers.parameters(), strict=True):
+        assert torch.equal(trained, expected)
+
+
+def fit_on_several():
+    with pytest.raises(ValueError, match=r"Lazy.layers.0.weight belongs to a lazy layer .* run a batch through"):
+        trainer(devices=2, strategy="ddp").fit(Lazy(), loader())
+    with pytest.raises(ValueError, match=r"returned no optimizer. On 2 ranks .* return that one"):
+        trainer(devices=2, strategy="ddp").fit(Private(), loader())
+
+
+def test_several_ranks_need_both_before():
+    run(fit_on_several, 2)
+
+
+class Private(Lazy):
+    """Keeps its own optimizer, which it makes with its parameters in the first step, as Pyro does."""
+
+    def __init__(self):
+        super().__init__(lazy=False)
+        self.automatic_optimization = False
+        self.optimizer = None
+
+    def training_step(self, batch, batch_idx):
+        if self.optimizer is None:
+            self.scale = nn.Parameter(torch.ones(()))
+            self.optimizer = torch.optim.SGD([self.scale], lr=0.1)
+        loss = (self.scale * batch[0]).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.log("loss", loss.detach())
+
+    def configure_optimizers(self):
+        return None
+
+
+def test_a_task_with_an_optimizer_of_its_own():
+    task = Private()
+    run = trainer(max_epochs=-1, max_steps=6)
+    with pytest.warns(UserWarning, match="each batch counts as a step"):
+        run.fit(task, loader())
+    scale = torch.ones((), requires_grad=True)
+    optimizer = torch.optim.SGD([scale], lr=0.1)
+    for (batch,) in [*loader(), *loader()][:6]:
+        optimizer.zero_grad()
+        (scale * batch).square().mean().backward()
+        optimizer.step()
+    assert torch.equal(task.scale, scale)
+    assert run.global_step == 6
+
+
+def test_without_a_trainer_there_is_no_mesh():
+    assert Lazy().device_mesh is None

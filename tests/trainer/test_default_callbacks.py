@@ -1,0 +1,63 @@
+"""Callbacks and loggers in the forms in which scripts pass them, and those that a `fast_dev_run` leaves idle."""
+
+import torch
+from quiet import trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import EarlyStopping, ModelCheckpoint
+from treadle.loggers import CSVLogger
+
+import treadle
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+
+
+def test_a_fast_dev_run_has_a_checkpoint_callback_without_a_path(tmp_path):
+    saving, stopping = ModelCheckpoint(tmp_path, monitor="loss"), EarlyStopping("loss")
+    run = trainer(fast_dev_run=True, enable_checkpointing=None, callbacks=[saving, stopping])
+    run.fit(Task(), loader())
+    assert run.checkpoint_callback is saving
+    assert run.checkpoint_callback.best_model_path == ""
+    assert run.early_stopping_callback is stopping
+    assert not any(tmp_path.iterdir())
+    default = trainer(fast_dev_run=True, enable_checkpointing=None)
+    default.fit(Task(), loader())
+    assert default.checkpoint_callback.best_model_path == ""
+    assert trainer(fast_dev_run=True).checkpoint_callback is None
+
+
+def test_a_test_after_a_fast_dev_run_does_not_load_what_an_earlier_run_saved(tmp_path):
+    saving, task = ModelCheckpoint(tmp_path), Task()
+    trainer(enable_checkpointing=None, callbacks=saving).fit(task, loader())
+    assert saving.best_model_path
+    task.predict_step = lambda batch, batch_idx: task.net.weight.detach().clone()
+    run = trainer(fast_dev_run=True, enable_checkpointing=None, callbacks=saving)
+    run.fit(task, loader())
+    assert torch.equal(run.predict(dataloaders=loader())[0], task.net.weight)
+
+
+def test_callbacks_and_loggers_of_any_iterable(tmp_path):
+    callbacks = {"mine": treadle.Callback()}
+    loggers = {"csv": CSVLogger(tmp_path, name="run")}
+    for run in (
+        trainer(logger=loggers.values(), callbacks=callbacks.values()),
+        trainer(logger=iter(loggers.values()), callbacks=(callback for callback in callbacks.values())),
+    ):
+        assert run.loggers == [loggers["csv"]]
+        assert run.callbacks[0] is callbacks["mine"]
