@@ -6,8 +6,8 @@
 
 It needs an environment with both libraries. Each script runs in an interpreter of its own, and its seconds are those of
 all of it, imports too. ``same`` counts the numbers that agree to ``--tolerance``; the others are listed below,
-and tests/integration/test_swap.py says of each one why. The programs of `tests/integration/swap/programs` follow, all of them in one
-process per library; a program that fails with Treadle alone is recorded nevertheless.
+and tests/integration/test_swap.py says of each one why. The programs of `tests/integration/swap/programs` follow, all
+of them in one process per library; a program that fails with Treadle alone is recorded nevertheless.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(name: str, library: str, processes: int, folder: Path) -> tuple[dict[str
 
 
 def compare_programs(recorded: dict[str, Any], tolerance: float, only: list[str] | None) -> tuple[list[str], bool]:
-    """Run `swap/programs`, a process per library; put Lightning's results into ``recorded``; lines to print, and errors."""
+    """Run the programs, add Lightning's results to ``recorded``, and return lines to print and if Lightning failed."""
     names = [name for name in list_programs() if not only or name in only]
     script, found = Path(__file__).resolve().parent.parent / "tests" / "support" / "swapped.py", {}
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

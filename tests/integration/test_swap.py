@@ -188,7 +188,7 @@ def test_evaluation(tmp_path):
     assert noisy == pytest.approx(their_noisy, rel=1e-2)
     # "The state of callbacks after test": there a ModelCheckpoint names a file that is gone.
     assert (ours.pop("path_after_test_exists"), theirs.pop("path_after_test_exists")) == (True, False)
-    # "What test returns of several loaders": names that say themselves which loader they are of.
+    # "What `test` returns of several loaders": names that say themselves which loader they are of.
     for stage in ("test", "validate"):
         for mine, found in zip(ours["metrics"][stage], theirs["metrics"][stage], strict=True):
             for name in mine.keys() - found.keys():
@@ -199,7 +199,7 @@ def test_evaluation(tmp_path):
 
 # What is otherwise in the programs' results: where, and the first cell of the row of docs/differences.md that says why.
 OTHERWISE = {
-    "coefficients": ("/validated/", "What test returns of several loaders"),
+    "coefficients": ("/validated/", "What `test` returns of several loaders"),
 }
 
 

@@ -1,7 +1,7 @@
 """Training plans: scvi-tools 1.4.2, scvi/train (_trainer.py, _trainingplans.py, _callbacks.py, _logger.py).
 
-A Trainer subclass with defaults of its own, an EarlyStopping that overrides ``_evaluate_stopping_criteria``, a logger that
-keeps a history in memory, and a KL weight that follows ``current_epoch``.
+A Trainer subclass with defaults of its own, an EarlyStopping that overrides ``_evaluate_stopping_criteria``, a logger
+that keeps a history in memory, and a KL weight that follows ``current_epoch``.
 """
 
 import torch
@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 
 class SimpleExperiment:

@@ -1,8 +1,8 @@
 """Autoencoder with image logs: CompVis/latent-diffusion @1dbf39c1, main.py and ldm/models/autoencoder.py.
 
-A DataModule whose ``*_dataloader`` methods are assigned on the instance, a learning rate set on the module from outside,
-a callback that logs samples in evaluation mode every few batches, one that saves the configuration, and weights averaged
-in the module's own ``on_train_batch_end``.
+A DataModule whose ``*_dataloader`` methods are assigned on the instance, a learning rate set on the module from
+outside, a callback that logs samples in evaluation mode every few batches, one that saves the configuration, and
+weights averaged in the module's own ``on_train_batch_end``.
 """
 
 from contextlib import contextmanager

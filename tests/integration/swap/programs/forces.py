@@ -1,6 +1,7 @@
 """Forces by differentiation in evaluation: matgl 4.1.2, matgl/utils/training.py.
 
-``on_test_model_eval`` turns gradients on, the Trainer runs with ``inference_mode=False``, one mixin defines all the steps.
+``on_test_model_eval`` turns gradients on, the Trainer runs with ``inference_mode=False``, one mixin defines all the
+steps.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""Forecaster trained by steps and reloaded: gluonts 0.17.0, torch/model/estimator.py, and pytorch-forecasting 1.8.0.
+"""Forecaster trained by steps and reloaded: gluonts 0.17.0, torch/model/estimator.py.
 
-``trainer_kwargs`` are merged into defaults, with a ModelCheckpoint that monitors the training loss; the best path is read
-with ``load_from_checkpoint``; endless training batches are bounded by ``limit_train_batches``; steps share one method that
-asks ``self.trainer.state`` or ``self.training``.
+``trainer_kwargs`` are merged into defaults, with a ModelCheckpoint that monitors the training loss; the best path is
+read with ``load_from_checkpoint``; endless training batches are bounded by ``limit_train_batches``; steps share one
+method that asks ``self.trainer.state`` or ``self.training``.
 """
 
 import itertools

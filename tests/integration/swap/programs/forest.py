@@ -1,7 +1,7 @@
 """A module that owns its Trainer: deepforest 2.1.0, deepforest/main.py.
 
-``create_trainer`` assigns ``self.trainer`` before any stage; ``on_save_checkpoint`` changes the hyperparameters and adds a label
-dictionary; ``load_from_checkpoint`` reads both.
+``create_trainer`` assigns ``self.trainer`` before any stage; ``on_save_checkpoint`` changes the hyperparameters and
+adds a label dictionary; ``load_from_checkpoint`` reads both.
 """
 
 import lightning.pytorch as pl

@@ -63,7 +63,10 @@ def main(root):
     pl.seed_everything(42)
     sizes = torch.randint(2, 6, (70,)).tolist()
     samples = [(torch.randn(size, 4) + (i % 2), i % 2) for i, size in enumerate(sizes)]
-    loader = lambda part, **more: DataLoader(part, 16, collate_fn=Graphs, **more)
+
+    def loader(part):
+        return DataLoader(part, 16, collate_fn=Graphs)
+
     model = Model(4, 2)
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath=root, monitor="val_acc", save_top_k=1, mode="max")
     trainer = pl.Trainer(

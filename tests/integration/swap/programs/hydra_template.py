@@ -1,4 +1,4 @@
-"""Image classifier configured by partials: ashleve/lightning-hydra-template @01f010ae, src/models/mnist_module.py.
+"""Image classifier configured by partials: ashleve/lightning-hydra-template @01f010ae.
 
 Optimizer and scheduler are partials among the hyperparameters, as is the network. Metric objects are logged, a
 MaxMetric keeps the best accuracy, and the best checkpoint is tested.

@@ -1,4 +1,4 @@
-"""Metrics of all epochs: A-Lohse/deeplearningproject, src/callbacks/metrics_callback.py, and ControlNet/tensorneko.
+"""Metrics of all epochs: A-Lohse/deeplearningproject, src/callbacks/metrics_callback.py.
 
 Callbacks that copy ``trainer.callback_metrics`` as it is after each epoch, and LambdaCallback.
 """
@@ -63,5 +63,8 @@ def main(root):
         **OFF,
     )
     trainer.fit(Model(), DataLoader(data, 16), DataLoader(data, 20))
-    plain = lambda rows: [{name: value.item() for name, value in row.items()} for row in rows]
+
+    def plain(rows):
+        return [{name: value.item() for name, value in row.items()} for row in rows]
+
     return {"metrics": plain(history.metrics), "trained": plain(history.trained), "calls": calls}

@@ -1,7 +1,8 @@
 """Message passing model: chemprop 2.3.1, chemprop/models/model.py.
 
-The schedule is sized by ``trainer.max_epochs`` and ``trainer.estimated_stepping_batches``; metrics live in a ModuleList;
-training and validation share one step; predictions come from ``predict_step(batch, batch_idx, dataloader_idx=0)``.
+The schedule is sized by ``trainer.max_epochs`` and ``trainer.estimated_stepping_batches``; metrics live in a
+ModuleList; training and validation share one step; predictions come from ``predict_step(batch, batch_idx,
+dataloader_idx=0)``.
 """
 
 from typing import NamedTuple
@@ -87,7 +88,10 @@ class MPNN(pl.LightningModule):
 def main(root):
     pl.seed_everything(0)
     rows = [(v, v.sum(0, keepdim=True)) for v in torch.randn(60, 5)]
-    make = lambda part: DataLoader(part, 16, collate_fn=collate)
+
+    def make(part):
+        return DataLoader(part, 16, collate_fn=collate)
+
     model = MPNN(nn.Sequential(nn.Linear(5, 6), nn.ReLU()), nn.Linear(6, 1))
     trainer = pl.Trainer(
         default_root_dir=root,

@@ -1,7 +1,7 @@
-"""Self-supervised momentum method: solo-learn 1.0.2, solo/methods/base.py, and lightly 1.6.0, utils/benchmarking.
+"""Self-supervised momentum method: solo-learn 1.0.2, solo/methods/base.py, and lightly 1.6.0.
 
-Batches are lists of views; the target network follows in ``on_train_batch_end`` when ``global_step`` has moved; an online
-classifier has a parameter group of its own; the schedule is sized by ``trainer.estimated_stepping_batches``;
+Batches are lists of views; the target network follows in ``on_train_batch_end`` when ``global_step`` has moved; an
+online classifier has a parameter group of its own; the schedule is sized by ``trainer.estimated_stepping_batches``;
 ``optimizer_zero_grad`` and ``configure_gradient_clipping`` are overridden.
 """
 

@@ -1,7 +1,7 @@
 """Neural potential: torchmd-net 2.4.10, torchmdnet/module.py.
 
-``optimizer_step(*args, **kwargs)`` warms the rate up and clears the gradients; ``validation_step(batch, batch_idx, *args)``
-tells its loaders apart; losses are kept in dicts and logged at the epochs' ends; the step differentiates.
+``optimizer_step(*args, **kwargs)`` warms the rate up and clears the gradients; ``validation_step(batch, batch_idx,
+*args)`` tells its loaders apart; losses are kept in dicts and logged at the epochs' ends; the step differentiates.
 """
 
 from collections import defaultdict

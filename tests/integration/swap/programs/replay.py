@@ -1,7 +1,7 @@
 """Deep Q-learning from a replay buffer: lightning-bolts 0.7.0, models/rl/dqn_model.py.
 
-The environment is played in ``training_step``; an IterableDataset samples from the buffer; the target network is synced by
-``global_step``; the run is bounded by ``max_steps``.
+The environment is played in ``training_step``; an IterableDataset samples from the buffer; the target network is
+synced by ``global_step``; the run is bounded by ``max_steps``.
 """
 
 import random

@@ -1,7 +1,8 @@
 """Policy gradients on data made anew: rl4co 0.7.0, models/rl/common/base.py and utils/trainer.py.
 
-A Trainer subclass passes on arguments; the module owns its loaders and replaces its dataset in ``on_train_epoch_end``,
-with ``reload_dataloaders_every_n_epochs=1``; ``val_dataloader`` returns a list; ``MultiStepLR`` by epoch.
+A Trainer subclass passes on arguments; the module owns its loaders and replaces its dataset in
+``on_train_epoch_end``, with ``reload_dataloaders_every_n_epochs=1``; ``val_dataloader`` returns a list;
+``MultiStepLR`` by epoch.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """A system made of ready parts: asteroid 0.7.0, asteroid/engine/system.py.
 
-Model, optimizer, loss and loaders are arguments; ``lr_scheduler_step`` is overridden; ``hp_metric`` goes to the logger by
-hand; ``on_save_checkpoint`` adds to the checkpoint and returns it.
+Model, optimizer, loss and loaders are arguments; ``lr_scheduler_step`` is overridden; ``hp_metric`` goes to the
+logger by hand; ``on_save_checkpoint`` adds to the checkpoint and returns it.
 """
 
 import json

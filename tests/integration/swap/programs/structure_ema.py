@@ -1,7 +1,7 @@
 """Averaged weights in a callback: boltz 2.2.1, boltz/model/optim/ema.py.
 
-The callback swaps all of ``state_dict()`` for evaluation, is saved under a key of its own in ``on_save_checkpoint``, and a
-second Trainer resumes from the file.
+The callback swaps all of ``state_dict()`` for evaluation, is saved under a key of its own in ``on_save_checkpoint``,
+and a second Trainer resumes from the file.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Collections of metrics over several loaders: torch-uncertainty 0.13.0, routines/classification.py and utils/trainer.py.
+"""Collections of metrics over several loaders: torch-uncertainty 0.13.0.
 
 MetricCollections cloned with prefixes are updated per loader and logged at the end of the evaluation; the Trainer
 subclass has a name of its own for the results.

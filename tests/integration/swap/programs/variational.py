@@ -1,6 +1,7 @@
 """Variational autoencoder: korintia/Variational-Autoencoder, train.py.
 
-A Trainer subclass with ``CSVLogger(version=0)`` and ``EarlyStopping(mode="max")``, whose file of metrics is read back.
+A Trainer subclass with ``CSVLogger(version=0)`` and ``EarlyStopping(mode="max")``, whose file of metrics is read
+back.
 """
 
 import csv
