@@ -93,7 +93,7 @@ def main(root):
     x = torch.randn(120, 6)
     data = TensorDataset(x, x[:, :3].argmax(1))
     model = DigitsModule(
-        net=nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)),
+        net=nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)),
         optimizer=partial(torch.optim.Adam, lr=0.01, weight_decay=0.0),
         scheduler=partial(torch.optim.lr_scheduler.ReduceLROnPlateau, mode="min", factor=0.1, patience=1),
         compile=False,
