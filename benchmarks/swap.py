@@ -6,7 +6,8 @@
 
 It needs an environment with both libraries. Each script runs in an interpreter of its own, and its seconds are those of
 all of it, imports too. ``same`` counts the numbers that agree to ``--tolerance``; the others are listed below,
-and tests/integration/test_swap.py says of each one why.
+and tests/integration/test_swap.py says of each one why. The programs of `tests/integration/swap/programs` follow, all
+of them in one process per library; a program that fails with Treadle alone is recorded nevertheless.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
-from swapped import RECORDED, RUNS, differences, write
+from swapped import RECORDED, RUNS, differences, list_programs, write
 
 LIBRARIES = ("lightning", "treadle")
 
@@ -47,6 +48,43 @@ def run(name: str, library: str, processes: int, folder: Path) -> tuple[dict[str
     return found, seconds, (done.stdout + done.stderr)[-2000:]
 
 
+def compare_programs(recorded: dict[str, Any], tolerance: float, only: list[str] | None) -> tuple[list[str], bool]:
+    """Run the programs, add Lightning's results to ``recorded``, and return lines to print and if Lightning failed."""
+    names = [name for name in list_programs() if not only or name in only]
+    script, found = Path(__file__).resolve().parent.parent / "tests" / "support" / "swapped.py", {}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        for library in LIBRARIES:
+            out = Path(folder) / f"{library}.json"
+            subprocess.run(
+                [sys.executable, str(script), library, str(out), *names],
+                env=environment,
+                cwd=folder,
+                capture_output=True,
+                check=True,
+                timeout=600,
+            )
+            found[library] = json.loads(out.read_text())
+    listed, failed = [], False
+    for name in names:
+        theirs, ours = (found[library][name] for library in LIBRARIES)
+        times = f"{name:30} {theirs['seconds']:12.1f} {ours['seconds']:10.1f}"
+        for library in LIBRARIES:
+            if "error" in found[library][name]:
+                listed.append(f"\n{name}: failed with {library}\n{found[library][name]['error']}")
+        if "results" in theirs:
+            recorded[name] = theirs["results"]
+        else:
+            failed = True
+        if "error" in theirs or "error" in ours:
+            print(f"{times} {'failed':>13}")
+            continue
+        other = list(differences(ours["results"], theirs["results"], tolerance))
+        print(f"{times} {count(ours['results']) - len(other):6} {len(other):6}")
+        listed += [f"\n{name}: treadle, lightning"] * bool(other) + [f"    {p}: {a}, {b}" for p, a, b in other[:8]]
+    return listed, failed
+
+
 def count(found: Any) -> int:
     """Numbers and words in a result."""
     if isinstance(found, dict | list):
@@ -65,7 +103,7 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="rewrite tests/integration/swap/recorded.json")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--tolerance", type=float, default=1e-6)
-    parser.add_argument("--only", nargs="*", choices=[name for name in RUNS if "," not in name])
+    parser.add_argument("--only", nargs="*", choices=[*(name for name in RUNS if "," not in name), *list_programs()])
     parser.add_argument("--list", type=int, default=8, help="differences to list of each script")
     args = parser.parse_args()
     if args.record and args.processes > 1:
@@ -73,9 +111,9 @@ def main() -> int:
 
     print(versions())
     print(f"{'script':30} {'lightning s':>12} {'treadle s':>10} {'same':>6} {'other':>6}")
-    recorded: dict[str, Any] = {"versions": versions(), "runs": {}}
+    recorded: dict[str, Any] = {"versions": versions(), "runs": {}, "programs": {}}
     if args.only and RECORDED.exists():
-        recorded["runs"] = json.loads(RECORDED.read_text(encoding="utf-8"))["runs"]
+        recorded |= json.loads(RECORDED.read_text(encoding="utf-8")) | {"versions": versions()}
     listed, failed = [], False
     for name in RUNS:
         if args.only and name.split(",")[0] not in args.only:
@@ -101,6 +139,9 @@ def main() -> int:
             listed.append(f"\n{name}: treadle, lightning")
             listed += [f"    {place}: {ours}, {theirs}" for place, ours, theirs in found[: args.list]]
             listed += [f"    and {len(found) - args.list} more"] if len(found) > args.list else []
+    if args.processes == 1 and (not args.only or set(args.only) & set(list_programs())):
+        lines, programs_failed = compare_programs(recorded["programs"], args.tolerance, args.only)
+        listed, failed = listed + lines, failed or programs_failed
     print("\n".join(listed))
     if args.record and not failed:
         RECORDED.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")

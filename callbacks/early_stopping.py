@@ -146,13 +146,13 @@ class EarlyStopping(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check, unless that happens when epochs end."""
         if trainer.stage == "fit" and not trainer.sanity_checking and not self._checks_at_epoch_end(trainer):
-            self._check(trainer)
+            self._run_early_stopping_check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check, if that happens when epochs end."""
         # An epoch that max_steps or a signal cut short is none: a resumed run checks at its real end.
         if trainer.progress.epoch_is_over and self._checks_at_epoch_end(trainer):
-            self._check(trainer)
+            self._run_early_stopping_check(trainer)
 
     def _checks_at_epoch_end(self, trainer: Trainer) -> bool:
         if self.check_on_train_epoch_end is not None:
@@ -161,7 +161,9 @@ class EarlyStopping(Callback):
         once = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
         return once or not trainer.has_validation
 
-    def _check(self, trainer: Trainer) -> None:
+    # Subclasses in public code call this method and override the next one, hence Lightning's names.
+    def _run_early_stopping_check(self, trainer: Trainer) -> None:
+        """Compare the monitored value, if it was measured since the last check, and stop the run if it is time."""
         watch = trainer.logbook.watch
         if self.monitor in watch.stale(trainer):
             return  # not measured since: no check, so no failure to improve
@@ -174,14 +176,22 @@ class EarlyStopping(Callback):
                 raise make_never_logged_error(trainer, self.monitor, "EarlyStopping's monitor", values)
             warn(f"EarlyStopping(strict=False) leaves out a check: {self.monitor!r} was never logged.")
             return
-        reason = self._find_stopping_reason(value)
-        if reason is not None:
+        should_stop, reason = self._evaluate_stopping_criteria(torch.tensor(value, dtype=torch.float64))
+        if should_stop:
             self.stopped_epoch = trainer.progress.epoch
-            self.stopping_reason, self.stopping_reason_message = reason
+            self.stopping_reason_message = reason
             self._decided_at, self._decided_after = value, self.wait_count
             if not trainer.should_stop:
                 announce(f"early stopping: {self.stopping_reason_message}")
             trainer.should_stop = True
+
+    def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
+        """Return whether to stop at ``current`` and why; updates the best value and the wait count."""
+        reason = self._find_stopping_reason(current.item())
+        if reason is None:
+            return False, None
+        self.stopping_reason, message = reason
+        return True, message
 
     def _find_stopping_reason(self, value: float) -> tuple[EarlyStoppingReason, str] | None:
         """Return why to stop at ``value``, or None; keeps count."""

@@ -45,11 +45,12 @@ def assert_same(ours, theirs):
 
 
 def test_only_import_lines_are_changed():
-    for path in sorted(swapped.FOLDER.glob("*.py")):
+    scripts = sorted(swapped.FOLDER.glob("*.py"))
+    for path in [*scripts, *sorted(swapped.PROGRAMS.glob("*.py"))]:
         before = path.read_text(encoding="utf-8")
         after = swapped.swapped(before)
         pairs = [(a, b) for a, b in zip(before.splitlines(), after.splitlines(), strict=True) if a != b]
-        assert len(pairs) >= 3
+        assert len(pairs) >= (3 if path in scripts else 1)
         assert all(a.startswith(("import lightning", "from lightning")) for a, _ in pairs)
         assert "lightning" not in "".join(b for _, b in pairs)
         assert before.count("\nimport lightning") + before.count("\nfrom lightning") == len(pairs)
@@ -187,10 +188,36 @@ def test_evaluation(tmp_path):
     assert noisy == pytest.approx(their_noisy, rel=1e-2)
     # "The state of callbacks after test": there a ModelCheckpoint names a file that is gone.
     assert (ours.pop("path_after_test_exists"), theirs.pop("path_after_test_exists")) == (True, False)
-    # "What test returns of several loaders": names that say themselves which loader they are of.
+    # "What `test` returns of several loaders": names that say themselves which loader they are of.
     for stage in ("test", "validate"):
         for mine, found in zip(ours["metrics"][stage], theirs["metrics"][stage], strict=True):
             for name in mine.keys() - found.keys():
                 assert "dataloader_idx" not in name
                 del mine[name]
     assert_same(ours, theirs)
+
+
+# What is otherwise in the programs' results: where, and the first cell of the row of docs/differences.md that says why.
+OTHERWISE = {
+    "coefficients": ("/validated/", "What `test` returns of several loaders"),
+}
+
+
+@pytest.mark.parametrize("name", swapped.list_programs())
+def test_programs_of_public_shapes(name, tmp_path):
+    """Small programs of the shapes that public code has; `swap/programs/README.md` lists the sources."""
+    (tmp_path / "run").mkdir()
+    ours = swapped.execute_program(name, "treadle", tmp_path)
+    differing = list(swapped.differences(ours, RECORDED["programs"][name], TOLERANCE))
+    place, row = OTHERWISE.get(name, ("nowhere", ""))
+    assert [one for one in differing if not one[0].startswith(place)] == []
+    if row:
+        assert differing, f"{name} is the same now: drop its line of OTHERWISE"
+        assert f"| {row}" in (Path(__file__).parents[2] / "docs" / "differences.md").read_text(encoding="utf-8")
+
+
+def test_every_program_names_its_source():
+    table = (swapped.PROGRAMS / "README.md").read_text(encoding="utf-8")
+    names = swapped.list_programs()
+    assert len(names) >= 20
+    assert [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")] == names

@@ -2,6 +2,9 @@
 
 They are written for Lightning, as people publish them. `SUBSTITUTIONS` is all that is changed for Treadle; it is what
 docs/migrating.md says, line by line, and touches nothing but import lines.
+
+`tests/swap/programs` holds smaller programs, one per public source. Run as a script, this module executes several of
+them in one process: `python swapped.py LIBRARY OUT NAME ...`.
 """
 
 from __future__ import annotations
@@ -10,6 +13,9 @@ import json
 import math
 import re
 import sys
+import tempfile
+import time
+import traceback
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +23,12 @@ from typing import Any
 
 FOLDER = Path(__file__).parents[1] / "integration" / "swap"
 RECORDED = FOLDER / "recorded.json"
+PROGRAMS = FOLDER / "programs"
 
 SUBSTITUTIONS = (
     (r"^import lightning(\.pytorch)? as (\w+)$", r"import treadle.compat as \2"),
+    (r"^from lightning import pytorch as (\w+)$", r"import treadle.compat as \1"),
+    (r"^from lightning import ", "from treadle import "),
     (r"^from lightning\.pytorch import ", "from treadle.compat import "),
     (r"^from lightning\.pytorch\.(\w+(?:\.\w+)*) import ", r"from treadle.\1 import "),
 )
@@ -54,15 +63,46 @@ def write(run: str, library: str, folder: Path) -> Path:
 
 def execute(run: str, library: str, folder: Path) -> dict[str, Any]:
     """Run a script in this process; what its ``main`` returns, as JSON has it."""
-    path = write(run, library, folder)
+    return call_main(write(run, library, folder), ["--root", str(folder / "run"), *RUNS[run]])
+
+
+def execute_program(name: str, library: str, folder: Path) -> dict[str, Any]:
+    """Run a program of `swap/programs` in this process and return its results."""
+    source = (PROGRAMS / f"{name}.py").read_text(encoding="utf-8")
+    path = folder / f"{name}_with_{library}.py"
+    path.write_text(source if library == "lightning" else swapped(source), encoding="utf-8")
+    return call_main(path, str(folder / "run"))
+
+
+def call_main(path: Path, argument: Any) -> dict[str, Any]:
+    """Import a script under a name of its own and return what ``main`` returns, as JSON reads it back."""
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
     sys.modules[path.stem] = module
     try:
         exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
-        return json.loads(json.dumps(module.main(["--root", str(folder / "run"), *RUNS[run]])))
+        return json.loads(json.dumps(module.main(argument)))
     finally:
         del sys.modules[path.stem]
+
+
+def list_programs() -> list[str]:
+    """Return the names of the programs, in order."""
+    return sorted(path.stem for path in PROGRAMS.glob("*.py"))
+
+
+def execute_programs(library: str, names: list[str], out: Path) -> None:
+    """Run programs one after the other in this process and write ``{name: {"results" or "error", "seconds"}}``."""
+    found = {}
+    for name in names:
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found[name] = {"results": execute_program(name, library, Path(folder))}
+            except Exception:
+                found[name] = {"error": traceback.format_exc()[-2000:]}
+        found[name]["seconds"] = time.perf_counter() - start
+    out.write_text(json.dumps(found), encoding="utf-8")
 
 
 def differences(ours: Any, theirs: Any, tolerance: float, place: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -79,7 +119,12 @@ def differences(ours: Any, theirs: Any, tolerance: float, place: str = "") -> It
         for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
             yield from differences(one, other, tolerance, f"{place}/{index}")
     elif isinstance(ours, float) or isinstance(theirs, float):
-        if not math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=1e-9):
+        numbers = all(isinstance(value, int | float) for value in (ours, theirs))
+        if not numbers or not math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=1e-9):
             yield place, ours, theirs
     elif ours != theirs:
         yield place, ours, theirs
+
+
+if __name__ == "__main__":
+    execute_programs(sys.argv[1], sys.argv[3:], Path(sys.argv[2]))

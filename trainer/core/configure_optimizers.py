@@ -75,10 +75,12 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
     parts = list(returned)
     if not parts:
         raise ValueError(f"configure_optimizers returned an empty {type(returned).__name__}; it may return {_FORMS}.")
-    if len(parts) == 2 and isinstance(parts[0], list | tuple) and isinstance(parts[1], list | tuple):
+    if len(parts) == 2 and isinstance(parts[0], list | tuple):
         if not parts[0]:
             raise ValueError("configure_optimizers returned two lists, and the first, of optimizers, is empty.")
-        return [_check_optimizer(o) for o in parts[0]], [_parse_scheduler(s, None) for s in parts[1]]
+        # A single scheduler, or its dict, may stand for a list of one, as in Lightning.
+        schedulers = parts[1] if isinstance(parts[1], list | tuple) else [parts[1]]
+        return [_check_optimizer(o) for o in parts[0]], [_parse_scheduler(s, None) for s in schedulers]
     if parts and all(isinstance(part, Mapping) for part in parts):
         pairs = [_parse_dict(part) for part in parts]
         return [o for os, _ in pairs for o in os], [s for _, ss in pairs for s in ss]
