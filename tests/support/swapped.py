@@ -1,11 +1,14 @@
-"""The scripts of `tests/swap`, with Lightning's imports or ours: what `test_swap.py` and `benchmarks/swap.py` share.
+"""The scripts of `swap`, with a peer's imports or ours: what `test_swap.py`, `test_accelerate_programs.py` and the two
+`benchmarks/swap*.py` share.
 
-They are written for Lightning, as people publish them. `SUBSTITUTIONS` is all that is changed for Treadle; it is what
-docs/migrating.md says, line by line, and touches nothing but import lines.
+They are written for Lightning and Accelerate, as people publish them. `SUBSTITUTIONS` and `ACCELERATE_SUBSTITUTIONS`
+are all that is changed for Treadle; it is what docs/migrating.md says, line by line, and touches nothing but import
+lines.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -17,11 +20,18 @@ from typing import Any
 
 FOLDER = Path(__file__).parents[1] / "integration" / "swap"
 RECORDED = FOLDER / "recorded.json"
+PROGRAMS = FOLDER / "accelerate" / "programs"  # sources.toml beside it says what each is written after
 
 SUBSTITUTIONS = (
     (r"^import lightning(\.pytorch)? as (\w+)$", r"import treadle.compat as \2"),
     (r"^from lightning\.pytorch import ", "from treadle.compat import "),
     (r"^from lightning\.pytorch\.(\w+(?:\.\w+)*) import ", r"from treadle.\1 import "),
+)
+
+ACCELERATE_SUBSTITUTIONS = (
+    (r"^import accelerate$", "import treadle.compat as accelerate"),
+    (r"^from accelerate import ", "from treadle import "),
+    (r"^from accelerate\.(\w+(?:\.\w+)*) import ", r"from {home}.\1 import "),
 )
 
 RUNS: dict[str, tuple[str, ...]] = {
@@ -42,6 +52,36 @@ def swapped(source: str) -> str:
     for pattern, replacement in SUBSTITUTIONS:
         source = re.sub(pattern, replacement, source, flags=re.MULTILINE)
     return source
+
+
+def swapped_for_accelerate(source: str) -> str:
+    """A program for Accelerate as one for Treadle; a module that `treadle` lacks is one of `treadle.compat`."""
+
+    def replaced(match: re.Match[str], replacement: str) -> str:
+        if "{home}" in replacement:
+            found = importlib.util.find_spec(f"treadle.{match[1].split('.')[0]}") is not None
+            replacement = replacement.replace("{home}", "treadle" if found else "treadle.compat")
+        return match.expand(replacement)
+
+    for pattern, replacement in ACCELERATE_SUBSTITUTIONS:
+        source = re.sub(pattern, lambda match, to=replacement: replaced(match, to), source, flags=re.MULTILINE)
+    return source
+
+
+def execute_program(name: str, library: str, folder: Path) -> dict[str, Any]:
+    """Run a program of `PROGRAMS` in this process; what its ``main`` returns, as JSON has it."""
+    source = (PROGRAMS / f"{name}.py").read_text(encoding="utf-8")
+    if library == "treadle":
+        source = swapped_for_accelerate(source)
+    module = types.ModuleType(f"{name}_with_{library}")
+    path = Path(folder) / f"{module.__name__}.py"
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(source, str(path), "exec"), module.__dict__)
+        return json.loads(json.dumps(module.main(str(folder))))
+    finally:
+        del sys.modules[module.__name__]
 
 
 def write(run: str, library: str, folder: Path) -> Path:
