@@ -1,4 +1,4 @@
-"""A compression session: only a loader is prepared at first; a teacher; weights taken wrapped and saved by a function."""
+"""A compression session: only a loader is prepared at first; a teacher; weights saved by a function."""
 
 import os
 

@@ -6,6 +6,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
+def patched(accelerated_optimizer, method):
+    def step(*args, **kwargs):
+        accelerated_optimizer._accelerate_step_called = True
+        return method(*args, **kwargs)
+
+    return step
+
+
 def main(folder):
     accelerator = Accelerator(
         **{
@@ -27,6 +35,9 @@ def main(folder):
         accelerator.scaler = scaler
         for each in accelerator._optimizers:
             each.scaler = scaler
+            each._accelerate_step_called = False
+            each._optimizer_original_step_method = each.optimizer.step
+            each._optimizer_patched_step_method = patched(each, each.optimizer.step)
         total = 0.0
         for chunk in images.split(2):
             with accelerator.autocast():

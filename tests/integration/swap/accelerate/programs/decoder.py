@@ -1,4 +1,4 @@
-"""Several networks, one of them absent: a None among what is prepared, schedulers that are not, rates written by hand."""
+"""Several networks, one of them absent: a None among what is prepared, schedulers that are not, rates set by hand."""
 
 from pathlib import Path
 

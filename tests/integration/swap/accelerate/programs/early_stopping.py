@@ -32,14 +32,14 @@ def main(folder):
     accelerator = Accelerator(project_config=config)
     set_seed(67)
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.45)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8 // accelerator.num_processes)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    stopper = Stopper(2)
+    stopper = Stopper(5)
     accelerator.register_for_checkpointing(stopper)
     losses, saved = [], []
-    for epoch in range(4):
+    for epoch in range(4):  # noqa: B007
         for step, (x,) in enumerate(loader):
             loss = (model(x).squeeze(1) - x[:, 0].sign()).pow(2).mean()
             accelerator.backward(loss)

@@ -1,4 +1,4 @@
-"""A GAN: both networks and optimizers prepared at once, the loader later; gradient penalty; scalers in the save file."""
+"""A GAN: both networks and optimizers prepared at once, the loader later; gradient penalty; scalers are saved."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""An evaluation harness: requests of each process, counts gathered, the shorter ones padded; logits gathered by length."""
+"""An evaluation harness: requests of each process, counts gathered, the shorter ones padded; logits gathered."""
 
 from datetime import timedelta
 

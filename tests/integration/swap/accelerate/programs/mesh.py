@@ -1,4 +1,4 @@
-"""A model behind a forwarding wrapper, trackers looked through by class, contexts of autocast and `no_sync` combined."""
+"""A model behind a forwarding wrapper, trackers looked through by class, `autocast` and `no_sync` combined."""
 
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps

@@ -1,4 +1,4 @@
-"""A schedule made of the prepared optimizer, prepared afterwards; an optimizer that is unwrapped like a model."""
+"""A schedule made of the prepared optimizer, prepared afterwards; an EMA prepared with the model."""
 
 import copy
 import os
@@ -53,7 +53,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             checkpoint = {
                 "model": self.accelerator.unwrap_model(self.model).state_dict(),
-                "optimizer": self.accelerator.unwrap_model(self.optimizer).state_dict(),
+                "optimizer": self.optimizer.state_dict(),
                 "ema": self.ema_model.state_dict(),
                 "scheduler": {"last_epoch": self.scheduler.state_dict()["last_epoch"]},
                 "step": step,

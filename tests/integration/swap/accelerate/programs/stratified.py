@@ -1,4 +1,4 @@
-"""A sampler of noise that asks the accelerator where it is: process, micro-batch and their numbers; gathered features."""
+"""A sampler of noise that asks the accelerator where it is: process, micro-batch and their numbers; gather."""
 
 import math
 

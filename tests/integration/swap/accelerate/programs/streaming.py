@@ -1,4 +1,4 @@
-"""A stream without a length: read by each process, then by the main process alone and dealt; `split_between_processes`."""
+"""A stream without a length: read by each process, then by the main process alone; `split_between_processes`."""
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -85,5 +86,5 @@ def main(folder):
             results["unknown"] = type(error).__name__
     accelerator.end_training()
     if accelerator.is_main_process:
-        results["written"] = [json.loads(line) for line in open(lines.path).read().splitlines()]
+        results["written"] = [json.loads(line) for line in Path(lines.path).read_text().splitlines()]
     return results

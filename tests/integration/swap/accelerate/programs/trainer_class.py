@@ -1,4 +1,4 @@
-"""A trainer class with a run history and callbacks, started by `notebook_launcher`; losses of all processes gathered."""
+"""A trainer class with a run history and callbacks, started by `notebook_launcher`; losses are gathered."""
 
 import os
 
