@@ -37,7 +37,7 @@ def run(arguments: list[str], processes: int) -> dict[str, Any]:
     """What the loop prints on rank zero."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(launch if processes > 1 else []), str(FOLDER / "decay.py"), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
@@ -48,7 +48,7 @@ def run(arguments: list[str], processes: int) -> dict[str, Any]:
 def run_program(name: str, processes: int) -> list[dict[str, Any]]:
     """What a program's ``main`` returns on each process."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     with tempfile.TemporaryDirectory() as folder:
         arguments = [str(Path(__file__).resolve()), "--rank-of", name, folder]
         command = [sys.executable, *(launch if processes > 1 else []), *arguments]

@@ -57,6 +57,7 @@ def main(folder):
     )
     accelerator.wait_for_everyone()
     accelerator.save_model(model, os.path.join(folder, "safe"), max_shard_size="1KB")
+    accelerator.wait_for_everyone()
     zeros = (unwrapped[0].weight == 0).sum().item()
     return {
         "losses": losses,

@@ -4,7 +4,7 @@ import copy
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -16,7 +16,9 @@ def cycle(loader):
 
 class Trainer:
     def __init__(self, model, dataset, *, batch_size=8, accumulate_every=2, steps=4, amp=False, folder="."):
-        self.accelerator = Accelerator(split_batches=True, mixed_precision="fp16" if amp else "no")
+        self.accelerator = Accelerator(
+            dataloader_config=DataLoaderConfiguration(split_batches=True), mixed_precision="fp16" if amp else "no"
+        )
         self.accelerator.native_amp = amp
         self.model, self.steps, self.accumulate_every, self.folder = model, steps, accumulate_every, Path(folder)
         loader = self.accelerator.prepare(DataLoader(dataset, batch_size=batch_size, shuffle=False, pin_memory=True))
@@ -42,7 +44,7 @@ class Trainer:
 
     def load(self, milestone):
         path = str(self.folder / f"model-{milestone}.pt")
-        data = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        data = torch.load(path, map_location="cpu", weights_only=True)
         self.accelerator.unwrap_model(self.model).load_state_dict(data["model"])
         self.step = data["step"]
         self.opt.load_state_dict(data["opt"])

@@ -12,7 +12,9 @@ class Net:
         self.accelerator, self.epochs, self.unwrap_after_train = accelerator, epochs, unwrap_after_train
         if accelerator.device_placement:
             self.device = None
-        self.criterion_ = accelerator.prepare(nn.NLLLoss())
+        self.criterion_ = nn.NLLLoss()
+        if accelerator.num_processes == 1:  # Accelerate's DDP on CPUs refuses a module without parameters
+            self.criterion_ = accelerator.prepare(self.criterion_)
         self.module_ = accelerator.prepare(module)
         self.optimizer_ = accelerator.prepare(torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9))
         self.policy_ = accelerator.prepare(torch.optim.lr_scheduler.StepLR(self.optimizer_.optimizer, step_size=3))

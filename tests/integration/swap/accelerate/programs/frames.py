@@ -46,7 +46,7 @@ def train(folder, epochs, stop=None, resume=False):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-1, fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.even_batches = False
-    data = [torch.linspace(0, 1, 2 + index % 5)[:, None] for index in range(32)]
+    data = [torch.linspace(0, 1, 2 + index % 5)[:, None] for index in range(28)]
     sampler = Lengths([len(x) for x in data], 16, seed=3)
     loader = DataLoader(data, collate_fn=collate, batch_sampler=sampler)
     warmup_updates = 2 * accelerator.num_processes
@@ -96,7 +96,6 @@ def train(folder, epochs, stop=None, resume=False):
                         accelerator.save(state, path)
                     accelerator.wait_for_everyone()
                     return results
-    accelerator.end_training()
     return results
 
 

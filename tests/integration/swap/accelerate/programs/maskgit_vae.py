@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, Dataset, random_split
 class EMA(nn.Module):
     def __init__(self, model):
         super().__init__()
-        self.online_model = [model]
+        self.online_model = model
         self.ema_model = copy.deepcopy(model).requires_grad_(False)
 
     @torch.no_grad()
     def update(self):
-        for mine, theirs in zip(self.ema_model.parameters(), self.online_model[0].parameters(), strict=True):
+        for mine, theirs in zip(self.ema_model.parameters(), self.online_model.parameters(), strict=True):
             mine.lerp_(theirs, 0.5)
 
 

@@ -64,8 +64,11 @@ def main(folder):
     )
     discr_optims = [Scheduled(accelerator, adam(d.parameters())) for d in model.discriminators]
     loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8 // accelerator.num_processes, drop_last=True)
-    model, optim, discr_optims[0], loader = accelerator.prepare(model, optim, discr_optims[0], loader)
-    discr_optims[1] = accelerator.prepare(discr_optims[1])
+    if accelerator.num_processes == 1:  # Accelerate's DDP on CPUs refuses a module without parameters
+        model, optim, discr_optims[0], loader = accelerator.prepare(model, optim, discr_optims[0], loader)
+        discr_optims[1] = accelerator.prepare(discr_optims[1])
+    else:
+        model, loader = accelerator.prepare(model, loader)
     batches = iter(loader)
     assert accelerator.distributed_type != DistributedType.FSDP
     accum, logs, norms = 2, [], []
