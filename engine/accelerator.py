@@ -53,7 +53,12 @@ from .run_rng import RunRng
 from .trackers import GeneralTracker, Trackers, tracker_sources
 
 # Lists that public code reads, though they are private in Accelerate.
-_PEERS_NAMES = {"_models": "models", "_optimizers": "optimizers", "_schedulers": "schedulers", "_dataloaders": "loaders"}
+_PEERS_NAMES = {
+    "_models": "models",
+    "_optimizers": "optimizers",
+    "_schedulers": "schedulers",
+    "_dataloaders": "loaders",
+}
 _UNSUPPORTED = {
     "lomo_backward": "LOMO steps inside backward; use any optimizer whose step comes after it.",
     "maybe_context_parallel": "a sequence is not split over processes here.",

@@ -21,7 +21,14 @@ RECORDED = json.loads((FOLDER / "programs.json").read_text(encoding="utf-8"))["p
 TOLERANCE = 2e-5  # relative: they compute in float32, and the mean over processes is rounded in another order
 
 # Program, number of processes, pattern of the place: the row of docs/differences.md that says why it is otherwise.
-DIFFERENT: dict[tuple[str, int], dict[str, str]] = {}
+GLOBAL_BATCH = "`Accelerator(split_batches=True)`"
+WEIGHTED = "Short batches, uneven processes, accumulation"
+DIFFERENT: dict[tuple[str, int], dict[str, str]] = {
+    ("cascade", 2): {f"/{name}( |/|$)": GLOBAL_BATCH for name in ("losses", "norms", "rates", "weights")},
+    ("unconditional", 1): {"/plain/(rows|ema)": "Resume from the last batch of an epoch, in a loop of one's own"},
+    ("frames", 1): {"/losses/": WEIGHTED},  # a batch sampler whose batches hold different numbers of samples
+    ("frames", 2): {"/losses/": WEIGHTED},
+}
 
 
 def executed(name, world, folder):

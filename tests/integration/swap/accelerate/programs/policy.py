@@ -22,7 +22,7 @@ def main(folder):
     accelerator.dataloader_config.dispatch_batches = False
     prompts = TensorDataset(torch.randn(32, 4), torch.arange(32))
     loader = accelerator.prepare(DataLoader(prompts, batch_size=8 // accelerator.num_processes))
-    results = {"peft": is_peft_model(policy), "rewards": [], "kl": [], "losses": [], "texts": [], "lengths": []}
+    results = {"peft": bool(is_peft_model(policy)), "rewards": [], "kl": [], "losses": [], "texts": [], "lengths": []}
     for inputs, numbers in loader:
         actions = (numbers % 3)[:, None]
         lengths = 1 + numbers % 4

@@ -17,13 +17,11 @@ class Stream(IterableDataset):
 
 
 def train(dispatch):
-    accelerator = Accelerator(
-        dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch, split_batches=dispatch)
-    )
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
     torch.manual_seed(89)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    size = 8 if dispatch else 8 // accelerator.num_processes
+    size = 8 // accelerator.num_processes
     loader = DataLoader(Stream(32), batch_size=size)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses, order = [], []
@@ -34,13 +32,13 @@ def train(dispatch):
         optimizer.zero_grad()
         losses.append(accelerator.gather(loss.detach()).mean().item())
         order.append(accelerator.gather_for_metrics(batch["index"]).sum().item())
-    evaluation = accelerator.prepare(DataLoader(Stream(16), batch_size=4 if dispatch else 2))
+    evaluation = accelerator.prepare(DataLoader(Stream(16), batch_size=2))
     rows = sum(len(accelerator.gather_for_metrics(batch["index"])) for batch in evaluation)
     return {"losses": losses, "order": order, "rows": rows, "weight": accelerator.unwrap_model(model).weight.tolist()}
 
 
 def main(folder):
-    state = PartialState()
+    state = PartialState(cpu=True)
     results = {"own": train(False), "dispatched": train(True)}
     with state.split_between_processes(list(range(5)), apply_padding=True) as mine:
         results["padded"] = mine

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, on_main_process
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -39,6 +39,7 @@ class JSONLines(GeneralTracker):
 
 
 def main(folder):
+    PartialState(cpu=True)
     lines = JSONLines("run", logging_dir=folder)
     accelerator = Accelerator(log_with=["tensorboard", lines], project_dir=folder)
     accelerator.init_trackers("tracking", config={"lr": 0.1, "layers": 2, "name": "net"})

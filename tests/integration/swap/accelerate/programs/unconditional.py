@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 logger = get_logger(__name__, log_level="INFO")
 
 
-def train(folder, epochs, resume=False):
+def train(folder, epochs, resume=None):
     accelerator = Accelerator(
         gradient_accumulation_steps=2,
         mixed_precision="no",
@@ -51,9 +51,10 @@ def train(folder, epochs, resume=False):
         accelerator.load_state(os.path.join(folder, "checkpoint-4"))
         global_step, first_epoch = 4, 1
     rows = []
-    for _ in range(first_epoch, epochs):
+    for epoch in range(first_epoch, epochs):
         model.train()
-        for batch in loader:
+        skips = resume == "skip" and epoch == first_epoch
+        for batch in accelerator.skip_first_batches(loader, 0) if skips else loader:
             clean, noise, time = batch.split([4, 4, 1], 1)
             noisy = clean * (1 - time) + noise * time
             with accelerator.accumulate(model):
@@ -86,5 +87,6 @@ def train(folder, epochs, resume=False):
 def main(folder):
     results = {"whole": train(folder, 2)}
     if os.path.isdir(os.path.join(folder, "checkpoint-4")):
-        results["again"] = train(folder, 2, resume=True)
+        results["again"] = train(folder, 2, resume="skip")
+        results["plain"] = train(folder, 2, resume="plain")
     return results
