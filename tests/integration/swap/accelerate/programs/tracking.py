@@ -76,8 +76,9 @@ def main(folder):
         for each in (note, last, local, very_last):
             each(step)
     names = [type(each).__name__ for each in accelerator.trackers]
-    results = {"calls": calls, "names": names}
+    results = {"calls": calls}
     if accelerator.is_main_process:
+        results["names"] = names
         results["tensorboard"] = isinstance(accelerator.get_tracker("tensorboard"), TensorBoardTracker)
         results["same"] = accelerator.get_tracker("lines") is lines
         results["file"] = accelerator.get_tracker("lines", unwrap=True) is lines.file
