@@ -1,7 +1,8 @@
-"""The loop of `tests/integration/swap/accelerate` under Accelerate: what it finds, kept for the test of it.
+"""The loop and the programs of `tests/integration/swap/accelerate` under Accelerate: what they find, kept for tests.
 
-    .venv-bench/bin/python benchmarks/swap_accelerate.py            compare with what was kept
-    .venv-bench/bin/python benchmarks/swap_accelerate.py --record   keep it
+    .venv-bench/bin/python benchmarks/swap_accelerate.py                       compare with what was kept
+    .venv-bench/bin/python benchmarks/swap_accelerate.py --record              keep it
+    .venv-bench/bin/python benchmarks/swap_accelerate.py --record --only gan   keep what one program finds
 
 It needs an environment with Accelerate; each run is one or two interpreters of its own, started by torchrun.
 """
@@ -15,11 +16,20 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent.parent / "tests" / "integration" / "swap" / "accelerate"
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+sys.path.insert(0, str(TESTS / "support"))
+import swapped  # noqa: E402
+
+FOLDER = TESTS / "integration" / "swap" / "accelerate"
 RECORDED = FOLDER / "recorded.json"
+PROGRAMS_RECORDED = FOLDER / "programs.json"
+SOURCES = FOLDER / "sources.toml"
 ARGUMENTS: dict[str, list[str]] = {"plain": [], "set_epoch": ["--set_epoch"], "data_seed": ["--data_seed", "7"]}
 
 
@@ -27,7 +37,7 @@ def run(arguments: list[str], processes: int) -> dict[str, Any]:
     """What the loop prints on rank zero."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(launch if processes > 1 else []), str(FOLDER / "decay.py"), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
@@ -35,13 +45,56 @@ def run(arguments: list[str], processes: int) -> dict[str, Any]:
     return found
 
 
+def run_program(name: str, processes: int) -> list[dict[str, Any]]:
+    """What a program's ``main`` returns on each process."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [str(Path(__file__).resolve()), "--rank-of", name, folder]
+        command = [sys.executable, *(launch if processes > 1 else []), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            raise SystemExit(f"{name} on {processes} failed:\n{done.stderr[-3000:]}")
+        found = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    return found
+
+
+def programs(only: str | None, versions: dict[str, str], record: bool) -> None:
+    """Compares what programs find with what was kept, or keeps it."""
+    table = tomllib.loads(SOURCES.read_text(encoding="utf-8"))
+    names = [name for name in table if only in (None, name)]
+    kept = json.loads(PROGRAMS_RECORDED.read_text(encoding="utf-8")) if PROGRAMS_RECORDED.exists() else {"programs": {}}
+    tasks = [(name, processes) for name in names for processes in table[name]["processes"]]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda task: run_program(*task), tasks))
+    for (name, processes), results in zip(tasks, found, strict=True):
+        before = kept["programs"].setdefault(name, {}).get(str(processes))
+        print(name, processes, "as kept" if before == results else "not as kept")
+        if record:
+            kept["programs"][name][str(processes)] = results
+    if record:
+        kept["versions"] = versions
+        kept["programs"] = {name: kept["programs"][name] for name in table if name in kept["programs"]}
+        PROGRAMS_RECORDED.write_text(json.dumps(kept, indent=None, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--record", action="store_true", help=f"rewrite {RECORDED.name}")
+    parser.add_argument("--record", action="store_true", help="rewrite what was kept")
+    parser.add_argument("--only", metavar="PROGRAM", help="run this program alone")
+    parser.add_argument("--rank-of", nargs=2, metavar=("PROGRAM", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rank_of:
+        name, folder = args.rank_of
+        results = swapped.execute_accelerate_program(name, "accelerate", Path(folder))
+        (Path(folder) / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(results))
+        return 0
     versions = {"python": platform.python_version()} | {
         name: importlib.metadata.version(name) for name in ("accelerate", "torch")
     }
+    programs(args.only, versions, args.record)
+    if args.only:
+        return 0
     runs = [
         {"processes": processes, "arguments": arguments, "results": run(arguments, processes)}
         for processes in (1, 2)

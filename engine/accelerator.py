@@ -53,6 +53,13 @@ from .rng import RandomStream
 from .run_rng import RunRng
 from .trackers import GeneralTracker, Trackers, tracker_sources
 
+# Lists that public code reads, though they are private in Accelerate.
+_PEERS_NAMES = {
+    "_models": "models",
+    "_optimizers": "optimizers",
+    "_schedulers": "schedulers",
+    "_dataloaders": "loaders",
+}
 _UNSUPPORTED = {
     "lomo_backward": "LOMO steps inside backward; use any optimizer whose step comes after it.",
     "maybe_context_parallel": "a sequence is not split over processes here.",
@@ -96,7 +103,6 @@ class Accelerator(Process):
     Attributes:
         strategy: how models are laid out over the processes.
         precision: the number formats that they compute in.
-        scaler: torch's loss scaler, where the precision is float16.
         models, optimizers, schedulers, loaders: what was prepared.
         accumulation: the micro-batches of an optimizer step.
         checkpointer: saves and loads.
@@ -173,7 +179,6 @@ class Accelerator(Process):
         self._begin(scaler, Trackers(world, sources))
 
     def _begin(self, scaler: torch.amp.GradScaler | None, trackers: Trackers) -> None:
-        self.scaler = scaler
         self.models: list[nn.Module] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[Any] = []
@@ -792,6 +797,10 @@ class Accelerator(Process):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the state of the user's own module, whole and under its own names. Call it on all processes.
 
+        Args:
+            model: the model, prepared or not.
+            unwrap: False leaves the names that the prepared model gives, with DDP's ``module.`` before them.
+
         Returns:
             On rank zero the tensors: those that were sharded whole, in host memory; others are the model's own, which
             training changes, so clone what is to be kept. Other processes get None for each that was sharded.
@@ -1032,6 +1041,31 @@ class Accelerator(Process):
         """Whether prepared models compute in a smaller number format."""
         return self.mixed_precision != "no"
 
+    @native_amp.setter
+    def native_amp(self, value: bool) -> None:
+        if bool(value) != self.native_amp:
+            raise ValueError(
+                f"native_amp={value} with mixed_precision={self.mixed_precision!r}: "
+                "Accelerator(mixed_precision=...) alone decides."
+            )
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """torch's loss scaler, where the precision is float16. Another one may be set between steps."""
+        return self.accumulation.scaler
+
+    @scaler.setter
+    def scaler(self, value: torch.amp.GradScaler | None) -> None:
+        self.accumulation.scaler = value
+
+    @property
+    def step(self) -> int:
+        """Micro-batches of the current pass through a loader; 0 at its last, and outside of loaders."""
+        loader = self.gradient_state.active_dataloader
+        if loader is None:
+            return self.accumulation.position
+        return 0 if self.gradient_state.end_of_dataloader else loader.batches
+
     @property
     def multi_device(self) -> bool:
         """Whether there is more than one process."""
@@ -1086,6 +1120,8 @@ class Accelerator(Process):
         return self.strategy.sharded
 
     def __getattr__(self, name: str) -> Any:
+        if name in _PEERS_NAMES:
+            return getattr(self, _PEERS_NAMES[name])
         reason = _UNSUPPORTED.get(name)
         raise AttributeError(f"Accelerator has no {name!r}{'' if reason is None else ': ' + reason}")
 

@@ -329,12 +329,12 @@ class Trackers:
             if name not in self.sources:
                 requested = ", ".join(self.sources) or "none"
                 raise ValueError(f"init_kwargs names {name!r}, log_with {requested}.{nearest(name, self.sources)}")
-        with self._world.together():
-            self.started = [make(project_name, dict(options.get(name, {}))) for name, make in self.sources.items()]
-            for tracker in self._on_this_rank():
-                tracker.start()
-                if config is not None:
-                    tracker.store_init_configuration(dict(config))
+        # Without a collective: scripts also call this in ``if accelerator.is_main_process:``.
+        self.started = [make(project_name, dict(options.get(name, {}))) for name, make in self.sources.items()]
+        for tracker in self._on_this_rank():
+            tracker.start()
+            if config is not None:
+                tracker.store_init_configuration(dict(config))
 
     def _on_this_rank(self) -> list[GeneralTracker]:
         if self._world.is_main:
@@ -345,7 +345,7 @@ class Trackers:
         self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]] | None
     ) -> None:
         """Hand numbers of this process to the trackers."""
-        if self.sources and not self.started:
+        if self.sources and not self.started and self._world.is_main:
             raise RuntimeError("accelerator.log before accelerator.init_trackers(...): the numbers would be lost.")
         trackers = self._on_this_rank()
         if not trackers:

@@ -202,14 +202,11 @@ class Checkpointer:
     # -- weights for other programs ------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the state of the user's own module, whole and under its own names."""
-        if not unwrap:
-            raise ValueError(
-                "get_state_dict(unwrap=False): names with wrappers in them fit no other model. Leave it out, or call "
-                "model.state_dict() yourself."
-            )
+        """Return the state of the user's own module, whole, under its own names or under the prepared model's."""
         accelerator = self._accelerator
         state = whole(accelerator.strategy.model_state(model), accelerator.is_main_process)
+        if not unwrap:
+            return dict(zip(model.state_dict(), state.values(), strict=True))
         return {strip_compile_prefix(name): value for name, value in state.items()}
 
     def _writes_on_this_rank(self) -> bool:

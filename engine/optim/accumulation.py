@@ -63,7 +63,6 @@ class Accumulation:
         self.models = models
         self.optimizers = optimizers
         self.scaler = scaler
-        self.loss_scale = None if scaler is None else LossScale(scaler, strategy)
         self.agreement = Agreement(world, strategy)
         self.always_agree = False
         self.groups_end_with_loader = plugin.sync_with_dataloader
@@ -77,6 +76,16 @@ class Accumulation:
         self._weight: float | Tensor | None = None
         self._unweighted = False  # some micro-batch of this group has reported no weight
         self._steps_before = 0
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """float16's loss scaler; None in every other format."""
+        return self._scaler
+
+    @scaler.setter
+    def scaler(self, value: torch.amp.GradScaler | None) -> None:
+        self._scaler = value
+        self.loss_scale = None if value is None or not value.is_enabled() else LossScale(value, self.strategy)
 
     # -- groups and steps ----------------------------------------------------------------------------------------
 

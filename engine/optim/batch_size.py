@@ -25,6 +25,10 @@ _WORDS = (
 _ACCUMULATION = "gradient_accumulation_steps"
 
 
+class NoBatchSizeFits(MemoryError, RuntimeError):
+    """Not even the smallest batch fits into memory; a ``RuntimeError`` too, as scripts for Accelerate expect."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that memory ran out, on a device or on the host."""
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
@@ -120,7 +124,7 @@ def _forget(error: BaseException) -> None:
 
 def _choose_smaller(size: int, starting: int, reduce: Callable[[], int] | None) -> int:
     if size == 1 and reduce is None:
-        raise MemoryError("no batch size fits into memory: not even a batch of 1.")
+        raise NoBatchSizeFits("no batch size fits into memory: not even a batch of 1.")
     if reduce is None:
         return next(i for i in range(size // 2, 0, -1) if starting % i == 0)
     smaller = reduce()

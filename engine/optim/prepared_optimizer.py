@@ -14,6 +14,8 @@ from ...common.messages import warn
 from .built_options import copy_plain_options
 
 if TYPE_CHECKING:
+    import torch
+
     from .accumulation import Accumulation
 
 
@@ -54,6 +56,16 @@ class PreparedOptimizer(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped optimizer's defaults."""
         return self.optimizer.defaults
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of its Accelerator, where the precision is float16."""
+        return self._accumulation.scaler
+
+    @scaler.setter
+    def scaler(self, value: torch.amp.GradScaler | None) -> None:
+        if value is not self._accumulation.scaler:
+            raise ValueError("all optimizers of an Accelerator share one loss scaler: set accelerator.scaler.")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take the step at the end of a group, unless a float16 gradient overflowed."""

@@ -1,14 +1,17 @@
-"""The scripts of `tests/swap`, with Lightning's imports or ours: what `test_swap.py` and `benchmarks/swap.py` share.
+"""The scripts of `swap`, with a peer's imports or ours: what `test_swap.py`, `test_accelerate_programs.py` and the two
+`benchmarks/swap*.py` share.
 
-They are written for Lightning, as people publish them. `SUBSTITUTIONS` is all that is changed for Treadle; it is what
-docs/migrating.md says, line by line, and touches nothing but import lines.
+They are written for Lightning and Accelerate, as people publish them. `SUBSTITUTIONS` and `ACCELERATE_SUBSTITUTIONS`
+are all that is changed for Treadle; it is what docs/migrating.md says, line by line, and touches nothing but import
+lines.
 
-`tests/swap/programs` holds smaller programs, one per public source. Run as a script, this module executes several of
-them in one process: `python swapped.py LIBRARY OUT NAME ...`.
+`swap/programs` and `swap/accelerate/programs` hold smaller programs, one per public source. Run as a script, this
+module executes several of Lightning's in one process: `python swapped.py LIBRARY OUT NAME ...`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -24,6 +27,7 @@ from typing import Any
 FOLDER = Path(__file__).parents[1] / "integration" / "swap"
 RECORDED = FOLDER / "recorded.json"
 PROGRAMS = FOLDER / "programs"
+ACCELERATE_PROGRAMS = FOLDER / "accelerate" / "programs"  # sources.toml beside it says what each is written after
 
 SUBSTITUTIONS = (
     (r"^import lightning(\.pytorch)? as (\w+)$", r"import treadle.compat as \2"),
@@ -31,6 +35,12 @@ SUBSTITUTIONS = (
     (r"^from lightning import ", "from treadle import "),
     (r"^from lightning\.pytorch import ", "from treadle.compat import "),
     (r"^from lightning\.pytorch\.(\w+(?:\.\w+)*) import ", r"from treadle.\1 import "),
+)
+
+ACCELERATE_SUBSTITUTIONS = (
+    (r"^import accelerate$", "import treadle.compat as accelerate"),
+    (r"^from accelerate import ", "from treadle import "),
+    (r"^from accelerate\.(\w+(?:\.\w+)*) import ", r"from {home}.\1 import "),
 )
 
 RUNS: dict[str, tuple[str, ...]] = {
@@ -51,6 +61,27 @@ def swapped(source: str) -> str:
     for pattern, replacement in SUBSTITUTIONS:
         source = re.sub(pattern, replacement, source, flags=re.MULTILINE)
     return source
+
+
+def swapped_for_accelerate(source: str) -> str:
+    """A program for Accelerate as one for Treadle; a module that `treadle` lacks is one of `treadle.compat`."""
+
+    def replaced(match: re.Match[str], replacement: str) -> str:
+        if "{home}" in replacement:
+            found = importlib.util.find_spec(f"treadle.{match[1].split('.')[0]}") is not None
+            replacement = replacement.replace("{home}", "treadle" if found else "treadle.compat")
+        return match.expand(replacement)
+
+    for pattern, replacement in ACCELERATE_SUBSTITUTIONS:
+        source = re.sub(pattern, lambda match, to=replacement: replaced(match, to), source, flags=re.MULTILINE)
+    return source
+
+
+def execute_accelerate_program(name: str, library: str, folder: Path) -> dict[str, Any]:
+    """Run a program of `swap/accelerate/programs` in this process, of which there may be several."""
+    source = (ACCELERATE_PROGRAMS / f"{name}.py").read_text(encoding="utf-8")
+    path = Path(folder) / f"{name}_with_{library}.py"
+    return call_main(path, str(folder), source if library == "accelerate" else swapped_for_accelerate(source))
 
 
 def write(run: str, library: str, folder: Path) -> Path:
@@ -74,13 +105,20 @@ def execute_program(name: str, library: str, folder: Path) -> dict[str, Any]:
     return call_main(path, str(folder / "run"))
 
 
-def call_main(path: Path, argument: Any) -> dict[str, Any]:
-    """Import a script under a name of its own and return what ``main`` returns, as JSON reads it back."""
+def call_main(path: Path, argument: Any, source: str | None = None) -> dict[str, Any]:
+    """Import a script under a name of its own and return what ``main`` returns, as JSON reads it back.
+
+    Args:
+        path: the script.
+        argument: what ``main`` gets.
+        source: its text, where the file is not written.
+    """
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
     sys.modules[path.stem] = module
     try:
-        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
+        text = path.read_text(encoding="utf-8") if source is None else source
+        exec(compile(text, str(path), "exec"), module.__dict__)
         return json.loads(json.dumps(module.main(argument)))
     finally:
         del sys.modules[path.stem]

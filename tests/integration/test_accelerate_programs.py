@@ -1,0 +1,75 @@
+"""Programs of the shapes that public code for Accelerate has, with nothing but their imports changed: the same results.
+
+`swap/accelerate/programs` has the programs, `sources.toml` what each is written after, `programs.json` what Accelerate
+found on each process (`benchmarks/swap_accelerate.py --record`). All that a program finds is compared, but for what
+`DIFFERENT` names: there a row of docs/differences.md says why.
+"""
+
+import json
+import os
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import swapped
+from processes import clean_environment, run
+
+FOLDER = Path(__file__).parent / "swap" / "accelerate"
+SOURCES = tomllib.loads((FOLDER / "sources.toml").read_text(encoding="utf-8"))
+RECORDED = json.loads((FOLDER / "programs.json").read_text(encoding="utf-8"))["programs"]
+TOLERANCE = 2e-5  # relative: they compute in float32, and the mean over processes is rounded in another order
+
+# Program, number of processes, pattern of the place: the row of docs/differences.md that says why it is otherwise.
+GLOBAL_BATCH = "`Accelerator(split_batches=True)`"
+WEIGHTED = "Short batches, uneven processes, accumulation"
+DIFFERENT: dict[tuple[str, int], dict[str, str]] = {
+    ("cascade", 2): {f"/{name}( |/|$)": GLOBAL_BATCH for name in ("losses", "norms", "rates", "weights")},
+    ("memory", 1): {"/tried": "`find_executable_batch_size`"},
+    ("memory", 2): {"/tried": "`find_executable_batch_size`"},
+    ("unconditional", 1): {"/plain/(rows|ema)": "Resume from the last batch of an epoch, in a loop of one's own"},
+    ("frames", 1): {"/losses/": WEIGHTED},  # a batch sampler whose batches hold different numbers of samples
+    ("frames", 2): {"/losses/": WEIGHTED},
+}
+
+
+def executed(name, world, folder):
+    if world == 1:  # as a user starts it: with nothing in the environment of what launches processes
+        for variable in os.environ.keys() - clean_environment().keys():
+            del os.environ[variable]
+    return swapped.execute_accelerate_program(name, "treadle", Path(folder))
+
+
+@pytest.mark.parametrize(("name", "world"), [(name, n) for name, row in SOURCES.items() for n in row["processes"]])
+def test_the_results_are_accelerates(name, world, tmp_path):
+    theirs = RECORDED[name][str(world)]
+    ours = run(executed, world, name, world, str(tmp_path))
+    assert len(ours) == len(theirs) == world
+    found = list(swapped.differences(ours, theirs, TOLERANCE))
+    known = DIFFERENT.get((name, world), {})
+    unexplained = [each for each in found if not any(re.search(pattern, each[0]) for pattern in known)]
+    assert unexplained == []
+    for pattern in known:  # a difference that is gone leaves this table and the document
+        assert any(re.search(pattern, place) for place, _, _ in found), pattern
+
+
+def test_differences_have_rows():
+    document = (Path(__file__).parents[2] / "docs" / "differences.md").read_text(encoding="utf-8")
+    rows = {line.split("|")[1].strip() for line in document.splitlines() if line.startswith("| ")}
+    assert {row for places in DIFFERENT.values() for row in places.values()} <= rows
+
+
+def test_each_program_has_its_source():
+    assert {path.stem for path in swapped.ACCELERATE_PROGRAMS.glob("*.py")} == SOURCES.keys() == RECORDED.keys()
+    assert len({row["source"] for row in SOURCES.values()}) == len(SOURCES) >= 20
+    assert sum(2 in row["processes"] for row in SOURCES.values()) >= 8
+
+
+def test_only_import_lines_are_changed():
+    for name in SOURCES:
+        before = (swapped.ACCELERATE_PROGRAMS / f"{name}.py").read_text(encoding="utf-8")
+        after = swapped.swapped_for_accelerate(before)
+        pairs = [(a, b) for a, b in zip(before.splitlines(), after.splitlines(), strict=True) if a != b]
+        assert pairs
+        assert all(a.startswith(("import accelerate", "from accelerate")) for a, _ in pairs)
+        assert before.count("\nimport accelerate") + before.count("\nfrom accelerate") == len(pairs)
