@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import opcode
+import pkgutil
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +52,16 @@ def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], l
         setattr(sys.modules[module], name, value)  # the next look-up is the module's own
         return value
 
+    _bind_over_submodules(sys.modules[module], names, __getattr__)
     return __getattr__, lambda: names, names
+
+
+def _bind_over_submodules(package: Any, names: list[str], find: Callable[[str], Any]) -> None:
+    """Import submodules that have a name's name now: a later import of one would put it in the name's place."""
+    for entry in pkgutil.iter_modules(getattr(package, "__path__", ())):
+        if entry.name in names:
+            importlib.import_module(f"{package.__name__}.{entry.name}")
+            setattr(package, entry.name, find(entry.name))
 
 
 def find_peer_names(module: str) -> Callable[[str], Any]:

@@ -469,65 +469,89 @@ def prepare_data_loader(
     Raises:
         ValueError: for a batch size that can not be split, or ``dispatch_batches`` without ``put_on_device``.
     """
-    if dispatch_batches is None:
-        dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)
-    if dispatch_batches and not put_on_device:
-        raise ValueError("dispatch_batches=True sends batches to every device; give put_on_device=True as well.")
-    state = PartialState()
-    count = state.num_processes if num_processes is None else num_processes
-    rank = state.process_index if process_index is None else process_index
-    if torch_device_mesh:
-        rank, count = _place_in_mesh(torch_device_mesh, rank)
+    dispatches = _decide_dispatch(dataloader, dispatch_batches, put_on_device)
+    rank, count = _place(num_processes, process_index, torch_device_mesh)
     if split_batches:
         _check_split(dataloader, count)
-
-    sampler = get_sampler(dataloader)
-    if isinstance(sampler, RandomSampler) and use_seedable_sampler:
-        sampler = SeedableRandomSampler(
-            sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, data_seed=data_seed
-        )
-    dataset, batch_sampler, generator = dataloader.dataset, dataloader.batch_sampler, None
-    if isinstance(dataset, IterableDataset):
-        batch_sampler = None
-    if count != 1 and not dispatch_batches:
-        if isinstance(dataset, IterableDataset):
-            dataset, generator = _shard_stream(dataloader, count, rank, split_batches)
-        else:
-            if not use_seedable_sampler:
-                generator = _seed_generator(sampler)
-            batches = dataloader.sampler if _is_batched_by_sampler(dataloader) else batch_sampler
-            batch_sampler = BatchSamplerShard(batches, count, rank, split_batches, even_batches)
-
-    settings = _copy_settings(dataloader) | {
-        "_drop_last": dataloader.drop_last,
-        "_non_blocking": non_blocking,
-        "use_stateful_dataloader": use_stateful_dataloader,
-    }
-    if batch_sampler is None:
-        settings["drop_last"] = dataloader.drop_last
-        share = count if split_batches and not dispatch_batches else 1
-        settings["batch_size"] = None if dataloader.batch_size is None else dataloader.batch_size // share
-    prepared: Any
-    if dispatch_batches:
-        settings |= {"split_batches": split_batches, "slice_fn": slice_fn_for_dispatch, "generator": None}
-        prepared = DataLoaderDispatcher(
-            dataset, batch_sampler=batch_sampler, torch_device_mesh=torch_device_mesh, **settings
-        )
+    sampler = _choose_sampler(dataloader, use_seedable_sampler, data_seed)
+    settings = _copy_settings(dataloader) | {"drop_last": dataloader.drop_last, "_drop_last": dataloader.drop_last}
+    settings |= {"_non_blocking": non_blocking, "use_stateful_dataloader": use_stateful_dataloader}
+    if dispatches:
+        settings |= {"slice_fn": slice_fn_for_dispatch, "torch_device_mesh": torch_device_mesh}
+        prepared = _make_dispatcher(dataloader, count, split_batches, settings)
     else:
-        settings["device"] = device if put_on_device else None
-        if _is_batched_by_sampler(dataloader) and batch_sampler is not None:
-            settings |= {"sampler": batch_sampler if count != 1 else dataloader.sampler, "batch_size": None}
-        else:
-            settings["batch_sampler"] = batch_sampler
-        settings["rng_types"] = _select_rng_types(rng_types, generator)
-        prepared = DataLoaderShard(dataset, synchronized_generator=generator, **settings)
+        settings |= {"device": device if put_on_device else None, "rng_types": rng_types}
+        order = None if use_seedable_sampler else sampler
+        prepared = _make_shard(dataloader, count, rank, split_batches, even_batches, order, settings)
     if isinstance(sampler, SeedableRandomSampler) and use_seedable_sampler:
         prepared.set_sampler(sampler)
     return prepared
 
 
-def _is_batched_by_sampler(dataloader: Any) -> bool:
-    return isinstance(dataloader.sampler, BatchSampler)
+def _choose_sampler(dataloader: Any, use_seedable_sampler: bool, data_seed: int | None) -> Any:
+    sampler = get_sampler(dataloader)
+    if not isinstance(sampler, RandomSampler) or not use_seedable_sampler:
+        return sampler
+    return SeedableRandomSampler(
+        sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, data_seed=data_seed
+    )
+
+
+def _decide_dispatch(dataloader: Any, dispatch_batches: bool | None, put_on_device: bool) -> bool:
+    if dispatch_batches is None:
+        return put_on_device and isinstance(dataloader.dataset, IterableDataset)
+    if dispatch_batches and not put_on_device:
+        raise ValueError("dispatch_batches=True sends batches to every device; give put_on_device=True as well.")
+    return dispatch_batches
+
+
+def _place(num_processes: int | None, process_index: int | None, mesh: Any) -> tuple[int, int]:
+    """Return rank and number of the processes that share the batches out."""
+    state = PartialState()
+    count = state.num_processes if num_processes is None else num_processes
+    rank = state.process_index if process_index is None else process_index
+    return _place_in_mesh(mesh, rank) if mesh else (rank, count)
+
+
+def _make_dispatcher(dataloader: Any, count: int, split_batches: bool, settings: dict[str, Any]) -> Any:
+    settings |= {"split_batches": split_batches, "generator": None}
+    if isinstance(dataloader.dataset, IterableDataset) or dataloader.batch_sampler is None:
+        return DataLoaderDispatcher(dataloader.dataset, batch_size=dataloader.batch_size, **settings)
+    del settings["drop_last"]  # the batch sampler's
+    return DataLoaderDispatcher(dataloader.dataset, batch_sampler=dataloader.batch_sampler, **settings)
+
+
+def _make_shard(
+    dataloader: Any,
+    count: int,
+    rank: int,
+    split_batches: bool,
+    even_batches: bool,
+    order: Any,
+    settings: dict[str, Any],
+) -> Any:
+    """Return the loader of one process's share; ``order`` is the sampler that all processes draw alike, if any."""
+    dataset, batches, generator = dataloader.dataset, dataloader.batch_sampler, None
+    by_sampler = isinstance(dataloader.sampler, BatchSampler)
+    if isinstance(dataset, IterableDataset):
+        batches = None
+        if count != 1:
+            dataset, generator = _shard_stream(dataloader, count, rank, split_batches)
+    elif count != 1:
+        generator = None if order is None else _seed_generator(order)
+        source = dataloader.sampler if by_sampler else batches
+        batches = BatchSamplerShard(source, count, rank, split_batches, even_batches)
+    settings["rng_types"] = _select_rng_types(settings["rng_types"], generator)
+    if batches is None:
+        share = count if split_batches else 1
+        settings["batch_size"] = None if dataloader.batch_size is None else dataloader.batch_size // share
+    else:
+        del settings["drop_last"]  # the batch sampler's
+    if by_sampler and batches is not None:
+        settings |= {"sampler": batches if count != 1 else dataloader.sampler, "batch_size": None}
+    else:
+        settings["batch_sampler"] = batches
+    return DataLoaderShard(dataset, synchronized_generator=generator, **settings)
 
 
 def _select_rng_types(rng_types: Sequence[Any] | None, generator: torch.Generator | None) -> list[Any] | None:

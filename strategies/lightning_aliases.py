@@ -58,6 +58,22 @@ class StrategyAliases:
         """The optimizers, as they were before they were prepared."""
         return [prepared.optimizer for prepared in self.prepared[1]]
 
+    @optimizers.setter
+    def optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Go on with other optimizers of the same parameters.
+
+        Raises:
+            ValueError: if there are more or fewer than were prepared.
+        """
+        prepared = self.prepared[1]
+        if len(optimizers) != len(prepared):
+            raise ValueError(
+                f"strategy.optimizers takes as many as configure_optimizers returned: {len(prepared)}, not "
+                f"{len(optimizers)}."
+            )
+        for slot, optimizer in zip(prepared, optimizers, strict=True):
+            slot.replace(optimizer)
+
     def barrier(self, name: str | None = None) -> None:
         """Wait until every process is here; the name says in Lightning where that is, and is not needed."""
         self.world.barrier()

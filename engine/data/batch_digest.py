@@ -55,7 +55,8 @@ def _feed(update: Callable[[Any], None], value: Any, above: set[int]) -> None:
 
 
 def _feed_tensor(update: Callable[[Any], None], tensor: Tensor) -> None:
-    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:  # a subclass may have methods of its own
+    is_subclass = type(tensor) not in (Tensor, torch.nn.Parameter)
+    if is_subclass and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:  # it may have methods of its own
         tensor = torch.Tensor.as_subclass(tensor, Tensor)
     update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.layout is not torch.strided or tensor.is_quantized:

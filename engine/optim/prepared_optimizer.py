@@ -36,11 +36,15 @@ class PreparedOptimizer(Optimizer):
     """
 
     def __init__(self, optimizer: Optimizer, accumulation: Accumulation) -> None:
-        self.optimizer = optimizer
-        self.built = self.effective_options = copy_plain_options(optimizer)
+        self.replace(optimizer)
         self.steps_taken = 0
         self.skipped = 0
         self._accumulation = accumulation
+
+    def replace(self, optimizer: Optimizer) -> None:
+        """Go on with another optimizer; steps are counted on."""
+        self.optimizer = optimizer
+        self.built = self.effective_options = copy_plain_options(optimizer)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -198,7 +198,20 @@ READ_NOTHING = {
         for place in ("__init__(dirpath)", "__init__(filename)", "setup(log_dir)")
     },
     "PyTorchProfiler.__init__(group_by_input_shapes)": "is no path",
-    **{f"Exports.{way}(file_path)": "writes" for way in ("to_onnx", "to_safetensors", "to_torch_export")},
+    **{
+        f"Exports.{way}(file_path)": "writes"
+        for way in ("to_onnx", "to_safetensors", "to_torch_export", "to_torchscript")
+    },
+    **{
+        f"LightningArgumentParser.{way}": "reads YAML as the configurations do; tests/cli/config damages it"
+        for way in ("merge_file(file)", "parse_path(cfg_path)")
+    },
+    "LightningArgumentParser.save(path)": "writes",
+    "LightningArgumentParser.print_help(file)": "is a stream",
+    "LightningArgumentParser.link_arguments(source)": "is an argument's name",
+    "LightningCLI.__init__(load_from_checkpoint_support)": "is no path",
+    "SaveConfigCallback.__init__(config_filename)": "writes",
+    **{f"SaveConfigCallback.__init__({flag})": "is no path" for flag in ("multifile", "save_to_log_dir")},
     **{f"Exports.{way}(input_sample)": "is a batch" for way in ("to_onnx", "to_torch_export")},
     "OnExceptionCheckpoint.__init__(dirpath)": "writes",
     "OnExceptionCheckpoint.__init__(filename)": "is a pattern of names",

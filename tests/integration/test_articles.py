@@ -346,13 +346,13 @@ def test_every_form_of_a_metric_counts_each_sample_once(two):
 
 
 def test_nothing_is_downgraded_in_silence(two):
+    assert "before accelerator.init_trackers" in two[0]["tracker"]  # other ranks hand nothing to a tracker
     for process in two:
         assert process["world"] == 2
         assert process["fp16"] == "16-mixed"
         assert process["fsdp"] == "fsdp"
         assert process["split"] == [2, 2]
         assert "ValueError" in process["odd split"]
-        assert "before accelerator.init_trackers" in process["tracker"]
         assert "reduction='average' is not one of sum, mean" in process["reduction"]
 
 

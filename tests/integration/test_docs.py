@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import HOOKS, ModelCheckpoint
 from treadle.strategies import LaunchEnvironment
+from treadle.trainer.loop.step_output import loss_in
 
 import treadle
 
@@ -148,8 +149,8 @@ def recorded(folder):
         parts[stage], trace[:] = list(trace), []
     again = treadle.Trainer(**flags, max_epochs=2, callbacks=[callback, ModelCheckpoint(folder)])
     task.on_train_start = lambda: trace.append("task.on_train_start")
-    type(task).training_step = lambda self, batch, batch_idx: trace.append("task.training_step")
-    with pytest.raises(ValueError, match="training_step returned None"):
+    type(task).training_step = lambda self, batch, batch_idx: trace.append("task.training_step") or ()
+    with pytest.raises(TypeError, match="training_step returned a tuple"):
         again.fit(task, ckpt_path=trainer.checkpoint_callback.best_model_path)
     return {**parts, "resume": trace}
 
@@ -365,11 +366,27 @@ def test_a_checkpoint_is_a_directory_without_pickle(tmp_path):
     assert {Path(name).suffix for name in files} == {".json", ".safetensors"}
 
 
-def test_none_as_the_loss_is_an_error():
-    task = Task()
-    task.training_step = lambda batch, batch_idx: None
-    with pytest.raises(ValueError, match="training_step returned None"):
-        fit(task)
+def test_none_as_the_loss_adds_no_gradient():
+    def train(skips):
+        task = Task()
+        task.training_step = lambda batch, batch_idx: None if batch_idx in skips else task.weight.sum()
+        trainer = fit(task, loader(4), accumulate_grad_batches=2)
+        return task.weight.detach().clone(), trainer.global_step
+
+    start = Task().weight.detach().clone()
+    whole, steps = train(())
+    with pytest.warns(UserWarning, match="training_step returned None"):
+        half, steps_with_halves = train((0, 3))
+    with pytest.warns(UserWarning, match="training_step returned None"):
+        alone, steps_with_one = train((0, 1))
+    assert steps == steps_with_halves == steps_with_one == 2
+    torch.testing.assert_close(half - start, (whole - start) / 2)
+    torch.testing.assert_close(alone - start, (whole - start) / 2)
+
+
+def test_none_as_the_loss_is_an_error_on_several_processes():
+    with pytest.raises(ValueError, match="on several processes"):
+        loss_in(None)
 
 
 def test_a_loss_that_is_not_finite_is_an_error_unless_asked():

@@ -200,6 +200,7 @@ def test_evaluation(tmp_path):
 # What is otherwise in the programs' results: where, and the first cell of the row of docs/differences.md that says why.
 OTHERWISE = {
     "coefficients": ("/validated/", "What `test` returns of several loaders"),
+    "hydra_template": ("/rate", "`trainer.optimizers` after `test`"),
 }
 
 

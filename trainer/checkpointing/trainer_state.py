@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +37,9 @@ class Added(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(
-            f"{key!r}: the hooks get what hooks have added, 'epoch' and 'global_step' only; weights and states are in "
-            "files of their own. To leave some out, or rename them, override the task's state_dict and load_state_dict."
+            f"{key!r}: the hooks get what hooks have added, 'epoch', 'global_step' and 'hyper_parameters' only; "
+            "weights and states are in files of their own. To leave some out, or rename them, override the task's "
+            "state_dict and load_state_dict."
         )
 
 
@@ -180,16 +181,26 @@ class TrainerCheckpointer:
         return CallbackStates(callbacks=collect_callback_states(callbacks), added=layouts)
 
     def added_by_hooks(self) -> dict[str, Any]:
-        """Return what the ``on_save_checkpoint`` hooks add."""
-        reserved = self._get_counts()
-        added = Added(reserved)
+        """Return what the ``on_save_checkpoint`` hooks add; of the hyperparameters those that they change."""
+        reserved, hparams = self._get_counts(), self._get_hparams()
+        added = Added({**reserved, "hyper_parameters": dict(hparams)} if hparams else reserved)
         assert self._trainer.hooks is not None
         for hook in self._trainer.hooks.on_save_checkpoint:
             hook(added)
-        return {name: value for name, value in added.items() if name not in reserved}
+        entries = {name: value for name, value in added.items() if name not in reserved}
+        if isinstance(entries.get("hyper_parameters"), Mapping):
+            changed = {
+                k: v for k, v in entries.pop("hyper_parameters").items() if k not in hparams or v is not hparams[k]
+            }
+            entries |= {"hyper_parameters": changed} if changed else {}
+        return entries
 
     def _get_counts(self) -> dict[str, int]:
         return {"epoch": self._trainer.progress.epoch, "global_step": self._trainer.progress.step}
+
+    def _get_hparams(self) -> dict[str, Any]:
+        task = self._trainer.task
+        return {} if task is None or not task.hparams else dict(task.hparams)
 
     # -- restore -------------------------------------------------------------------------------------------------
 
@@ -243,6 +254,8 @@ class TrainerCheckpointer:
                 warn(f"the checkpoint has a state for {name}, but no such callback is there to take it.")
         assert self._trainer.hooks is not None
         added = Added({**self._get_counts(), **state["added"]})
+        if hparams := self._get_hparams():
+            added["hyper_parameters"] = hparams | state["added"].get("hyper_parameters", {})
         for hook in self._trainer.hooks.on_load_checkpoint:
             hook(added)
 

@@ -55,11 +55,13 @@ def build(
             document = _read_hparams(saved, HPARAMS)
             if document and "hparams_kind" not in document:  # as they were stored at first: the values alone
                 document = {"hyper_parameters": document, "hparams_name": saved.manifest.info.get("hparams_name")}
+            hook_entries = _read_hook_entries(saved)
+            _take_changed_hparams(document, hook_entries)
             if file_hparams is not None:
                 document = _replace_hparams(file_hparams, document)
             task = cls(**_merge_arguments(cls, opened_source.place, document, overrides))
             task.configure_model()
-            task.on_load_checkpoint(_read_hook_entries(saved))
+            task.on_load_checkpoint(hook_entries)
         else:
             document = {} if opened_source.file is None else _read_document(opened_source, opened_source.file)
             if file_hparams is not None:
@@ -120,6 +122,7 @@ def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[s
         saved, document = opened_source.checkpoint, {}
         if saved is not None:
             document = _read_hparams(saved, HPARAMS)
+            _take_changed_hparams(document, _read_hook_entries(saved))
         elif opened_source.file is not None:
             document = _read_parts(opened_source.file)[0]
         stored_names = {*(document.get("hyper_parameters") or ()), document.get("hparams_name")}
@@ -132,6 +135,15 @@ def _read_hook_entries(opened: OpenCheckpoint) -> dict[str, Any]:
     """Return what the ``on_save_checkpoint`` hooks added to a checkpoint, with the counts they were given."""
     manifest = opened.manifest
     return load_into_memory(open_added(opened), {}, {}) | {"epoch": manifest.epoch, "global_step": manifest.step}
+
+
+def _take_changed_hparams(document: dict[str, Any], hook_entries: dict[str, Any]) -> None:
+    """Put the hyperparameters that ``on_save_checkpoint`` changed in place of the stored ones, in both."""
+    values = document.get("hyper_parameters")
+    if isinstance(values, dict):
+        changed = hook_entries.get("hyper_parameters") or {}
+        document["hyper_parameters"] = hook_entries["hyper_parameters"] = values | changed
+        document["left_out"] = {k: v for k, v in (document.get("left_out") or {}).items() if k not in changed}
 
 
 def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:

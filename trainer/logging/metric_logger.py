@@ -56,7 +56,7 @@ class Logbook:
     Attributes:
         callback_values: by name, the newest agreed value of everything logged.
         bar_values: the same, of what the progress bar shows.
-        logged_values: the same, of what the loggers got.
+        logged_values: the same, of what is for the loggers.
         evaluated: batches of each validation loader that were worked through within ``fit``.
         newest: the names that the epoch or evaluation that ended last has logged.
         watch: what the newest validation within ``fit`` measured, and when.
@@ -104,7 +104,7 @@ class Logbook:
             if entry.prog_bar:
                 self.bar_values[name] = value
             if entry.logger:
-                self._epoch_row[name] = value
+                self._epoch_row[name] = self.logged_values[name] = value
         self.newest = frozenset(names)
         return values
 
@@ -149,6 +149,8 @@ class Logbook:
                 self.callback_values[name] = value
                 if entry.prog_bar:
                     self.bar_values[name] = value
+                if entry.logger:
+                    self.logged_values[name] = value
 
     def state_dict(self) -> dict[str, Any]:
         """The agreed values: a scheduler, or a callback that monitors, may need one before it is logged again."""

@@ -68,6 +68,7 @@ class Steps:
         self.custom_step = task.optimizer_step if overrides(task, "optimizer_step") else None
         self.custom_zero_grad = task.optimizer_zero_grad if overrides(task, "optimizer_zero_grad") else None
         self.alone = trainer.accelerator.num_processes == 1
+        self.may_skip = self.alone and trainer.scaler is None
         self.skip_rest = False
 
     def use(self, model: Any) -> None:
@@ -104,7 +105,7 @@ class Steps:
                 if isinstance(output, Tensor):
                     loss = output
                 else:
-                    loss, weight = loss_in(output)
+                    loss, weight = loss_in(output, self.may_skip)
                 if loss.ndim or not loss.requires_grad:
                     check_loss(loss)
                 for hook in hooks.on_before_backward:

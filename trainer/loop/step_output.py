@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ...common.messages import warn
 
-def loss_in(output: Any) -> tuple[Tensor, Any]:
+
+def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
     """The loss in what ``training_step`` returned, where that is no tensor, and the weight reported with it.
+
+    Args:
+        output: what it returned.
+        may_skip: None is a micro-batch without gradients, as in Lightning, and is warned of.
 
     Raises:
         ValueError, TypeError: names what was returned and what may be.
@@ -25,10 +32,16 @@ def loss_in(output: Any) -> tuple[Tensor, Any]:
             f"training_step returned a dict whose 'loss' is {loss!r}; its keys are {', '.join(map(str, output))}. "
             "Put the loss, a tensor with a gradient, under 'loss'."
         )
+    if output is None and may_skip:
+        warn(
+            "training_step returned None: the batch adds no gradient, and counts in its group's mean all the same. "
+            "Return {'loss': loss, 'weight': number of samples} to weigh batches, with weight 0.0 to leave one out."
+        )
+        return torch.zeros((), requires_grad=True), None
     if output is None:
         raise ValueError(
-            "training_step returned None, so there is no loss to train on. Return the loss; to leave a batch out, "
-            "return {'loss': loss, 'weight': 0.0}."
+            "training_step returned None, so there is no loss to train on; on several processes, and in float16, a "
+            "batch can't be left out so. Return the loss; to leave a batch out, return {'loss': loss, 'weight': 0.0}."
         )
     raise TypeError(
         f"training_step returned a {type(output).__name__}; it must return the loss, a tensor, or a dict with it."

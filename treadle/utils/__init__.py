@@ -48,7 +48,6 @@ from ..compat.environment import (
     clear_environment,
     patch_environment,
     release_memory,
-    tqdm,
     write_basic_config,
 )
 from ..compat.operations import (
@@ -112,6 +111,7 @@ from ..strategies import (
     ParallelismConfig,
 )
 from ..strategies.distributed import DistributedOperationException, DistributedType
+from .tqdm import tqdm  # whose module has the same name
 
 __all__ = [
     "AcceleratorState",
