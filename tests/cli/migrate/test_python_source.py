@@ -200,7 +200,7 @@ CASES = {
         """
         from treadle.compat.fabric import seed_everything
         from treadle.compat.fabric.utilities.seed import seed_everything as seed
-        from treadle.utilities.rank_zero import rank_zero_only
+        from treadle.compat.fabric.utilities.rank_zero import rank_zero_only
         """,
     ),
     "parentheses and comments": (
@@ -324,8 +324,7 @@ CASES = {
         from treadle.callbacks import Callback
         from treadle.compat.core import LightningModule
         from treadle.utilities import rank_zero_only
-        from treadle.compat.accelerator import Accelerator
-        from treadle import DataLoaderConfiguration
+        from treadle.compat.accelerator import Accelerator, DataLoaderConfiguration
         import treadle as pl
         pl.utilities.rank_zero_only
         """,
