@@ -255,9 +255,3 @@ def parse_compilation(setting: Any) -> TorchDynamoPlugin | None:
                 )
         return TorchDynamoPlugin(**{"backend": "inductor", **setting})
     return TorchDynamoPlugin(backend="inductor") if check_bool("compile", setting) else None
-
-
-def refuse_code(weights_only: bool | None) -> None:
-    """Raise a ValueError if a checkpoint is to be read in a way that could run code."""
-    if weights_only is not None and not weights_only:
-        raise ValueError("weights_only=False would run what is in the checkpoint. Leave it out: plain data is read.")

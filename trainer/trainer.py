@@ -31,7 +31,7 @@ from ..strategies import Strategy, report_uncaught
 from ..strategies.distributed import Devices
 from . import arguments
 from .checkpointing import LastStep, TrainerCheckpointer
-from .core import DataModule, SchedulerConfig, TaskModule, log_to, overrides
+from .core import DataModule, SchedulerConfig, TaskModule, log_to, overrides, warn_of_code
 from .default_callbacks import choose_callbacks, choose_loggers, set_aside
 from .lightning_aliases import LightningAliases
 from .logging import History, Logbook, tensors_by_name
@@ -312,7 +312,7 @@ class Trainer(LightningAliases):
         Raises:
             ValueError: for a ``schedule`` without a ``ckpt_path``, and whatever the run itself raises.
         """
-        arguments.refuse_code(weights_only)
+        warn_of_code(weights_only)
         if check_schedule(schedule) is not None and ckpt_path is None:
             raise ValueError(f"schedule={schedule!r} is for a resume: give ckpt_path too, or leave it out.")
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
@@ -338,7 +338,7 @@ class Trainer(LightningAliases):
             datamodule: instead of loaders.
             weights_only: see `fit`.
         """
-        arguments.refuse_code(weights_only)
+        warn_of_code(weights_only)
         return self._measure("validate", model, dataloaders, datamodule, ckpt_path, verbose)
 
     def test(
@@ -351,7 +351,7 @@ class Trainer(LightningAliases):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run the test; arguments and result as of `validate`."""
-        arguments.refuse_code(weights_only)
+        warn_of_code(weights_only)
         return self._measure("test", model, dataloaders, datamodule, ckpt_path, verbose)
 
     def predict(
@@ -373,7 +373,7 @@ class Trainer(LightningAliases):
             ckpt_path: a checkpoint to take the weights from: a path, ``"last"`` or ``"best"``.
             weights_only: see `fit`.
         """
-        arguments.refuse_code(weights_only)
+        warn_of_code(weights_only)
         keep = return_predictions is not False
         stage = Stage(self, "predict", model, {"predict": dataloaders}, datamodule, ckpt_path)
         evaluation = stage.run(partial(self._evaluate, "predict", keep))

@@ -24,7 +24,8 @@ from ...loggers import Logger
 from ...strategies import Strategy
 from ...strategies.distributed import Devices, LaunchEnvironment, cut_like, device_type, parse_devices
 from ...strategies.launch import notebook_launcher, supervisor
-from ...trainer.arguments import refuse_code, unpack_plugins
+from ...trainer.arguments import unpack_plugins
+from ...trainer.core import warn_of_code
 from .wrappers import FabricDataLoader, FabricModule, is_wrapped, unwrap
 
 __all__ = ["Fabric", "is_wrapped", "seed_everything"]
@@ -487,7 +488,7 @@ class Fabric:
             state: what to restore, by name, in place: of what has ``load_state_dict``, its state; other values are
                 replaced in this dict. None returns all that is in the file.
             strict: whether names, and keys of models, must all be there.
-            weights_only: only True, the default: a file never runs code.
+            weights_only: accepted; False is warned of, as a file never runs code.
 
         Returns:
             What was not restored, by name.
@@ -530,7 +531,7 @@ class Fabric:
         self._restore(obj, self._read(path, weights_only), strict)
 
     def _read(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any]:
-        refuse_code(weights_only)
+        warn_of_code(weights_only)
         values: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         return values
 

@@ -99,5 +99,5 @@ def test_interrupted():
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_no_stage_reads_code(stage):
-    with pytest.raises(ValueError, match="weights_only=False would run what is in the checkpoint"):
+    with pytest.warns(UserWarning, match="weights_only=False is not needed.*never run"):
         getattr(made(), stage)(Task(), loader(1), weights_only=False)

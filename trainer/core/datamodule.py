@@ -152,17 +152,16 @@ class DataModule(HyperparametersMixin, TransferHooks):
             checkpoint_path: a checkpoint of ours; a Lightning ``.ckpt``; or the URL of a file, with ``sha256``.
             map_location: accepted for Lightning's signature: a data module's tensors stay on the CPU.
             hparams_file: the ``hparams.yaml`` or ``.csv`` of a logger, in place of the saved hyperparameters.
-            weights_only: accepted for Lightning's signature; False is an error.
+            weights_only: accepted for Lightning's signature; code in a file never runs.
             sha256: the digest of the file, compared before anything in it is looked at.
             kwargs: arguments of ``__init__``, in place of the saved ones.
 
         Raises:
             ValueError: if it is no checkpoint, is damaged or harmful.
         """
-        from .loading import build_datamodule
+        from .loading import build_datamodule, warn_of_code
 
-        if weights_only is not None and not weights_only:
-            raise ValueError("weights_only=False would run what is in the file. Leave it out: plain data is read.")
+        warn_of_code(weights_only)
         return build_datamodule(cls, checkpoint_path, hparams_file, sha256, kwargs)
 
 

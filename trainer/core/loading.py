@@ -34,6 +34,15 @@ _OLD_NAMES = ("hparams", "module_arguments")  # of `hyper_parameters`, in Lightn
 _MAX_HPARAMS_BYTES = 2**20  # a YAML file of this size takes seconds
 
 
+def warn_of_code(weights_only: bool | None) -> None:
+    """Warn where a checkpoint is to be read in a way that could run code: only data is read, whoever asks."""
+    if weights_only is not None and not weights_only:
+        warn(
+            "weights_only=False is not needed: of any checkpoint plain data is read, and code in it is never run; "
+            "leave it out."
+        )
+
+
 def build(
     cls: type[TaskModule],
     source: Source,

@@ -324,17 +324,16 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             map_location: the device to put the task on (default: the CPU).
             hparams_file: the ``hparams.yaml`` or ``.csv`` of a logger, in place of the saved hyperparameters.
             strict: whether the weights must match exactly (default: the task's ``strict_loading``).
-            weights_only: accepted for Lightning's signature; False is an error.
+            weights_only: accepted for Lightning's signature; code in a file never runs.
             sha256: the digest of the file, compared before anything in it is looked at.
             kwargs: arguments of ``__init__``, in place of the saved ones.
 
         Raises:
             ValueError: if it is no checkpoint, is damaged or harmful, or the weights are another model's.
         """
-        from .loading import build
+        from .loading import build, warn_of_code
 
-        if weights_only is not None and not weights_only:
-            raise ValueError("weights_only=False would run what is in the file. Leave it out: plain data is read.")
+        warn_of_code(weights_only)
         return build(cls, checkpoint_path, map_location, hparams_file, strict, sha256, kwargs)
 
     # -- what the Trainer knows ----------------------------------------------------------------------------------
