@@ -100,4 +100,4 @@ def test_interrupted():
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_no_stage_reads_code(stage):
     with pytest.warns(UserWarning, match="weights_only=False is not needed.*never run"):
-        getattr(made(), stage)(Task(), loader(1), weights_only=False)
+        getattr(made(), stage)(Task(), loader(4), weights_only=False)
