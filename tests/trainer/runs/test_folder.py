@@ -220,11 +220,12 @@ def test_a_forked_worker_does_not_hold_the_lock(tmp_path):
 
     def work():
         folder = RunFolder.create(tmp_path)
-        child = os.fork()  # as a data loader's worker
-        if child == 0:
+        if os.fork() == 0:  # as a data loader's worker
+            worker.write_text(str(os.getpid()))  # it runs, so it has let go of the lock
             time.sleep(60)
             os._exit(0)
-        worker.write_text(str(child))
+        while not (worker.exists() and worker.read_text()):
+            time.sleep(0.01)
         return folder
 
     child = holding(work)
