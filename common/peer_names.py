@@ -179,18 +179,14 @@ def _read_section(peer: str, path: str) -> Iterator[tuple[str, str]]:
 def _own_module(module: str, path: str) -> Any:
     """Our own module at the same path, for one in ``compat``; below ``fabric`` the one of Lightning's that is alike."""
     below_fabric = _below_fabric(path)
-    homes = (
-        [f"treadle.{path}"] if below_fabric is None else [f"treadle.compat.{below_fabric}", f"treadle.{below_fabric}"]
-    )
     if not path or below_fabric == "":
         return None
-    for own in homes:
-        try:
-            if own != module and importlib.util.find_spec(own) is not None:
-                return importlib.import_module(own)
-        except ModuleNotFoundError:  # nor is there the package that it would be in
-            continue
-    return None
+    if below_fabric is None:
+        homes = [f"treadle.{path}"]
+    else:
+        homes = [f"treadle.compat.{below_fabric}", f"treadle.{below_fabric}"]
+    own = next((home for home in homes if home != module and _is_module(home)), None)
+    return None if own is None else importlib.import_module(own)
 
 
 def _list_public(module: Any) -> list[str]:

@@ -177,6 +177,12 @@ def _set_in_batch_sampler(holder: Any, sampler: Any) -> None:
         _set_in_batch_sampler(holder.batch_sampler, sampler)
 
 
+def _set_epoch(loader: Any, epoch: int) -> None:
+    loader.iteration = epoch
+    if not _set_sampler_epoch(loader.batch_sampler, epoch) and hasattr(loader.dataset, "set_epoch"):
+        loader.dataset.set_epoch(epoch)
+
+
 def _set_sampler_epoch(sampler: Any, epoch: int) -> bool:
     """Set the epoch of a batch sampler and of the samplers within; returns whether one has such a method."""
     found = False
@@ -250,9 +256,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, also of the samplers, or else of the dataset."""
-        self.iteration = epoch
-        if not _set_sampler_epoch(self.batch_sampler, epoch) and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        _set_epoch(self, epoch)
 
     @property
     def total_batch_size(self) -> int:
@@ -376,9 +380,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, also of the samplers, or else of the dataset."""
-        self.iteration = epoch
-        if not _set_sampler_epoch(self.batch_sampler, epoch) and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        _set_epoch(self, epoch)
 
     def __len__(self) -> int:
         length = len(self.base_dataloader)
@@ -478,7 +480,7 @@ def prepare_data_loader(
     settings |= {"_non_blocking": non_blocking, "use_stateful_dataloader": use_stateful_dataloader}
     if dispatches:
         settings |= {"slice_fn": slice_fn_for_dispatch, "torch_device_mesh": torch_device_mesh}
-        prepared = _make_dispatcher(dataloader, count, split_batches, settings)
+        prepared = _make_dispatcher(dataloader, split_batches, settings)
     else:
         settings |= {"device": device if put_on_device else None, "rng_types": rng_types}
         order = None if use_seedable_sampler else sampler
@@ -513,7 +515,7 @@ def _place(num_processes: int | None, process_index: int | None, mesh: Any) -> t
     return _place_in_mesh(mesh, rank) if mesh else (rank, count)
 
 
-def _make_dispatcher(dataloader: Any, count: int, split_batches: bool, settings: dict[str, Any]) -> Any:
+def _make_dispatcher(dataloader: Any, split_batches: bool, settings: dict[str, Any]) -> Any:
     settings |= {"split_batches": split_batches, "generator": None}
     if isinstance(dataloader.dataset, IterableDataset) or dataloader.batch_sampler is None:
         return DataLoaderDispatcher(dataloader.dataset, batch_size=dataloader.batch_size, **settings)

@@ -32,7 +32,6 @@ from .running_loaders import add_running_loader, get_running_loader, list_runnin
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
-    from .configuration import GradientAccumulationPlugin
     from .data import Loader
 
 # Of this process, the newest last: Accelerate's state objects describe the one that is in use.

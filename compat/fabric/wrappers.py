@@ -15,7 +15,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -26,6 +25,7 @@ from torch.utils.data import (
 from ...engine import Accelerator, move_data_to_device
 from ...engine.optim import PreparedOptimizer
 from ...strategies import World
+from ..overrides.distributed import YieldedSamples
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -198,20 +198,6 @@ class FabricDataLoader:
         return getattr(self._dataloader, name)
 
 
-class _Yielded(Dataset[Any]):
-    """What a sampler yields in an epoch."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-        self.values: list[Any] = []
-
-    def __getitem__(self, index: int) -> Any:
-        return self.values[index]
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-
 class _SharedSampler(DistributedSampler[Any]):
     """This rank's share of what a user's own sampler yields, the same on every rank."""
 
@@ -239,7 +225,7 @@ def _share(loader: DataLoader[Any], world: World) -> DataLoader[Any]:
     if isinstance(inner, RandomSampler | SequentialSampler):
         sampler = DistributedSampler(loader.dataset, **options)
     else:
-        sampler = _SharedSampler(_Yielded(inner), **options)
+        sampler = _SharedSampler(YieldedSamples(inner), **options)
     shared = copy.copy(loader)
     # Not by setattr: a DataLoader refuses a change of these once it is built.
     shared.__dict__["sampler"] = sampler

@@ -66,7 +66,7 @@ class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
     """
 
     def __init__(self, sampler: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        self._yielded = _Yielded(sampler)
+        self._yielded = YieldedSamples(sampler)
         super().__init__(self._yielded, *args, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:
@@ -74,8 +74,8 @@ class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
         return (self._yielded[index] for index in super().__iter__())
 
 
-class _Yielded(Dataset[Any]):
-    """What a sampler yields in an epoch."""
+class YieldedSamples(Dataset[Any]):
+    """What a sampler yields in an epoch, in place of a dataset that torch's ``DistributedSampler`` shares out."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from ...common.messages import warn
 from ...strategies import Strategy
 
-__all__ = ["extract_batch_size", "has_len_all_ranks"]
+__all__ = ["extract_batch_size", "has_iterable_dataset", "has_len", "has_len_all_ranks", "sized_len"]
 
 _GIVE = "give it as self.log(..., batch_size=...), or simplify the batch."
 
@@ -49,6 +49,35 @@ def _iter_sizes(batch: Any) -> Iterator[int]:
             yield from _iter_sizes(part)
 
 
+def has_iterable_dataset(dataloader: object) -> bool:
+    """Whether a loader reads a stream."""
+    return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
+
+
+def sized_len(dataloader: object) -> int | None:
+    """Return a loader's length, or None where it has none."""
+    try:
+        return len(dataloader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def has_len(dataloader: object) -> bool:
+    """Return whether a loader has a length. A length of 0, and one that a stream claims, is warned of."""
+    length = sized_len(dataloader)
+    if length == 0:
+        warn(f"{type(dataloader).__name__} has length 0: it yields no batch.")
+    return length is not None and _warn_of_claimed_length(dataloader)
+
+
+def _warn_of_claimed_length(dataloader: object) -> bool:
+    """Warn where a stream claims a length; returns True."""
+    if has_iterable_dataset(dataloader):
+        name = type(dataloader).__name__
+        warn(f"the IterableDataset of {name} has a length; with workers it is right only if each knows its share.")
+    return True
+
+
 def has_len_all_ranks(
     dataloader: object, strategy: Strategy, allow_zero_length_dataloader_with_multiple_devices: bool = False
 ) -> bool:
@@ -63,9 +92,8 @@ def has_len_all_ranks(
         RuntimeError: if this rank's loader is empty and another's is not, unless that is allowed.
     """
     name = type(dataloader).__name__
-    try:
-        length = len(dataloader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
+    length = sized_len(dataloader)
+    if length is None:
         return False
     if not strategy.world.any(length > 0):
         warn(f"{name} has no batches on any rank.")
@@ -73,6 +101,4 @@ def has_len_all_ranks(
         if not allow_zero_length_dataloader_with_multiple_devices:
             raise RuntimeError(f"{name} has no batches on rank {strategy.world.rank}: give every rank at least one.")
         warn(f"{name} has no batches on rank {strategy.world.rank}.")
-    if isinstance(getattr(dataloader, "dataset", None), IterableDataset):
-        warn(f"the IterableDataset of {name} has a length; with workers it is right only if each knows its share.")
-    return True
+    return _warn_of_claimed_length(dataloader)
