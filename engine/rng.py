@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,14 +55,18 @@ def isolated_random_state() -> Iterator[None]:
         set_random_state(before)
 
 
+class Draw(NamedTuple):
+    """Where a stream was before something was drawn from it, and where it is since."""
+
+    before: State
+    after: State
+
+
 class RandomStream:
-    """A copy of the process's random state that only data order is drawn from.
+    """A copy of a process's random state that only data order is drawn from.
 
-    Taken when the run starts, so the first epoch's shuffle is the one of a plain PyTorch loop; kept apart from the
-    process's own state, so dropout or logging can not change the order; taken from rank zero, so every process draws
-    the same.
-
-    Devices' generators are left alone: swapping them would wait for the device.
+    The ranks of a run draw the order of samples from one that rank zero's state began, so all draw the same one,
+    whatever their models draw. Devices' generators are left alone: swapping them would wait for the device.
 
     Args:
         state: what `random_state` returned.
@@ -99,12 +103,52 @@ class RandomStream:
         else:
             self.state = dict(state)
 
+    def follow(self, draw: Draw) -> None:
+        """Go to where a copy of this stream is, of which the loop has reached what was drawn."""
+        self.state = draw.after
+
     def advance(self) -> None:
         """Draw one number from each generator."""
         with self.drawing():
             random.random()
             np.random.random()
             torch.rand(())
+
+
+class ProcessStream(RandomStream):
+    """The process's own generators as the stream: a run on one process draws what a plain loop draws, when it does."""
+
+    def __init__(self) -> None:
+        pass
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Nothing has to be lent."""
+        yield
+
+    def get_state(self) -> State:
+        """Where the process's generators are now."""
+        return host_state()
+
+    def go_to(self, state: State) -> None:
+        """Set the process's generators."""
+        set_host_state(state)
+
+    def follow(self, draw: Draw) -> None:
+        """Go to where a copy is, unless something else was drawn since the copy was where the process is."""
+        if not _are_equal(draw.before, draw.after) and _are_equal(host_state(), draw.before):
+            set_host_state(draw.after)
+
+
+def _are_equal(first: State, second: State) -> bool:
+    name, keys, *rest = first["numpy"]
+    other_name, other_keys, *other_rest = second["numpy"]
+    return (
+        torch.equal(first["torch"], second["torch"])
+        and first["python"] == second["python"]
+        and (name, rest) == (other_name, other_rest)
+        and np.array_equal(keys, other_keys)
+    )
 
 
 def seed_from(state: State, purpose: int | str) -> int:

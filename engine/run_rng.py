@@ -6,11 +6,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..strategies import Strategy, World
-from .rng import RandomStream, State, isolated_random_state, random_state, seed_everything, seed_from, set_random_state
+from .rng import (
+    ProcessStream,
+    RandomStream,
+    State,
+    isolated_random_state,
+    random_state,
+    seed_everything,
+    seed_from,
+    set_random_state,
+)
 
 
 class RunRng:
     """RNG state that a run begins with, the same on all ranks.
+
+    On one process the order of samples is drawn from the process's own generators, as a plain loop draws it: a dropout
+    layer changes the order of the epochs that follow. On several, and with a seed for the data, it has a stream of its
+    own.
 
     Args:
         world: all processes.
@@ -40,7 +53,8 @@ class RunRng:
             order = random_state()
         # A CUDA generator's state is of no use to others, and of different size where they see other devices.
         order, common = self._world.broadcast((_select_host_state(order), _select_host_state(random_state())))
-        self.stream, self.first_state = RandomStream(order), order
+        self.stream = ProcessStream() if self._world.size == 1 and data_seed is None else RandomStream(order)
+        self.first_state = order
         self._ranks_differ = False
         if self._world.rank:
             set_random_state(common)

@@ -40,7 +40,7 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
     announce(f"running through the training data once more, for the statistics of {len(layers)} BatchNorm layers")
     before = [[buffer.clone() for buffer in layer.buffers()] for layer in layers]
     momenta = [layer.momentum for layer in layers]
-    order = None if accelerator.stream is None else dict(accelerator.stream.state)
+    order = None if accelerator.stream is None else accelerator.stream.get_state()
     epoch = loader.epoch
     logged = trainer.new_metrics(training=True)
     try:
@@ -53,7 +53,7 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
         loader.end_epoch()
         loader.epoch = epoch
         if accelerator.stream is not None and order is not None:
-            accelerator.stream.state = order
+            accelerator.stream.go_to(order)
     if not _average_statistics(trainer, layers, samples):
         for layer, buffers in zip(layers, before, strict=True):
             for buffer, value in zip(layer.buffers(), buffers, strict=True):

@@ -121,6 +121,9 @@ def _load_training(
         set_random_state(random)
         for loader, states in zip(sort_loaders(accelerator.loaders), random.get("loaders", ()), strict=False):
             loader.load_reading_state(states)
+    if accelerator.rng.stream is not None and (stream := shared.get("stream")) is not None:
+        # Last: on one process the stream is the process's own state, and what several saved there is rank zero's.
+        accelerator.rng.stream.go_to(stream)
 
 
 @contextmanager
@@ -445,8 +448,6 @@ def _load_shared_state(accelerator: Accelerator, state: TrainState, manifest: Ma
         accelerator.strategy.take_reduction_order(model, order)
     if accelerator.scaler is not None and (scaler := state.get("scaler")) is not None:
         accelerator.scaler.load_state_dict(scaler)
-    if accelerator.rng.stream is not None and (stream := state.get("stream")) is not None:
-        accelerator.rng.stream.state = stream
     for name, value in accelerator.checkpointer.registered.items():
         if name in state["registered"]:
             value.load_state_dict(state["registered"][name])

@@ -343,7 +343,7 @@ def _collect_shared_state(accelerator: Accelerator) -> TrainState:
         scaler=None if accelerator.scaler is None else accelerator.scaler.state_dict(),
         loaders=[loader.state_dict() for loader in accelerator.loaders if not loader.evaluation],
         evaluation_loaders=[loader.state_dict() for loader in accelerator.loaders if loader.evaluation],
-        stream=None if accelerator.rng.stream is None else accelerator.rng.stream.state,
+        stream=None if accelerator.rng.stream is None else accelerator.rng.stream.get_state(),
         reduction_orders=list_reduction_orders(accelerator),
         registered=registered,
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...strategies import World
-from ..rng import RandomStream, State, isolated_random_state, random_state, seed_everything, seed_from
+from ..rng import Draw, RandomStream, isolated_random_state, random_state, seed_everything, seed_from
 from .combined_loader import CombinedLoader, compute_joint_length, find_least, read_rows
 from .loader import Cursor, Loader
 from .micro_batches import GroupPlanner, Micro
@@ -36,7 +36,7 @@ class JointBatches:
         self.planner = planner
         self.order: dict[str, Any] | None = None
         self.passes = [0] * len(loaders)
-        self.micros: deque[tuple[Micro, State | None]] = deque()
+        self.micros: deque[tuple[Micro, Draw | None]] = deque()
 
     def length(self, limit: int | None) -> int | None:
         """Batches of an epoch, no more than ``limit``; None where that is not known."""
@@ -265,5 +265,5 @@ class JointLoader(Loader):
 def _derive_stream(stream: RandomStream, number: int) -> RandomStream:
     """A stream that follows from another one, and from a loader's number."""
     with isolated_random_state():
-        seed_everything(seed_from(stream.state, f"loader {number}") % 2**32)
+        seed_everything(seed_from(stream.get_state(), f"loader {number}") % 2**32)
         return RandomStream(random_state())

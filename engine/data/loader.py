@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from ...common.messages import warn
 from ...strategies import World
-from ..rng import RandomStream, State
+from ..rng import Draw, RandomStream
 from .dataset_check import say_other_length
 from .micro_batches import Cursor, GroupPlanner, Micro
 from .sampler_rng import (
@@ -82,7 +82,7 @@ class Loader:
         self._on_begin = on_begin
         self._stream = stream
         self._micro: Micro | None = None  # the last one of this epoch
-        self._drawn: State | None = None  # where the order's stream stood then
+        self._drawn: Draw | None = None  # where a copy of the stream stood then
         self._resuming = False
         self._named = False  # whether `set_epoch` was called since the epoch began
         self._passing = 0  # batches that the coming epoch begins without
@@ -194,7 +194,7 @@ class Loader:
                 if drawn is not None:
                     self._drawn = drawn
                     if planner.shares is None:  # else each rank has drawn something else
-                        stream.state = drawn
+                        stream.follow(drawn)
                 yield batch if move is None else move(batch)
             if micros:
                 raise make_batches_error(self.source)
@@ -248,14 +248,14 @@ class Loader:
                 self.samples += micro.everyone
                 self.batches += 1
                 if drawn is not None and plan.planner.shares is None:
-                    self._stream.state = drawn
+                    self._stream.follow(drawn)
             yield from batches
             return
         first = list(itertools.islice(batches, 1))
         self.samples += plan.passed_samples
         self.batches += passing
-        if not first and plan.drawn is not None:
-            self._stream.state = plan.drawn
+        if not first and (drawn := plan.take_drawn()) is not None:
+            self._stream.follow(drawn)
         yield from itertools.chain(first, batches)
 
     def start_at(self, batch: int) -> None:

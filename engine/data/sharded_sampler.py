@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from ...strategies import World
-from ..rng import RandomStream, State, seed_from
+from ..rng import Draw, RandomStream, State, seed_from
 from .batch_digest import digest
 from .dataset_check import get_length, share_data
 from .micro_batches import GroupPlanner, Micro, avoid_rewind, share
@@ -49,8 +49,8 @@ class ShardedBatches:
 
     Attributes:
         order: what the epoch's order was drawn from; where it is set before the epoch begins, that epoch comes again.
-        micros: of the batches that were yielded and not yet taken by the loop: the facts, and where the order's stream
-            stands once the batch is reached (None where the epoch's order was drawn at once).
+        micros: of the batches that were yielded and not yet taken by the loop: the facts, and what was drawn for them
+            from a copy of the stream (None where the epoch's order was drawn at once).
         noted: the indices of those batches and of some before, where someone wants to know them.
     """
 
@@ -74,6 +74,7 @@ class ShardedBatches:
         self.order: dict[str, Any] | None = None
         self._undo: dict[str, Any] | None = None
         self._rest: RandomStream | None = None
+        self._taken: State | None = None  # where that was when the batches planned last were drawn
         self.noted: deque[list[Any]] | None = None
         self.begin(0, 0, None)
 
@@ -90,7 +91,7 @@ class ShardedBatches:
         self.epoch, self.skip, self.limit = epoch, skip, limit
         self.done = done
         self.passed, self.passed_samples = passed, 0
-        self.micros: deque[tuple[Micro, State | None]] = deque()
+        self.micros: deque[tuple[Micro, Draw | None]] = deque()
         if self.noted:
             self.noted.clear()
 
@@ -244,10 +245,17 @@ class ShardedBatches:
     def __len__(self) -> int:
         return self.total(self.limit)
 
-    @property
-    def drawn(self) -> State | None:
-        """Where the order's stream stands after what was drawn so far; None where the order was drawn at once."""
-        return None if self._rest is None else self._rest.state
+    def _note_passed(self, skip: int) -> None:
+        if skip:  # the process has followed the copy up to here
+            self.take_drawn()
+
+    def take_drawn(self) -> Draw | None:
+        """Return what was drawn from a copy of the stream since the last call; None where it was drawn at once."""
+        if self._rest is None:
+            return None
+        before, self._taken = self._taken, self._rest.state
+        assert before is not None
+        return Draw(before, self._taken)
 
     # -- order ---------------------------------------------------------------------------------------------------
 
@@ -272,6 +280,8 @@ class ShardedBatches:
                 if self.draws_at_once or self.limit == 0:  # with nothing left to yield, nothing was drawn again
                     draws.load_private(start_state["generators"])
                     draws.load_samplers(start_state)
+        if not again and not self.positions and self.micros and (drawn := self.micros[0][1]) is not None:
+            draws.stream.follow(drawn)  # before the dataset, which this process reads, draws for the first batch
         return itertools.chain(first, batches)
 
     def _name_seed_purpose(self) -> int | str:
@@ -297,6 +307,7 @@ class ShardedBatches:
         # A sampler that draws as it goes has a stream of its own from here, or the workers' reading ahead and the
         # validation loaders between would change what it draws.
         self._rest = RandomStream(self.draws.stream.get_state())
+        self._taken = self._rest.state
         return _draw_in_blocks(self._rest, source, block)
 
     def _read_global_batches(self) -> Iterator[tuple[list[Any], list[int] | None]]:
@@ -306,6 +317,7 @@ class ShardedBatches:
         items = self._pull(width)
         if self.plain:
             next(itertools.islice(items, skip, skip), None)
+            self._note_passed(skip)
             while chunk := list(itertools.islice(items, width)):
                 if len(chunk) == width or not self.drop_last:
                     yield chunk, None
@@ -313,6 +325,7 @@ class ShardedBatches:
         skipped = 0
         while skipped < skip and (item := next(items, None)) is not None:
             skipped += len(item) if self.batched else 1
+        self._note_passed(skip)
         while batches := list(itertools.islice(items, size)):
             if not self.batched:
                 yield batches, None
@@ -367,7 +380,7 @@ class ShardedBatches:
                 planned = totals if group[0][1] is None and shares is None else None
                 parts = [_cut_share(indices, widths, rank, size) for indices, widths in group]
                 plan = self.planner.plan([(p.stop - p.start, n) for p, n in zip(parts, totals, strict=True)])
-            drawn = self.drawn if shares is None else None
+            drawn = self.take_drawn() if shares is None else None
             for number, micro in enumerate(plan):
                 indices = group[number][0]
                 # An empty share takes part with one sample of weight zero, so that the collectives match.

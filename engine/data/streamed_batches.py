@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ...common.messages import announce, warn
 from ...strategies import World
-from ..rng import RandomStream, State, seed_from
+from ..rng import Draw, RandomStream, State, seed_from
 from .batch_digest import digest
 from .micro_batches import GroupPlanner, Micro, avoid_rewind
 from .rank_shares import RankShares, Share, compare_across_ranks
@@ -128,6 +128,7 @@ class StreamedBatches:
         self.order: dict[str, Any] | None = None
         self._stands: dict[str, Any] | None = None
         self._reader: RandomStream | None = None
+        self._taken: State | None = None  # where the reader was when the batches yielded last were read
         self._late: State | None = None  # where the reader is once the source is open again
         self._ended = False
         self.seeded: SeededStream | None = None  # the dataset, where its workers outlive an epoch
@@ -140,7 +141,7 @@ class StreamedBatches:
         self.epoch, self.skip, self.limit, self.done = epoch, skip, limit, done
         self.sizes.clear()
         self._pushed.clear()
-        self.micros: deque[tuple[Micro, State | None]] = deque()
+        self.micros: deque[tuple[Micro, Draw | None]] = deque()
 
     @property
     def full(self) -> int:
@@ -237,7 +238,8 @@ class StreamedBatches:
         with draws.stream.drawing():
             iterator = get_iterator()
         # Read ahead of the run's stream, which follows the batches that are really taken.
-        self._reader = RandomStream(draws.stream.state)
+        self._reader = RandomStream(draws.stream.get_state())
+        self._taken = self._reader.state
         if again:
             draws.stream.go_to(start_state["stream"])
         if self._stands is not None and self._stands["stream"] is not None:
@@ -265,6 +267,7 @@ class StreamedBatches:
         """The loader's own iterator is made, which draws; where a subclass makes it with the first batch, only now."""
         if self._reader is not None and self._late is not None:
             self._reader.go_to(self._late)
+            self._taken = self._late
 
     def batches(self, source: Iterator[Any]) -> Iterator[Any]:
         """Yield this process's micro-batches; their facts are in ``micros``."""
@@ -299,7 +302,7 @@ class StreamedBatches:
             self._ended = len(group) < width * size or group[-1][0] < (self.counted or 1)
             if not group:
                 return
-            drawn = self._reader.state if self.lent and self._reader is not None else None
+            drawn = self._take_drawn()
             rounds = [group[start : start + size] for start in range(0, len(group), size)]
             sizes = [(r[rank][0] if rank < len(r) else 0, sum(count for count, _ in r)) for r in rounds]
             for micro, dealt in zip(self.planner.plan(sizes), rounds, strict=True):
@@ -323,7 +326,7 @@ class StreamedBatches:
             if stand_in is None:  # resumed just behind the end of this rank's data
                 with self._lend():
                     stand_in = next(iter(self.source))
-            drawn = self._reader.state if self.lent and self._reader is not None else None
+            drawn = self._take_drawn()
             group += [(0, stand_in)] * (len(totals) - len(group))
             sizes = [(count, total) for (count, _), total in zip(group, totals, strict=True)]
             for micro, (_, batch) in zip(self.planner.plan(sizes), group, strict=True):
@@ -370,11 +373,13 @@ class StreamedBatches:
                 "give it state_dict and load_state_dict, or resume from the end of an epoch."
             )
 
-    def state(self, drawn: Any) -> dict[str, Any] | None:
+    def state(self, drawn: Draw | None) -> dict[str, Any] | None:
         """Where the source stands, if it can say: between two groups nothing has been read ahead of the loop."""
+        if self._stands is not None:  # loaded, and not begun since
+            return self._stands
         if self.stateful is None or (self._ended and self.planner.shares is not None):
             return None  # a rank whose own stream has ended needs a batch of it to stay in step
-        stream = None if self.order is None else drawn or self.draws.stream.get_state()
+        stream = None if self.order is None else self.draws.stream.get_state() if drawn is None else drawn.after
         # A source whose end was met may say already that it begins anew.
         ended = self.order is not None and self._ended
         return {"source": self.stateful.state_dict(), "stream": stream, "ended": ended}
@@ -388,6 +393,14 @@ class StreamedBatches:
         """
         self._stands = state if self.stateful is not None else None
         self._expected = first_digest
+
+    def _take_drawn(self) -> Draw | None:
+        """Return what the reader drew since the last call; None where this process draws nothing."""
+        if not self.lent or self._reader is None:
+            return None
+        before, self._taken = self._taken, self._reader.state
+        assert before is not None
+        return Draw(before, self._taken)
 
     def _lend(self) -> AbstractContextManager[None]:
         return self._reader.drawing() if self.lent and self._reader is not None else nullcontext()
@@ -427,6 +440,8 @@ class StreamedBatches:
             while (batches < self.done if presharded else passed < self.skip) and (read := self._read(source, 1)):
                 passed, batches, batch = passed + read[0][0], batches + 1, read[0][1]
         self._ended = presharded and batches < self.done
+        if batches:  # the process has followed the reader up to here
+            self._take_drawn()
         return batch
 
 

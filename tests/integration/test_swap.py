@@ -15,7 +15,7 @@ import swapped
 import torch
 from processes import run
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 import treadle
 
@@ -122,17 +122,17 @@ def test_several_epochs(tmp_path):
 
 
 class Noisy(treadle.TaskModule):
-    """Notes the order of its samples, and draws random numbers as dropout does."""
+    """Notes its samples, and draws random numbers as dropout does."""
 
     def __init__(self, draws):
         super().__init__()
         self.net, self.draws, self.seen, self.drawn = nn.Linear(1, 1), draws, [], []
 
     def training_step(self, batch, batch_idx):
-        self.seen += batch[0].flatten().tolist()
+        self.seen += batch.flatten().tolist()
         if self.draws:
             self.drawn.append(torch.rand(()).item())
-        return self.net(batch[0]).mean()
+        return self.net(batch).mean()
 
     def validation_step(self, batch, batch_idx):
         pass
@@ -141,28 +141,72 @@ class Noisy(treadle.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def order(own, draws, by_hand=False):
+class Augmented(Dataset):
+    """Sample by sample a number, changed at random."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([index + torch.rand(()).item() / 2])
+
+
+class Permuted(Sampler):
+    """Draws its order with the first index."""
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        yield from torch.randperm(8).tolist()
+
+
+class Stream(IterableDataset):
+    """Draws for each sample, as a shuffle buffer does."""
+
+    def __iter__(self):
+        return (torch.tensor([index + torch.rand(()).item() / 2]) for index in range(8))
+
+
+LOADERS = {
+    "shuffled": lambda: DataLoader(torch.arange(8.0)[:, None], 2, shuffle=True),
+    "generator": lambda: DataLoader(
+        torch.arange(8.0)[:, None], 2, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+    "augmented": lambda: DataLoader(Augmented(), 2, shuffle=True),
+    "sampler": lambda: DataLoader(Augmented(), 2, sampler=Permuted()),
+    "workers": lambda: DataLoader(torch.arange(8.0)[:, None], 2, shuffle=True, num_workers=1),
+    "stream": lambda: DataLoader(Stream(), 2),
+}
+
+
+def train_noisy(name, draws, how):
+    """What a task sees and draws in three epochs, and what the process draws after them."""
     torch.manual_seed(1)
-    task = Noisy(draws)
-    samples = TensorDataset(torch.arange(8.0)[:, None])
-    make = (lambda: torch.Generator().manual_seed(3)) if own else lambda: None
-    train, val = DataLoader(samples, 2, shuffle=True, generator=make()), DataLoader(samples, 2, generator=make())
-    if by_hand:
+    task, train, val = Noisy(draws), LOADERS[name](), DataLoader(torch.arange(4.0)[:, None], 2)
+    if how == "Trainer":
+        off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        treadle.Trainer(accelerator="cpu", max_epochs=3, **off).fit(task, train, val)
+    else:
+        if how == "Accelerator":
+            train, val = treadle.Accelerator(cpu=True).prepare(train, val)
         for _ in range(3):
             for batch in train:
                 task.training_step(batch, 0)
             list(val)
+    return task.seen, task.drawn, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("how", ["Trainer", "Accelerator"])
+@pytest.mark.parametrize("name", LOADERS)
+def test_one_process_draws_what_a_plain_loop_draws(name, how):
+    """Order, augmentation and dropout are drawn from one state, one after the other."""
+    assert train_noisy(name, False, how) == train_noisy(name, False, "by hand")
+    drawn, by_hand = train_noisy(name, True, how), train_noisy(name, True, "by hand")
+    if name == "stream":  # which is read from a copy of the state, so that a resume can read it again
+        assert drawn != by_hand
     else:
-        off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        treadle.Trainer(accelerator="cpu", max_epochs=3, **off).fit(task, train, val)
-    return task
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["torch's generator", "one of its own"])
-def test_the_order_is_the_plain_loops_whatever_the_model_draws(own):
-    silent = order(own, draws=False, by_hand=True)
-    assert order(own, draws=False).seen == order(own, draws=True).seen == silent.seen
-    assert order(own, draws=True).drawn == order(True, draws=True, by_hand=True).drawn
+        assert drawn == by_hand
 
 
 def distributed(folder):

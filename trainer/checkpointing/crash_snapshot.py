@@ -114,7 +114,7 @@ class LastStep:
                 scaler=None,  # asked for by `save`: to know its state means to wait for the device
                 loaders=[_copy_position(loader) for loader in accelerator.loaders if not loader.evaluation],
                 evaluation_loaders=[_copy_position(loader) for loader in accelerator.loaders if loader.evaluation],
-                stream=None if accelerator.stream is None else accelerator.stream.state,
+                stream=None if accelerator.stream is None else accelerator.stream.get_state(),
                 reduction_orders=snapshot.list_reduction_orders(accelerator),
                 registered=registered,
             ),

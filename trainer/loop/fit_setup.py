@@ -153,7 +153,7 @@ class Fit:
         trainer = self.trainer
         stream = trainer.accelerator.stream
         assert stream is not None
-        stream_state = dict(stream.state)
+        stream_state = stream.get_state()
         trainer.sanity_checking = True
         try:
             with isolated_random_state():
@@ -164,7 +164,7 @@ class Fit:
                     hook()
         finally:
             trainer.sanity_checking = False
-        stream.state = stream_state
+        stream.go_to(stream_state)
         for loader in self.sources.evaluation("val"):
             loader.set_epoch(0)
         trainer.logbook.clear()

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 from treadle.engine.checkpoint.json_codec import decode, encode
 from treadle.engine.data.loader import Cursor, Loader
-from treadle.engine.rng import RandomStream, random_state
+from treadle.engine.rng import ProcessStream, RandomStream, random_state
 
 
 @dataclass
@@ -49,11 +49,11 @@ def plain_list(loader):
 class Ranks:
     """One `Loader` per rank, over loaders that the same code built, as in a script that every rank runs."""
 
-    def __init__(self, make, size, accumulate=1, evaluation=False, state=None, run_seed=7, limit=None):
+    def __init__(self, make, size, accumulate=1, evaluation=False, state=None, run_seed=7, limit=None, process=False):
         seed(run_seed)
         self.loaders, self.cursors, self.streams = [], [], []
         for rank in range(size):
-            cursor, stream = Cursor(), RandomStream(random_state())
+            cursor, stream = Cursor(), ProcessStream() if process else RandomStream(random_state())
             loader = Loader(
                 make(),
                 world=Seat(rank, size),
@@ -65,13 +65,13 @@ class Ranks:
             loader.limit = limit
             if state is not None:
                 loader.load_state_dict(decode(*encode(state["loader"])))
-                stream.state = decode(*encode(state["stream"]))
+                stream.go_to(decode(*encode(state["stream"])))
             self.loaders.append(loader)
             self.cursors.append(cursor)
             self.streams.append(stream)
 
     def state(self):
-        return {"loader": self.loaders[0].state_dict(), "stream": self.streams[0].state}
+        return {"loader": self.loaders[0].state_dict(), "stream": self.streams[0].get_state()}
 
     def epoch(self, stop=None, noise=False):
         """Global batches as (own ids of each rank, facts of each rank), at most `stop` of them."""
@@ -403,11 +403,13 @@ def sources():
         yield kind, lambda k=kind: DataLoader(range(23), sampler=Lazy(23, k), batch_size=2)
 
 
-def follow(ranks, epochs):
+def follow(ranks, epochs, noise=False):
     """All batches of `epochs` epochs, with the state after each step, through the codec."""
     found = []
     for epoch in range(epochs):
-        found += [(epoch, flat(parts), ranks.state() if facts[0].last else None) for parts, facts in ranks.epoch()]
+        found += [
+            (epoch, flat(parts), ranks.state() if facts[0].last else None) for parts, facts in ranks.epoch(noise=noise)
+        ]
         found.append((epoch, None, ranks.state()))
     return found
 
@@ -426,6 +428,20 @@ def test_resume_at_every_step(name, make):
             rest = [batch for _ in range(left, 2) for batch in resumed.ids(noise=True)]
             assert rest == [batch for _, batch, _ in whole[number + 1 :] if batch is not None], (size, number)
             assert resumed.loaders[0].epoch == 2
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("noise", [False, True], ids=["silent", "noisy"])
+@pytest.mark.parametrize(("name", "make"), [pytest.param(*pair, id=pair[0]) for pair in sources()])
+def test_resume_of_one_process(name, make, noise):
+    """Which draws from its own generators, as its model does."""
+    whole = follow(Ranks(make, 1, 2, process=True), 3, noise)
+    for number, (epoch, batch, state) in enumerate(whole):
+        if state is None:
+            continue
+        resumed = Ranks(make, 1, 2, state=decode(*encode(state)), run_seed=99, process=True)
+        rest = [batch for _ in range(epoch + (batch is None), 3) for batch in resumed.ids(noise=noise)]
+        assert rest == [batch for _, batch, _ in whole[number + 1 :] if batch is not None], number
 
 
 @pytest.mark.guarantee
@@ -791,17 +807,34 @@ RESUMED_ON = {
 }
 
 
+def make_stream(kind):
+    if kind == "batches":
+        return Batches()
+    loader = Knowing if "knowing" in kind else Negated if "subclass" in kind else DataLoader
+    data = Counting(11) if "counting" in kind else Stream(11, shuffle="workers" not in kind)
+    return loader(data, batch_size=2, num_workers=2 if "workers" in kind else 0)
+
+
+STREAMS = ["stream", "counting", "subclass", "counting-subclass", "knowing", "workers", "knowing-workers", "batches"]
+
+
 @pytest.mark.guarantee
-@pytest.mark.parametrize(
-    "kind", ["stream", "counting", "subclass", "counting-subclass", "knowing", "workers", "knowing-workers", "batches"]
-)
+@pytest.mark.parametrize("noise", [False, True], ids=["silent", "noisy"])
+@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.filterwarnings("ignore:.*read again:UserWarning")
+def test_streams_of_one_process_resume(kind, noise):
+    whole = follow(Ranks(lambda: make_stream(kind), 1, process=True), 3, noise)
+    for number, (epoch, batch, state) in list(enumerate(whole))[:: 3 if "workers" in kind else 1]:
+        resumed = Ranks(lambda: make_stream(kind), 1, state=state, run_seed=3, process=True)
+        rest = [batch for _ in range(epoch + (batch is None), 3) for batch in resumed.ids(noise=noise)]
+        assert rest == [batch for _, batch, _ in whole[number + 1 :] if batch is not None], number
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("kind", STREAMS)
 def test_streams_resume(kind):
     def make():
-        if kind == "batches":
-            return Batches()
-        loader = Knowing if "knowing" in kind else Negated if "subclass" in kind else DataLoader
-        data = Counting(11) if "counting" in kind else Stream(11, shuffle="workers" not in kind)
-        return loader(data, batch_size=2, num_workers=2 if "workers" in kind else 0)
+        return make_stream(kind)
 
     for before, after in RESUMED_ON.get(kind, ((1, 1), (2, 2), (2, 1), (1, 2), (3, 2))):
         whole = follow(Ranks(make, before, 1), 2)
