@@ -136,11 +136,12 @@ class ProcessStream(RandomStream):
 
     def follow(self, draw: Draw) -> None:
         """Go to where a copy is, unless something else was drawn since the copy was where the process is."""
-        if not _are_equal(draw.before, draw.after) and _are_equal(host_state(), draw.before):
+        if not are_equal(draw.before, draw.after) and are_equal(host_state(), draw.before):
             set_host_state(draw.after)
 
 
-def _are_equal(first: State, second: State) -> bool:
+def are_equal(first: State, second: State) -> bool:
+    """Whether two states that `host_state` returned are one."""
     name, keys, *rest = first["numpy"]
     other_name, other_keys, *other_rest = second["numpy"]
     return (

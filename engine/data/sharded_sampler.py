@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from ...strategies import World
-from ..rng import Draw, RandomStream, State, seed_from
+from ..rng import Draw, RandomStream, State, are_equal, host_state, seed_from, set_host_state
 from .batch_digest import digest
 from .dataset_check import get_length, share_data
 from .micro_batches import GroupPlanner, Micro, avoid_rewind, share
@@ -71,6 +71,7 @@ class ShardedBatches:
         self.positions = positions
         self.draws = Draws(stream, loader, (batches, self.sampler))
         self.draws_at_once = type(self.sampler) in _DRAW_ONCE
+        self._counting_draws = not self.draws_at_once  # until the first count shows otherwise
         self.order: dict[str, Any] | None = None
         self._undo: dict[str, Any] | None = None
         self._rest: RandomStream | None = None
@@ -162,7 +163,7 @@ class ShardedBatches:
         shares = self.planner.shares
         if shares is not None and shares.batches is not None:
             return shares.batches if limit is None else min(shares.batches, limit)
-        return self._count_batches(len(self.sampler), limit)  # type: ignore[arg-type]
+        return self._count_batches(self._count_items(len), limit)
 
     def agree(self, world: World) -> None:
         """Find out whether the ranks share out one dataset in one order, or each reads its own. All ranks must ask.
@@ -195,11 +196,21 @@ class ShardedBatches:
 
     def share(self) -> Share:
         """How long this rank's own data is."""
-        count = get_length(self.sampler)
+        count = self._count_items(get_length)
         if count is None:
             return Share(None, self.batch_size, None)
         samples = count - count % self.batch_size if self.drop_last and self.plain else count
         return Share(samples if self.plain or not self.batched else None, self.batch_size, self._count_batches(count))
+
+    def _count_items(self, count: Callable[[Any], Any]) -> Any:
+        """The length of the user's sampler, whatever it draws to know it: nobody asks as often as a plain loop does."""
+        if not self._counting_draws:
+            return count(self.sampler)
+        before = host_state()
+        items = count(self.sampler)
+        self._counting_draws = not are_equal(before, host_state())
+        set_host_state(before)
+        return items
 
     def _count_batches(self, items: int, limit: int | None = None) -> int:
         """Batches this process makes of so many of the user's sampler's last items, no more than ``limit``."""
@@ -213,7 +224,7 @@ class ShardedBatches:
 
     def length(self, limit: int | None) -> int | None:
         """As `total`; without a length the limit, if there is one."""
-        return limit if get_length(self.sampler) is None else self.total(limit)
+        return limit if self._count_items(get_length) is None else self.total(limit)
 
     @property
     def width(self) -> int:
@@ -228,7 +239,7 @@ class ShardedBatches:
     @property
     def left_out(self) -> int:
         """Samples of each epoch that ``drop_last`` leaves out: those of a last, short global batch."""
-        count = get_length(self.sampler)
+        count = self._count_items(get_length)
         return count % self.width if self.drop_last and count is not None else 0
 
     def items(self, samples: int, batches: int) -> int:
@@ -237,7 +248,7 @@ class ShardedBatches:
 
     def batches_of(self, items: int) -> int:
         """Batches of this process that ``items`` of the user's sampler stand for: with those to come, an epoch's."""
-        count = get_length(self.sampler)
+        count = self._count_items(get_length)
         if count is None or self.planner.shares is not None:
             return -(-items // self.full)
         return self._count_batches(count) - self._count_batches(max(0, count - items))

@@ -560,7 +560,7 @@ def _common(accelerator, model, loader):
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),
         "python": random.getstate(),
-        "stream": accelerator.stream.state,
+        "stream": accelerator.stream.get_state(),
         "generators": [g.get_state() if isinstance(g, torch.Generator) else g.bit_generator.state for g in generators],
     }
 

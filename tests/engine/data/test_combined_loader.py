@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from treadle.engine import CombinedLoader, JointLoader
 from treadle.engine.checkpoint.json_codec import decode, encode
 from treadle.engine.data.loader import Cursor, Loader
-from treadle.engine.rng import RandomStream, random_state
+from treadle.engine.rng import ProcessStream, RandomStream, random_state
 
 import treadle
 
@@ -110,7 +110,7 @@ class Ranks:
         np.random.seed(5)
         self.loaders, self.cursors, self.streams = [], [], []
         for rank in range(size):
-            cursor, stream = Cursor(), RandomStream(random_state())
+            cursor, stream = Cursor(), ProcessStream() if size == 1 else RandomStream(random_state())
             loader = JointLoader(
                 CombinedLoader(make(), mode),
                 world=Seat(rank, size),
@@ -121,13 +121,13 @@ class Ranks:
             )
             if state is not None:
                 loader.load_state_dict(decode(*encode(state["loader"])))
-                stream.state = decode(*encode(state["stream"]))
+                stream.go_to(decode(*encode(state["stream"])))
             self.loaders.append(loader)
             self.cursors.append(cursor)
             self.streams.append(stream)
 
     def state(self):
-        return {"loader": self.loaders[0].state_dict(), "stream": self.streams[0].state}
+        return {"loader": self.loaders[0].state_dict(), "stream": self.streams[0].get_state()}
 
     def epoch(self):
         """Of each micro-batch, each rank's (batch, facts)."""

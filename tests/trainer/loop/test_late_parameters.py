@@ -1,5 +1,7 @@
 """Layers whose weights, and optimizers, come into being with the first batch."""
 
+import itertools
+
 import pytest
 import torch
 from processes import run
@@ -30,11 +32,11 @@ class Lazy(treadle.TaskModule):
 
 
 def train_by_hand():
-    batches = [batch for (batch,) in loader()]  # a DataLoader draws a number, and a prepared one not from this stream
     torch.manual_seed(3)
     layers = Lazy().layers
     optimizer = torch.optim.Adam(layers.parameters(), lr=0.1)
-    for batch in batches * 2:
+    batches = loader()
+    for (batch,) in itertools.chain(batches, batches):  # each begins with the number that a DataLoader draws
         layers(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
