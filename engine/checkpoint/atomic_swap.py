@@ -43,8 +43,7 @@ def check_target(target: Path) -> None:
         raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")
     for suffix in ("part", "old", "gone"):
         path = beside(target, suffix)
-        left = is_staged(path) if suffix == "part" else _is_left(path)
-        if os.path.lexists(path) and not left:
+        if os.path.lexists(path) and not (is_staged(path) if suffix == "part" else _is_left(path)):
             raise ValueError(
                 f"{path} stands where the checkpoint {target.name} is put together or replaced, and is no part of one, "
                 "so it isn't deleted. Move it, or save elsewhere."
@@ -178,24 +177,23 @@ def is_whole(path: Path, digests: bool = False) -> bool:
 
 def is_staged(path: Path) -> bool:
     """Whether a directory holds files that are written here, or nothing; whatever else is in it."""
-    if is_empty(path):
-        return True
     with suppress(OSError):
-        return any(filesystem.FILE.fullmatch(name) and os.path.isfile(path / name) for name in _list_entries(path))
+        names = os.listdir(path) if _is_folder(path) else None
+        return names is not None and (
+            not names or any(filesystem.FILE.fullmatch(name) and os.path.isfile(path / name) for name in names)
+        )
     return False
 
 
 def _is_left(path: Path) -> bool:
     """Whether it is what is left of a checkpoint, or an empty directory."""
+    if not os.path.lexists(path):  # nearly always, and quicker to find out than what is in it
+        return False
     return is_empty(path) or any(os.path.isfile(path / name) for name in (MANIFEST, UNFINISHED))
 
 
 def _is_folder(path: Path) -> bool:
     return os.path.isdir(path) and not os.path.islink(path)
-
-
-def _list_entries(path: Path) -> list[str]:
-    return filesystem.list_names(path) if _is_folder(path) else []
 
 
 def _read_listed_files(path: Path, target: Path) -> Collection[str] | None:

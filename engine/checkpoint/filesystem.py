@@ -131,15 +131,15 @@ def _view_bytes(tensor: torch.Tensor) -> memoryview:
 
 def fsync(path: Path) -> None:
     """Wait until a file's content, or a directory's entries, are on the disk itself."""
-    is_dir = path.is_dir()
-    if is_dir and os.name == "nt":  # Windows can't open a directory
+    if os.name == "nt" and path.is_dir():  # Windows can't open a directory
         return
     # A hook's file may be read-only; Windows alone wants it open for writing.
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not is_dir or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems lack the call
+        # Some network file systems lack the call for directories.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise
     finally:
         os.close(descriptor)
@@ -167,15 +167,25 @@ def rmdir(path: Path) -> None:
 
 def make_directory(path: Path) -> None:
     """Make a directory and its parents, durably. Several processes may do so at once."""
+    if make_staging_directory(path):
+        fsync(path.parent)
+
+
+def make_staging_directory(path: Path) -> bool:
+    """As `make_directory`, but its own entry is durable only once the directory above is fsynced, as after a rename.
+
+    Returns:
+        Whether it was made.
+    """
     if path.is_dir():
-        return
+        return False
     make_directory(path.parent)
     try:
         mkdir(path)
     except FileExistsError:
         if not path.is_dir():
             raise
-    fsync(path.parent)
+    return True
 
 
 def delete(path: Path, first: str = "") -> None:

@@ -103,17 +103,21 @@ def estimate_size(content: bytes | TensorFile) -> int:
 
 
 def write_files(folder: Path, files: Files) -> dict[str, filesystem.Entry]:
-    """Write files into a directory, which is made if it is not there, each fsynced; returns their entries."""
+    """Write files into a directory, which is made if it is not there; return their entries once all are fsynced.
+
+    All are written before the first is fsynced, so that the disk is at work on the others while this one waits.
+    """
     entries = {}
     if files:
-        filesystem.make_directory(folder)
+        filesystem.make_staging_directory(folder)
     for name, content in files.items():
         path = folder / name
         if isinstance(content, bytes):
             entries[name] = filesystem.write_bytes(path, content)
         else:
             entries[name] = filesystem.write_tensors(path, content.tensors, content.notes)
-        filesystem.fsync(path)
+    for name in files:
+        filesystem.fsync(folder / name)
     return entries
 
 

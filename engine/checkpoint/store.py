@@ -20,8 +20,9 @@ import os
 import stat
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def commit(
     """
     target, source = Path(os.path.abspath(target)), beside(target)
     check_target(target)
-    sequence = 1 + max((manifest.sequence for manifest, _ in _scan(target.parent)[0]), default=0)
+    sequence = _find_next_sequence(target.parent)
     entries = {name: dict(files[name]) for name in sorted(files)}
     written = _settle(source, set(files)) if others else {}
     data = Manifest.build(entries, info, sequence, written).to_json()
@@ -148,7 +149,7 @@ def begin(target: Path | str) -> Path:
     """Make an empty directory `beside` a target, for what others write into it before `write_part`; returns it."""
     discard(target)
     source = beside(target)
-    filesystem.make_directory(source)
+    filesystem.make_staging_directory(source)
     filesystem.write_bytes(
         source / UNFINISHED, b"{}"
     )  # so that it is known for ours, if nothing else of ours gets there
@@ -272,23 +273,45 @@ class CheckpointStore:
 def _scan(directory: Path) -> tuple[list[tuple[Manifest, Path]], list[str]]:
     """The readable manifests, the newest last, and what is wrong with the others."""
     checkpoints, problems = [], []
-    for name in filesystem.list_names(directory):
-        path, match = directory / name, atomic_swap.BESIDE.fullmatch(name)
-        if (
-            os.path.islink(path)
-            or not os.path.isdir(path)
-            or (name.startswith(".") and not (match and match[2] == "old"))
-        ):
-            continue
-        if match and atomic_swap.is_whole(directory / match[1]):
-            continue  # replaced, and about to be deleted
-        if not _looks_like_checkpoint(path):
-            continue  # somebody else's directory
+    for path in _iterate_checkpoints(directory):
         try:
             checkpoints.append((read_manifest(path), path))
         except ValueError as error:
             problems.append(str(error))
     return sorted(checkpoints, key=lambda pair: (pair[0].step, pair[0].sequence, pair[1].name)), problems
+
+
+def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
+    """The directories that are checkpoints, damaged ones too."""
+    for name in filesystem.list_names(directory):
+        path, match = directory / name, atomic_swap.BESIDE.fullmatch(name)
+        if name.startswith(".") and not (match and match[2] == "old"):
+            continue
+        if os.path.islink(path) or not os.path.isdir(path):
+            continue
+        if match and atomic_swap.is_whole(directory / match[1]):
+            continue  # replaced, and about to be deleted
+        if _looks_like_checkpoint(path):  # else it is somebody else's directory
+            yield path
+
+
+def _find_next_sequence(directory: Path) -> int:
+    """Return a number above the sequence of each checkpoint in a directory. Damaged ones do not count."""
+    highest = 0
+    for path in _iterate_checkpoints(directory):
+        with suppress(ValueError, OSError):
+            status = (path / MANIFEST).lstat()
+            version = status.st_ino, status.st_size, status.st_mtime_ns
+            highest = max(highest, _read_sequence(path, version))
+    return highest + 1
+
+
+# Each commit asks it of all checkpoints beside it: where many are kept, reading their manifests again each time took
+# longer than the save itself.
+@lru_cache(maxsize=4096)
+def _read_sequence(path: Path, version: tuple[int, ...]) -> int:
+    """Return the sequence of a checkpoint, whose manifest is read once per ``version`` of that file."""
+    return read_manifest(path).sequence
 
 
 def _looks_like_checkpoint(path: Path) -> bool:

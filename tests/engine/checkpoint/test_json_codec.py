@@ -5,6 +5,7 @@ import json
 import math
 import pathlib
 import random
+import sys
 import typing
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
@@ -305,3 +306,37 @@ def test_a_bottomless_document_is_refused(tag):
         document = [document] if tag is None else {tag: [document] if tag == "$tuple" else [[1, document]]}
     with pytest.raises(ValueError, match="nested deeper"):
         decode(document, {})
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lists_of_integers_alone_are_not_encoded_item_by_item_and_come_back_exactly(kind):
+    limit = 2**256
+    for items in (
+        [],
+        [0],
+        [1, -1, limit - 1, 1 - limit],
+        [1, limit],
+        [-limit, 1],
+        [1, True],
+        [True],
+        [1, 2.0],
+        [1, None],
+    ):
+        assert same(round_trip(kind(items)), kind(items))
+    assert encode([1, limit])[0] == [1, {"$int": hex(limit)}]
+    assert encode([-limit, 1])[0] == [{"$int": hex(-limit)}, 1]
+    assert same(round_trip(random.getstate()), random.getstate())
+
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    state = random.getstate()
+    sys.setprofile(count)
+    try:
+        encode(state)
+    finally:
+        sys.setprofile(None)
+    assert calls < 30  # of 625 integers

@@ -387,11 +387,33 @@ def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_the_e
     monkeypatch.setattr(os, "rename", recording_rename)
     save(tmp_path / "last", 2)
     assert events == [
-        ".",  # the new directory's entry
         *(f".last.part/{name}" for name in FILES),
         *(".last.part/manifest.json", ".last.part"),
         *("last -> .last.old", ".last.part -> last", "."),
     ]
+
+
+def test_a_commit_reads_no_manifest_twice_of_the_checkpoints_beside_it(tmp_path, monkeypatch):
+    for step in range(1, 6):
+        save(tmp_path / f"step-{step}", step)
+    save(tmp_path / "last", 5)  # has read all five
+    reads, read_bytes = [], filesystem.read_bytes
+
+    def recording_read(path, limit):
+        reads.append(path.parent.name)
+        return read_bytes(path, limit)
+
+    monkeypatch.setattr(filesystem, "read_bytes", recording_read)
+    save(tmp_path / "step-6", 6)
+    assert reads == ["last"]
+    assert checkpoint.read_manifest(tmp_path / "step-6").sequence == 7
+
+    shutil.copytree(tmp_path / "step-6", tmp_path / "step-7")  # by somebody else, with a higher sequence
+    manifest = json.loads((tmp_path / "step-7" / "manifest.json").read_text())
+    (tmp_path / "step-7" / "manifest.json").write_text(json.dumps({**manifest, "sequence": 40}))
+    (tmp_path / "step-1" / "manifest.json").write_text("damaged")
+    save(tmp_path / "step-8", 8)
+    assert checkpoint.read_manifest(tmp_path / "step-8").sequence == 41
 
 
 # -- leftovers and other people's files ------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
+from treadle.testing.faults import disk_points
 
 MOST_FRAMES, MOST_CALLS, MOST_CALLS_OWN_LOOP = 6, 28, 21
+MOST_CALLS_CHECKPOINT = 1250
 FOLDERS = tuple(
     str(Path(folder).resolve()) + os.sep
     for room in (treadle, treadle.trainer, treadle.engine, treadle.callbacks, treadle.loggers, treadle.strategies)
@@ -185,3 +187,33 @@ def test_import():
         assert heavy == []
     # 0.2 s on a quiet machine; a busy one shows in torch's own import, which takes 1.2 s of processor on a quiet one.
     assert min(result["took"] / max(1.0, result["torch"] / 1.2) for result in results) <= 0.2 * 1.5, results
+
+
+class CountedSaves(treadle.Callback):
+    """Saves three checkpoints side by side, and counts what the second calls and what the third does on the disk."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.folder / "first")
+        self.calls = calls(trainer.save_checkpoint, self.folder / "second")
+        self.points = disk_points(lambda: trainer.save_checkpoint(self.folder / "third"))
+
+
+def test_what_a_checkpoint_costs_beside_its_bytes(tmp_path):
+    saves = CountedSaves(tmp_path / "saved")
+    trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, callbacks=[saves])
+    trainer.fit(without_frames(), DataLoader(TensorDataset(torch.ones(4, 4))))
+
+    total = sum(saves.calls.values())
+    assert total <= MOST_CALLS_CHECKPOINT, f"{total} calls: {sorted(saves.calls.items(), key=lambda n: -n[1])[:20]}"
+
+    done = [point for point in saves.points if point.moment == "after"]
+    files = len(os.listdir(tmp_path / "saved" / "third")) - 1  # without the manifest
+    operations = [point.operation.partition("_")[0] for point in done]
+    expected = ["mkdir", *["write"] * files, *["fsync"] * files]  # all are written before the first is waited for
+    assert operations == [*expected, "write", "fsync", "fsync", "rename", "fsync"]
+    assert [os.path.basename(point.path) for point in done if point.operation == "fsync"][-3:] == [
+        *("manifest.json", ".third.part", "saved")
+    ]
