@@ -51,4 +51,6 @@ def test_names_are_those_of_the_users_model(world, precision):
         assert found["outer"] == sorted(before + name for name in names)
         assert found["parameters"] == [before + name for name in parameters]
         assert found["value"] == [[4.0, 4.0]] * 3
-        assert found["own"] and found["attribute"] == 5 and found["reduced"]
+        assert found["own"]
+        assert found["attribute"] == 5
+        assert found["reduced"]

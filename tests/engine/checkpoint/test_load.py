@@ -205,6 +205,23 @@ def test_loaders_that_are_made_for_each_epoch(saved):
     assert [list(loader) for loader in accelerator.loaders][1] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip_first_batches"])
+def test_the_first_pass_is_what_was_left(tmp_path, skip):
+    rows = torch.arange(12.0).reshape(6, 2)
+    accelerator = treadle.Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(rows, 1))
+    for number, _ in enumerate(loader, start=1):
+        if number == 4:
+            accelerator.save_state(tmp_path / "saved")
+            break
+    accelerator = treadle.Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(rows, 1))
+    accelerator.load_state(tmp_path / "saved")
+    left = accelerator.skip_first_batches(loader, 4) if skip else loader
+    assert torch.cat(list(left)).tolist() == rows[4:].tolist()
+    assert torch.cat(list(loader)).tolist() == rows.tolist()
+
+
 def test_a_script_that_evaluates_prepares_the_model_alone(saved):
     accelerator = treadle.Accelerator(cpu=True)
     model = accelerator.prepare(Net())
