@@ -1,4 +1,7 @@
-"""Names that only other libraries' import lines need: ``import treadle.compat as pl`` is Lightning's own."""
+"""Names that only other libraries' import lines need: ``import treadle.compat as pl`` is Lightning's own.
+
+``import treadle.compat as accelerate`` has what Accelerate's root has, as ``import treadle as accelerate`` does.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,40 @@ from typing import TYPE_CHECKING
 from ..common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .. import callbacks, loggers, plugins, profilers, strategies, tuner, utilities
+    from .. import (
+        Accelerator,
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DDPCommunicationHookType,
+        DeepSpeedPlugin,
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ParallelismConfig,
+        PartialState,
+        ProfileKwargs,
+        callbacks,
+        cpu_offload,
+        cpu_offload_with_hook,
+        debug_launcher,
+        disk_offload,
+        dispatch_model,
+        find_executable_batch_size,
+        infer_auto_device_map,
+        init_empty_weights,
+        init_on_device,
+        load_checkpoint_and_dispatch,
+        load_checkpoint_in_model,
+        loggers,
+        notebook_launcher,
+        plugins,
+        profilers,
+        skip_first_batches,
+        strategies,
+        tuner,
+        utilities,
+    )
     from ..callbacks import Callback
     from ..cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
     from ..common.version import __version__

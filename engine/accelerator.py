@@ -563,6 +563,7 @@ class Accelerator(Process):
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
         """Return the context of one micro-batch. A group's last one reduces gradients, and then the optimizer steps."""
+        self.accumulation.note_entered()
         return self.accumulation.accumulate(*models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

@@ -16,6 +16,8 @@ from .configuration import ProjectConfiguration
 # By name: the package that the logger needs.
 _LOGGERS = {"tensorboard": "tensorboard", "csv": "", "wandb": "wandb", "mlflow": "mlflow"}
 _WITH_FILES = ("tensorboard", "csv")
+# Scripts that let the user choose a tracker give the options of all, so those of others are no mistake.
+_PEERS = ("aim", "clearml", "comet_ml", "dvclive", "swanlab", "trackio")
 
 
 class GeneralTracker:
@@ -326,7 +328,7 @@ class Trackers:
         """Make and start the trackers."""
         options = dict(init_kwargs or {})
         for name in options:
-            if name not in self.sources:
+            if name not in {*self.sources, *_LOGGERS, *_PEERS, *_registered}:
                 requested = ", ".join(self.sources) or "none"
                 raise ValueError(f"init_kwargs names {name!r}, log_with {requested}.{nearest(name, self.sources)}")
         # Without a collective: scripts also call this in ``if accelerator.is_main_process:``.

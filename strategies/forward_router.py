@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -89,6 +89,19 @@ class Router(nn.Module):
         self._carrier = ballot.carrier if ballot is not None else None
         # A list, as setting an attribute of a module costs a microsecond.
         self._route: list[Callable[..., Any]] = []
+        self.register_load_state_dict_pre_hook(_rename_for_load)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the parts of the user's model under its own names: this module shows in no name."""
+        if self._carrier is not None:  # DDP has to find it
+            yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the state of the user's model under its own names."""
+        return self.module.state_dict(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the routed method, or the module itself."""
@@ -115,6 +128,12 @@ class Router(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+def _rename_for_load(router: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Put the names of `Router.state_dict` where torch looks for the values of a child."""
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
 
 def routed(wrapped: nn.Module, router: Router, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -158,7 +158,7 @@ class Strategy(StrategyAliases):
 
     @staticmethod
     def _find_router(module: nn.Module) -> Router | None:
-        return next((m for m in (module, getattr(module, "module", None)) if isinstance(m, Router)), None)
+        return next((m for m in (module, module._modules.get("module")) if isinstance(m, Router)), None)
 
     def set_gradient_sync(self, module: nn.Module, on: bool) -> None:
         """Say whether the coming forward and backward reduce the gradients over the processes."""

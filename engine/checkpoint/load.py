@@ -365,9 +365,15 @@ def _check_counts(accelerator: Accelerator, state: TrainState, opened: OpenCheck
         if prepared == saved:
             continue
         text = f"{path} holds {saved} {kind}, this run has {prepared}"
-        if strict or kind in ("models", "optimizers"):
+        # Where nothing of a kind is prepared it can't begin anew unseen: the script evaluates, or prepares it later.
+        # Loaders may also be made for each epoch.
+        left_out = kind == "loaders" or (prepared == 0 and kind != "models")
+        if not left_out and (strict or kind in ("models", "optimizers")):
             raise ValueError(f"{text}: the same ones have to be there before it is loaded.")
-        warn(f"{text}: they begin anew.")
+        warn(
+            f"{text}: they begin anew. To go on where they stood, prepare the same ones before load_state; for the "
+            "weights alone say load_state(..., state=False)."
+        )
         if kind == "loaders":
             state["loaders"] = []
         else:

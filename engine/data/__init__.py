@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .device_transfer import choose_mover
     from .joint_loader import JointLoader
     from .loader import Loader, batch_indices, note_indices
-    from .micro_batches import Cursor, share
+    from .micro_batches import Cursor, Micro, share
     from .sampler_rng import preserve_loader_state
     from .seedable_sampler import replace_random_sampler
     from .sharded_sampler import get_length, shards_itself

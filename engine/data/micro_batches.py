@@ -37,6 +37,8 @@ class Micro:
         last: whether it ends its group, so that gradients are reduced and the optimizer steps.
         group_samples: samples of its whole group, over all processes.
         everyone: samples of it, over all processes.
+        number: its place in its group, from 0.
+        group_scale: the sum of ``scale`` over its group, in order.
     """
 
     samples: int
@@ -44,6 +46,8 @@ class Micro:
     last: bool
     group_samples: int
     everyone: int
+    number: int
+    group_scale: float
 
 
 def share(count: int, rank: int, size: int) -> slice:
@@ -107,9 +111,13 @@ class GroupPlanner:
         total = 0
         for _, everyone in sizes:
             total += everyone
-        micros, last = [], len(sizes) - 1
-        for number, (samples, everyone) in enumerate(sizes):
-            # Gradients are averaged over the ranks, hence the world size; every sample then weighs 1 / total.
-            scale = self.world_size * samples / total if total else 0.0
-            micros.append(Micro(samples, scale, number == last, total, everyone))
-        return micros
+        # Gradients are averaged over the ranks, hence the world size; every sample then weighs 1 / total.
+        scales = [self.world_size * samples / total if total else 0.0 for samples, _ in sizes]
+        whole = 0.0
+        for scale in scales:  # not `sum`, which rounds otherwise than a loop that adds them up
+            whole += scale
+        last = len(sizes) - 1
+        return [
+            Micro(samples, scale, number == last, total, everyone, number, whole)
+            for number, ((samples, everyone), scale) in enumerate(zip(sizes, scales, strict=True))
+        ]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ...common.validation import check_int
 from ...strategies import Strategy, World
 from ..configuration import GradientAccumulationPlugin
-from ..data import Cursor
+from ..data import Cursor, Micro
 from ..running_loaders import get_running_loader
 from .agreement import Agreement
 from .loss_scaling import LossScale, divide_gradients
@@ -76,6 +76,10 @@ class Accumulation:
         self._weight: float | Tensor | None = None
         self._unweighted = False  # some micro-batch of this group has reported no weight
         self._steps_before = 0
+        self._entered: Micro | None = None  # the micro-batch that a loop of the user's own computed on last
+        self._entered_after = -1.0  # what the cursor had waited by then
+        self._entered_scale = 0.0  # the sum of the scales of those it computed on in this group
+        self._correction = 1.0
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -119,6 +123,7 @@ class Accumulation:
         self._weight = None
         self.unfinished = self._unweighted = False
         self.unreduced.clear()
+        self._entered, self._correction = None, 1.0
 
     def reset(self) -> None:
         """Forget the group, the votes and the steps of the run before; nothing is prepared."""
@@ -144,6 +149,30 @@ class Accumulation:
             for model in models:
                 self.strategy.set_gradient_sync(model, last)
         return _NO_CONTEXT
+
+    def note_entered(self) -> None:
+        """Note that a loop of the user's own computes on the current micro-batch.
+
+        It may leave out others of the group with ``continue``, or leave the loader within one. The gradient is then the
+        mean over what it computed on, as those left out weigh nothing.
+        """
+        micro, before, waited = self.cursor.micro, self._entered, self.cursor.waited
+        # Equal groups share their facts; the time that was waited tells one batch from the next.
+        same = micro is before and waited == self._entered_after
+        if micro is None or same or not self.groups_end_with_loader:
+            return
+        if before is None or before.last or (micro.number != before.number + 1 and not self._has_gradients()):
+            self._entered_scale = 0.0
+        self._entered, self._entered_after, self._correction = micro, waited, 1.0
+        self._entered_scale += micro.scale
+        if micro.last and self._entered_scale != micro.group_scale and self._entered_scale and self._weight is None:
+            self._correction = micro.group_scale / self._entered_scale
+            for parameter in self._iter_trained_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self._correction)
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None and bool(p.grad.any()) for p in self._iter_trained_parameters())  # rarely asked
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which gradients stay on their process."""
@@ -177,7 +206,7 @@ class Accumulation:
             raise ValueError("this group's earlier micro-batches reported a weight, this one does not.")
         else:
             self._unweighted = not self.sync_gradients
-            scale = 1.0 / self._micro_batches if micro is None else micro.scale
+            scale = 1.0 / self._micro_batches if micro is None else micro.scale * self._correction
             if scale != 1.0:
                 loss = loss * scale
         if self.loss_scale is not None:

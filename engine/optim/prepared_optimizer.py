@@ -250,12 +250,17 @@ class PreparedScheduler:
         scheduler.last_epoch, scheduler._step_count = position, position + 1
         return True
 
-    def _count_steps(self) -> tuple[int, int]:
+    @property
+    def optimizers(self) -> list[PreparedOptimizer]:
+        """The prepared optimizer whose rate it sets; more than one where the script prepared it several times."""
         driven = getattr(self.scheduler, "optimizer", None)
-        prepared = [o for o in self._accumulation.optimizers if driven is o or driven is o.optimizer]
+        return [o for o in self._accumulation.optimizers if driven is o or driven is o.optimizer]
+
+    def _count_steps(self) -> tuple[int, int]:
+        prepared = self.optimizers
         return sum(o.steps_taken for o in prepared), sum(o.skipped for o in prepared)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":
+        if name in ("scheduler", "optimizers"):
             raise AttributeError(name)
         return getattr(self.scheduler, name)

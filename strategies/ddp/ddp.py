@@ -54,9 +54,16 @@ class _Replica(DistributedDataParallel):
         super().__init__(router, **options)
         self._advance = advance
         names = [name for name, p in router.named_parameters() if p.requires_grad]  # the reducer's order
-        self._names = [name.removeprefix("module.").replace("_orig_mod.", "") for name in names]
+        self._names = [name.replace("_orig_mod.", "") for name in names]
         self.apart = 0
         self.ready: ReadyOrder | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model, as users of torch's DDP know it; to torch itself the router, while it builds or runs."""
+        router: Any = self._modules["module"]
+        is_torchs = "ready" not in self.__dict__ or DistributedDataParallel._active_ddp_module is self
+        return router if is_torchs else router.module
 
     def can_skip_reduction(self) -> bool:
         """Whether a backward may go without a reduction; a static graph has to be seen in one with it first."""

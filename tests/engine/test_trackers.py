@@ -105,8 +105,17 @@ def test_logging_without_trackers_is_nothing():
     accelerator.init_trackers("none")
     accelerator.log({"x": 1})
     accelerator.end_training()
-    with pytest.raises(ValueError, match=r"init_kwargs names 'csv', log_with none"):
-        accelerator.init_trackers("none", init_kwargs={"csv": {}})
+    with pytest.raises(ValueError, match=r"init_kwargs names 'cvs', log_with none"):
+        accelerator.init_trackers("none", init_kwargs={"cvs": {}})
+
+
+def test_options_of_trackers_that_are_not_used(tmp_path):
+    """Scripts have a ``--report_to``, and give the options of each choice."""
+    accelerator = cpu(log_with="csv", project_dir=tmp_path)
+    accelerator.init_trackers("digits", init_kwargs={"wandb": {"name": "first"}, "comet_ml": {}, "csv": {"name": "a"}})
+    accelerator.log({"x": 1.0}, step=1)
+    accelerator.end_training()
+    assert lines(tmp_path / "a" / "metrics.csv") == [{"step": "1", "x": "1.0"}]
 
 
 def test_all_are_those_that_can_be_used(tmp_path):

@@ -194,9 +194,40 @@ def test_loaders_for_evaluation_may_come_and_go(saved):
     accelerator.load_state(saved[0])
     accelerator.save_state(saved[0].parent / "with")
     prepared()[0].load_state(saved[0].parent / "with")
+
+
+def test_loaders_that_are_made_for_each_epoch(saved):
+    """A script prepares another one in each epoch: before the load there are more or fewer than were saved."""
+    accelerator, *_ = prepared()
     accelerator.prepare_data_loader([1, 2, 3])
-    with pytest.raises(ValueError, match="holds 1 loaders, this run has 2"):
+    with pytest.warns(UserWarning, match="holds 1 loaders, this run has 2: they begin anew"):
         accelerator.load_state(saved[0])
+    assert [list(loader) for loader in accelerator.loaders][1] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip_first_batches"])
+def test_the_first_pass_is_what_was_left(tmp_path, skip):
+    rows = torch.arange(12.0).reshape(6, 2)
+    accelerator = treadle.Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(rows, 1))
+    for number, _ in enumerate(loader, start=1):
+        if number == 4:
+            accelerator.save_state(tmp_path / "saved")
+            break
+    accelerator = treadle.Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(rows, 1))
+    accelerator.load_state(tmp_path / "saved")
+    left = accelerator.skip_first_batches(loader, 4) if skip else loader
+    assert torch.cat(list(left)).tolist() == rows[4:].tolist()
+    assert torch.cat(list(loader)).tolist() == rows.tolist()
+
+
+def test_a_script_that_evaluates_prepares_the_model_alone(saved):
+    accelerator = treadle.Accelerator(cpu=True)
+    model = accelerator.prepare(Net())
+    with pytest.warns(UserWarning, match="holds 1 optimizers, this run has 0"):
+        accelerator.load_state(saved[0])
+    same(model.state_dict(), saved[1].state_dict())
 
 
 class Odd(torch.optim.Optimizer):

@@ -220,3 +220,15 @@ def test_the_same_batch_per_process_follows_the_samples(tmp_path):
         ended = resumed(folder, name, 4, 1)
     assert begun == alone[1:10:2]
     assert ended == alone[10:]
+
+
+def test_it_knows_its_optimizer():
+    """Scripts read the rate, or what else is in the groups, through ``scheduler.optimizers[-1].param_groups``."""
+    accelerator = treadle.Accelerator(cpu=True)
+    first, second = (torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=lr) for lr in (1.0, 2.0))
+    first, second, scheduler = accelerator.prepare(first, second, StepLR(second, 1, 0.5))
+    assert scheduler.optimizers == [second]
+    second.step()
+    scheduler.step()
+    assert scheduler.optimizers[-1].param_groups[0]["lr"] == 1.0
+    assert first.param_groups[0]["lr"] == 1.0
