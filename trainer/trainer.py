@@ -401,7 +401,7 @@ class Trainer(LightningAliases):
         check_step(task, stage)
         self.accelerator.prepare_model(task, evaluation_mode=True, by_parts=True)
         if self.opened_checkpoint is not None:
-            self.accelerator.load_state(self.opened_checkpoint, state=False)
+            self.checkpointer.load_weights(task, self.opened_checkpoint)
         return EvaluationLoop(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep).run()
 
     def save_checkpoint(

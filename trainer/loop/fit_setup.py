@@ -86,7 +86,7 @@ class Fit:
         trainer, task, sources = self.trainer, self.task, self.sources
         prepare_training(trainer, task)
         if trainer.opened_checkpoint is not None:
-            trainer.accelerator.load_state(trainer.opened_checkpoint, state=False)
+            trainer.checkpointer.load_weights(task, trainer.opened_checkpoint)
         for hook in self.hooks.on_fit_start:
             hook()
         trainer.logbook.describe(task, trainer.datamodule, trainer.enable_autolog_hparams)
