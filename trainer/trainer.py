@@ -531,8 +531,16 @@ class Trainer(LightningAliases):
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """Everything logged: the newest epoch values of all processes, and this process's newest step values."""
-        return tensors_by_name({**self.logbook.callback_values, **self.metrics.latest()})
+        """Everything that the stage logged: epoch values of all processes, and this process's newest step values.
+
+        A name that is logged by step and by epoch has the step's value until the epoch is over.
+        """
+        values = {**self.logbook.callback_values, **self.metrics.latest()}
+        if self.stage == "fit" and not self.progress.epoch_is_trained:
+            evaluation = () if self.metrics.evaluation is None else self.metrics.evaluation.entries
+            newer = self.logbook.watch.just_measured(self).union(entry.name for entry in evaluation)
+            values |= {name: value for name, value in self.metrics.latest_of_both().items() if name not in newer}
+        return tensors_by_name(values)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:

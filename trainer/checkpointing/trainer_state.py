@@ -312,7 +312,7 @@ class TrainerCheckpointer:
             return random_state()
 
     def _load_callback_states(self, state: CallbackStates) -> None:
-        """Load the callbacks' states, and hand their ``on_load_checkpoint`` hooks what was added; see `load_weights`."""
+        """Load the callbacks' states, and hand their hooks what was added; the task's got it in `load_weights`."""
         callbacks = {callback.state_key: callback for callback in self._trainer.callbacks}
         for name, saved in state["callbacks"].items():
             if name in callbacks:

@@ -224,6 +224,9 @@ def _check_steps(task: TaskModule) -> None:
 def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
     optimizers, schedulers = parse_optimizers(task.configure_optimizers())
     check_ownership(task, optimizers, schedulers)
+    if task.automatic_optimization:  # else training_step steps them
+        for config in schedulers:
+            config.check_monitor()
     if len(optimizers) > 1 and task.automatic_optimization:
         raise ValueError(
             f"{type(task).__name__}.configure_optimizers returned {len(optimizers)} optimizers; automatic optimization "

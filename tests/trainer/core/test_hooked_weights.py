@@ -5,9 +5,9 @@ import torch
 from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from treadle.engine.checkpoint import OpenCheckpoint
 
 import treadle
-from treadle.engine.checkpoint import OpenCheckpoint
 
 
 class Captioner(treadle.TaskModule):
@@ -165,3 +165,13 @@ def test_callbacks_get_the_weights_too(tmp_path):
     )
     names = ["encoder.bias", "encoder.weight", "head.bias", "head.weight"]
     assert counts.seen == [(names, names)]
+
+
+class ReadsOptimizers(Captioner):
+    def on_save_checkpoint(self, checkpoint):
+        return checkpoint["optimizer_states"]
+
+
+def test_other_keys_are_an_error(tmp_path):
+    with pytest.raises(KeyError, match="'optimizer_states': the hooks get what hooks have added, 'state_dict'"):
+        fitted(ReadsOptimizers(), tmp_path / "c")
