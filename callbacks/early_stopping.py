@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,8 @@ class EarlyStopping(Callback):
         check_bool("log_rank_zero_only", log_rank_zero_only)
         at_end, above, below = check_on_train_epoch_end, stopping_threshold, divergence_threshold
         self.monitor = check_monitor(monitor)
-        self.min_delta = abs(check_number("min_delta", min_delta))
+        margin = abs(check_number("min_delta", min_delta))
+        self.min_delta = margin if mode == "max" else -margin  # signed, as subclasses in public code subtract it
         self.patience = check_int("patience", patience, 0)
         self.verbose = check_bool("verbose", verbose)
         self.mode = choose("mode", mode, MODES)
@@ -145,13 +147,15 @@ class EarlyStopping(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check, unless that happens when epochs end."""
-        if trainer.stage == "fit" and not trainer.sanity_checking and not self._checks_at_epoch_end(trainer):
+        if not (self._should_skip_check(trainer) or self._checks_at_epoch_end(trainer)):
             self._run_early_stopping_check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check, if that happens when epochs end."""
         # An epoch that max_steps or a signal cut short is none: a resumed run checks at its real end.
-        if trainer.progress.epoch_is_over and self._checks_at_epoch_end(trainer):
+        if not trainer.progress.epoch_is_over or self._should_skip_check(trainer):
+            return
+        if self._checks_at_epoch_end(trainer):
             self._run_early_stopping_check(trainer)
 
     def _checks_at_epoch_end(self, trainer: Trainer) -> bool:
@@ -161,7 +165,20 @@ class EarlyStopping(Callback):
         once = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
         return once or not trainer.has_validation
 
-    # Subclasses in public code call this method and override the next one, hence Lightning's names.
+    # Subclasses in public code call or override the methods from here on, hence Lightning's names.
+    @property
+    def monitor_op(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """``torch.lt`` or ``torch.gt``, whichever tells that its first argument is better."""
+        return torch.lt if self.mode == "min" else torch.gt
+
+    def _should_skip_check(self, trainer: Trainer) -> bool:
+        """Return whether to leave out a check, the same on every rank."""
+        return trainer.stage != "fit" or trainer.sanity_checking
+
+    def _improvement_message(self, current: Tensor) -> str:
+        """Return what is logged about an improvement to ``current``, before it is the best."""
+        return f"{self.monitor} improved to {current.item():.4g}"
+
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
         """Compare the monitored value, if it was measured since the last check, and stop the run if it is time."""
         watch = trainer.logbook.watch
@@ -198,9 +215,9 @@ class EarlyStopping(Callback):
         reason = self._find_exceeded_limit(value, 0)
         if reason is not None:
             return reason
-        if is_better(value, self.best_score.item(), self.mode, self.min_delta):
+        if is_better(value, self.best_score.item(), self.mode, abs(self.min_delta)):
             if self.verbose:
-                announce(f"{self.monitor} improved to {value:.4g}")
+                announce(self._improvement_message(torch.tensor(value, dtype=torch.float64)))
             self.best_score, self.wait_count = torch.tensor(value, dtype=torch.float64), 0
             return None
         self.wait_count += 1

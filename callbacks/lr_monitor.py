@@ -113,6 +113,22 @@ class LearningRateMonitor(BestEffortCallback):
             if self.logging_interval is not None or interval == due:
                 yield optimizer, name
 
+    @property
+    def lr_sch_names(self) -> list[str]:
+        """The names under which rates were logged."""
+        return list(self.lrs)
+
+    def _extract_stats(self, trainer: Trainer, interval: str) -> dict[str, float]:
+        """Return what is logged at an interval (``"any"`` for all), as it is now; subclasses in public code call it."""
+        rates, others = self._rates, self._others
+        self._rates, self._others = {}, {}
+        try:
+            for due in ("step", "epoch") if interval == "any" else (interval,):
+                self._read(trainer, due)
+            return self._rates | self._others
+        finally:
+            self._rates, self._others = rates, others
+
     def _write(self, trainer: Trainer) -> None:
         if not self._rates:
             return

@@ -18,6 +18,7 @@ from ..engine.checkpoint import store as checkpoint
 from ._checkpointing import (
     STATE,
     AgreedInterval,
+    CheckpointAliases,
     CheckpointFilenames,
     Recorded,
     TopKCheckpoints,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
 
-class ModelCheckpoint(Checkpoint):
+class ModelCheckpoint(CheckpointAliases, Checkpoint):
     """Save checkpoints between optimizer steps and keep the ones worth keeping.
 
     A checkpoint is a directory, put in place in one move once it is complete; an older one is removed only after that.
@@ -219,6 +220,7 @@ class ModelCheckpoint(Checkpoint):
         """Find the directory, the same on every process. Forget what another run still wanted."""
         if stage != "fit":
             return
+        self._warn_of_never_called(ModelCheckpoint)
         self._settle(trainer, wait=True)  # of a fit that Ctrl-C ended twice
         self._save_requested = self._waiting = False
         if self.dirpath is None:
@@ -255,7 +257,7 @@ class ModelCheckpoint(Checkpoint):
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Ask for a save if that happens after validation."""
-        if trainer.stage == "fit" and not trainer.sanity_checking and not self._saves_at_epoch_end(trainer):
+        if trainer.stage == "fit" and not trainer.sanity_checking and not self._should_save_on_train_epoch_end(trainer):
             self._trigger_by_epoch(trainer)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -275,7 +277,7 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Save if it was asked for, or if that happens when epochs end."""
-        if self._saves_at_epoch_end(trainer):
+        if self._should_save_on_train_epoch_end(trainer):
             self._trigger_by_epoch(trainer)
         self._serve(trainer, epoch_is_over=True)
 
@@ -319,7 +321,7 @@ class ModelCheckpoint(Checkpoint):
         self._top_k.saved_step = last.step
         announce(f"{type(exception).__name__}: the run as of optimizer step {last.step} is saved as {path}")
 
-    def _saves_at_epoch_end(self, trainer: Trainer) -> bool:
+    def _should_save_on_train_epoch_end(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
         # With one validation per epoch its value is known when the epoch ends, and the checkpoint is a whole epoch's.
@@ -395,7 +397,11 @@ class ModelCheckpoint(Checkpoint):
             return
         top_k.replace_since(before, self._collect_reserved_paths(trainer))
         try:
-            trainer.save_checkpoint(paths[0], self.save_weights_only, blocking=not self.async_save, also=paths[1:])
+            if type(self)._save_checkpoint is ModelCheckpoint._save_checkpoint:
+                trainer.save_checkpoint(paths[0], self.save_weights_only, blocking=not self.async_save, also=paths[1:])
+            else:
+                for path in paths:
+                    self._save_checkpoint(trainer, path)
         except BaseException:
             top_k.restore(before)
             raise
@@ -403,6 +409,10 @@ class ModelCheckpoint(Checkpoint):
         self._job = trainer.accelerator.saving
         if self._job is None:
             self._finish_save(trainer)
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Save one checkpoint. A subclass may write something else, on all ranks; Lightning's name."""
+        trainer.save_checkpoint(filepath, self.save_weights_only)
 
     def _settle(self, trainer: Trainer, wait: bool = False) -> None:
         """Follow up a save beside the training that has ended; raise what it failed with."""

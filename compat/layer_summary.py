@@ -9,8 +9,22 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from ..callbacks import Summary, summarize
+
 UNKNOWN_SIZE = "?"
 _UNITS = (" ", "K", "M", "B", "T")
+
+
+class ModelSummary(Summary):
+    """The table of a model's parts, built from the model as in Lightning; see `treadle.callbacks.summarize`.
+
+    Args:
+        model: the model.
+        max_depth: levels of parts to list; -1 lists all, 0 only the totals.
+    """
+
+    def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
+        self.__dict__.update(vars(summarize(model, max_depth)))
 
 
 class LayerSummary:

@@ -130,6 +130,16 @@ class MetricsFile:
                 self._columns = next(csv.reader(file), [])
 
     @property
+    def metrics_file_path(self) -> str:
+        """Path of the file, under Lightning's name."""
+        return self.path
+
+    @property
+    def log_dir(self) -> str:
+        """Directory of the file, under Lightning's name."""
+        return os.path.dirname(self.path)
+
+    @property
     def metrics(self) -> list[dict[str, float]]:
         """All rows so far, those in the file and those that wait, each without its empty cells. Reads the file."""
         rows: list[dict[str, float]] = []

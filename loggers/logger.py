@@ -169,8 +169,13 @@ class Logger(ABC):
         """
         return None
 
+    @property
+    def saves_each_row(self) -> bool:
+        """True for a custom logger with a ``save`` of its own, which is called after each `log_metrics`."""
+        return type(self).save is not Logger.save and not type(self).save.__module__.startswith("treadle.")
+
     def save(self) -> None:
-        """Write out what is still in memory. Does nothing unless a subclass writes it."""
+        """Write out what is still in memory; called after each `log_metrics`. Does nothing unless a subclass does."""
         return None
 
     def finalize(self, status: str) -> None:

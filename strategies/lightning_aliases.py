@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ class StrategyAliases:
     """
 
     world: World
+    unwrap: Callable[[nn.Module], nn.Module]  # the strategy's
     prepared: tuple[Sequence[nn.Module], Sequence[Any]] = ((), ())
 
     @property
@@ -77,6 +78,59 @@ class StrategyAliases:
     def barrier(self, name: str | None = None) -> None:
         """Wait until every process is here; the name says in Lightning where that is, and is not needed."""
         self.world.barrier()
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the mean, or with ``reduce_op="sum"`` the sum, of all processes' tensors. All must call it.
+
+        Args:
+            tensor: the tensor; anything else is returned as it is.
+            group: a process group of torch's (default: all processes).
+            reduce_op: ``"mean"``, ``"avg"`` or ``"sum"``, or torch's ``ReduceOp`` of that name.
+
+        Raises:
+            ValueError: for another ``reduce_op``.
+        """
+        operation = str(getattr(reduce_op, "name", reduce_op) or "mean").rpartition(".")[2].lower()
+        if operation not in ("mean", "avg", "sum"):
+            raise ValueError(f'reduce_op={reduce_op!r} must be "mean" or "sum"; use torch.distributed for others.')
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        world = self.world if group is None else self.world.of_group(group)
+        return world.all_reduce(tensor.to(self.root_device, copy=True), "sum" if operation == "sum" else "mean")
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Return all processes' tensors, stacked where there are several processes. All must call it.
+
+        Args:
+            tensor: the tensor, of one shape on all processes.
+            group: a process group of torch's (default: all processes).
+            sync_grads: for gradients call the task's ``all_gather``.
+
+        Raises:
+            ValueError: for ``sync_grads=True``.
+        """
+        if sync_grads:
+            raise ValueError("strategy.all_gather(sync_grads=True): call self.all_gather of the task, which has them.")
+        world = self.world if group is None else self.world.of_group(group)
+        return tensor if world.size == 1 else torch.stack(world.all_gather(tensor))
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Return a batch on the device, as the task's transfer hooks move it.
+
+        Args:
+            batch: the batch.
+            device: the device (default: the one of this process).
+            dataloader_idx: number of the batch's loader.
+
+        Raises:
+            ValueError: if no task is prepared.
+        """
+        task: Any = None if self.model is None else self.unwrap(self.model)
+        if task is None or not hasattr(task, "transfer_batch_to_device"):
+            raise ValueError("strategy.batch_to_device needs a prepared task: call it within a stage of the Trainer.")
+        batch = task.on_before_batch_transfer(batch, dataloader_idx)
+        batch = task.transfer_batch_to_device(batch, device or self.root_device, dataloader_idx)
+        return task.on_after_batch_transfer(batch, dataloader_idx)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return process ``src``'s value of anything that can be pickled. All processes must call it."""

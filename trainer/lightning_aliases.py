@@ -11,7 +11,7 @@ from ..callbacks import EarlyStopping
 from ..strategies import Precision
 from .core import TaskModule
 from .logging import tensors_by_name
-from .loop_aliases import FitLoopView
+from .loop_aliases import DataConnectorView, EvaluationLoopView, FitLoopView, LoggerConnectorView
 from .states import RunningStage, TrainerFn, TrainerState
 
 if TYPE_CHECKING:
@@ -68,7 +68,13 @@ class LightningAliases:
         devices = [
             torch.device(device.type, index) if device.index is not None else device for index in self.device_ids
         ]
-        return SimpleNamespace(_parallel_devices=devices, strategy=self._trainer.strategy)
+        trainer = self._trainer
+        return SimpleNamespace(
+            _parallel_devices=devices,
+            is_distributed=trainer.world_size > 1,
+            strategy=trainer.strategy,
+            use_distributed_sampler=trainer.use_distributed_sampler,
+        )
 
     # -- the stage -----------------------------------------------------------------------------------------------
 
@@ -130,6 +136,26 @@ class LightningAliases:
     def fit_loop(self) -> FitLoopView:
         """Lightning's limits and counters of the training loop."""
         return FitLoopView(self._trainer)
+
+    @property
+    def validate_loop(self) -> EvaluationLoopView:
+        """Lightning's data and mode of `Trainer.validate`."""
+        return EvaluationLoopView(self._trainer, "val")
+
+    @property
+    def test_loop(self) -> EvaluationLoopView:
+        """Lightning's data and mode of `Trainer.test`."""
+        return EvaluationLoopView(self._trainer, "test")
+
+    @property
+    def predict_loop(self) -> EvaluationLoopView:
+        """Lightning's data and mode of `Trainer.predict`."""
+        return EvaluationLoopView(self._trainer, "predict")
+
+    @property
+    def received_sigterm(self) -> bool:
+        """False while hooks run: SIGTERM saves and ends the process by itself."""
+        return False
 
     @property
     def enable_validation(self) -> bool:
@@ -198,9 +224,14 @@ class LightningAliases:
         return tensors_by_name(self._trainer.logbook.logged_values)
 
     @property
-    def _logger_connector(self) -> Trainer:
+    def _logger_connector(self) -> LoggerConnectorView:
         """Has ``callback_metrics`` and its kin, which are the Trainer's own."""
-        return self._trainer
+        return LoggerConnectorView(self._trainer)
+
+    @property
+    def _data_connector(self) -> DataConnectorView:
+        """The loaders, as libraries look them up in ``configure_optimizers``."""
+        return DataConnectorView(self._trainer)
 
     @property
     def lightning_module(self) -> TaskModule | None:

@@ -10,36 +10,43 @@ from .loop import Phase
 if TYPE_CHECKING:
     from .trainer import Trainer
 
+_LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps")
 
-class FitLoopView:
-    """What ``trainer.fit_loop`` is in Lightning, seen from outside. A limit that is set here holds for the Trainer.
+
+class LoopView:
+    """Lightning's view of a loop. A name that can be set is a flag of the Trainer, which takes the value.
 
     Args:
-        trainer: whose loop it stands for.
+        trainer: the Trainer whose loop it shows.
 
     Raises:
         AttributeError: for anything else of Lightning's loop.
     """
 
-    _LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps")
+    _place = "trainer.fit_loop"
+    _flags: tuple[str, ...] = ()
 
     def __init__(self, trainer: Trainer) -> None:
         object.__setattr__(self, "_trainer", trainer)
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._LIMITS:
+        if name in self._flags:
             return getattr(self._trainer, name)
         raise AttributeError(
-            f"trainer.fit_loop has no {name!r}: it shows Lightning's limits and progress only. Use "
+            f"{self._place} has no {name!r}: it shows Lightning's limits and progress only. Use "
             "trainer.current_epoch, trainer.global_step, trainer.train_dataloader and callbacks instead."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self._LIMITS:
-            raise AttributeError(
-                f"trainer.fit_loop.{name} can't be set: use a callback or a flag of the Trainer instead."
-            )
+        if name not in self._flags:
+            raise AttributeError(f"{self._place}.{name} can't be set: use a callback or a flag of the Trainer instead.")
         setattr(self._trainer, name, value)
+
+
+class FitLoopView(LoopView):
+    """Lightning's view of the training loop."""
+
+    _flags = _LIMITS
 
     @property
     def epoch_progress(self) -> SimpleNamespace:
@@ -50,22 +57,203 @@ class FitLoopView:
         return SimpleNamespace(current=epochs, total=epochs)
 
     @property
-    def epoch_loop(self) -> SimpleNamespace:
+    def epoch_loop(self) -> EpochLoopView:
         """Batches and optimizer steps, and whether there is a validation."""
-        trainer, progress = self._trainer, self._trainer.progress
+        return EpochLoopView(self._trainer)
+
+    @property
+    def batch_idx(self) -> int:
+        """Number of the current micro-batch in its epoch."""
+        return self.epoch_loop.batch_idx
+
+    @property
+    def total_batch_idx(self) -> int:
+        """Number of the current micro-batch in the run; -1 before the first."""
+        return self.epoch_loop.total_batch_idx
+
+    def setup_data(self) -> None:
+        """Ask for the training loader, if that was not done yet."""
+        sources = self._trainer.sources
+        if sources is not None:
+            _ = sources.train
+
+    @property
+    def _data_source(self) -> SimpleNamespace:
+        return DataConnectorView(self._trainer)._train_dataloader_source
+
+    @property
+    def _combined_loader(self) -> SimpleNamespace | None:
+        source = self._trainer.train_dataloader
+        if source is None:
+            return None
+        return SimpleNamespace(iterables=source, flattened=getattr(source, "flattened", [source]))
+
+    def _should_accumulate(self) -> bool:
+        return self.epoch_loop._should_accumulate()
+
+
+class EpochLoopView(LoopView):
+    """Lightning's view of the loop over the batches of an epoch."""
+
+    _place = "trainer.fit_loop.epoch_loop"
+    _flags = ("max_steps", "min_steps")
+
+    @property
+    def batch_progress(self) -> SimpleNamespace:
+        """Micro-batches that were begun and completed, of this epoch and of all."""
+        progress = self._trainer.progress
         in_step = progress.phase is Phase.IN_STEP
-        batches = SimpleNamespace(
+        return SimpleNamespace(
             current=_count(progress.batch + in_step, progress.batch),
             total=_count(progress.batches + in_step, progress.batches),
+            is_last_batch=self._trainer.is_last_batch,
         )
+
+    @property
+    def batch_idx(self) -> int:
+        """Number of the current micro-batch in its epoch."""
+        return int(max(0, self.batch_progress.current.ready - 1))
+
+    @property
+    def total_batch_idx(self) -> int:
+        """Number of the current micro-batch in the run; -1 before the first."""
+        return int(self.batch_progress.total.ready - 1)
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps that really happened."""
+        return self._trainer.progress.step
+
+    @property
+    def val_loop(self) -> EvaluationLoopView:
+        """The validation within ``fit``."""
+        return EvaluationLoopView(self._trainer, "val")
+
+    @property
+    def _batches_that_stepped(self) -> int:
+        return self._trainer.progress.step
+
+    def _accumulated_batches_reached(self) -> bool:
+        return bool(self.batch_progress.current.ready % self._trainer.accumulate_grad_batches == 0)
+
+    def _num_ready_batches_reached(self) -> bool:
+        return self._trainer.is_last_batch
+
+    def _should_accumulate(self) -> bool:
+        return not (self._accumulated_batches_reached() or self._num_ready_batches_reached())
+
+
+class EvaluationLoopView(LoopView):
+    """Lightning's view of an evaluation loop.
+
+    Args:
+        trainer: the Trainer whose loop it shows.
+        kind: ``"val"``, ``"test"`` or ``"predict"``.
+    """
+
+    _flags = ("inference_mode",)
+
+    def __init__(self, trainer: Trainer, kind: str) -> None:
+        super().__init__(trainer)
+        object.__setattr__(self, "_kind", kind)
+        object.__setattr__(self, "_place", f"trainer.{'validate' if kind == 'val' else kind}_loop")
+
+    def setup_data(self) -> None:
+        """Ask for the loaders, if that was not done yet."""
+        sources = self._trainer.sources
+        if sources is not None:
+            sources.evaluation(self._kind)
+
+    @property
+    def max_batches(self) -> list[int | None]:
+        """Batches of each loader, of this process; None where that is unknown."""
+        lengths: list[int | None] = getattr(self._trainer, f"num_{self._kind}_batches")
+        return lengths
+
+    @property
+    def _data_source(self) -> SimpleNamespace:
+        source: SimpleNamespace = getattr(DataConnectorView(self._trainer), f"_{self._kind}_dataloader_source")
+        return source
+
+
+class DataConnectorView:
+    """Lightning's view of where loaders come from.
+
+    Args:
+        trainer: the Trainer whose loaders it shows.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    @property
+    def _train_dataloader_source(self) -> SimpleNamespace:
+        trainer = self.trainer
         return SimpleNamespace(
-            batch_idx=max(0, batches.current.ready - 1),
-            batch_progress=batches,
-            global_step=progress.step,
-            total_batch_idx=batches.total.ready - 1,
-            val_loop=SimpleNamespace(_data_source=SimpleNamespace(is_defined=lambda: trainer.has_validation)),
-            _batches_that_stepped=progress.step,
+            is_defined=lambda: trainer.train_dataloader is not None, dataloader=lambda: trainer.train_dataloader
         )
+
+    @property
+    def _val_dataloader_source(self) -> SimpleNamespace:
+        trainer = self.trainer
+        return SimpleNamespace(is_defined=lambda: trainer.has_validation, dataloader=lambda: trainer.val_dataloaders)
+
+    @property
+    def _test_dataloader_source(self) -> SimpleNamespace:
+        trainer = self.trainer
+        return SimpleNamespace(
+            is_defined=lambda: trainer.test_dataloaders is not None, dataloader=lambda: trainer.test_dataloaders
+        )
+
+    @property
+    def _predict_dataloader_source(self) -> SimpleNamespace:
+        trainer = self.trainer
+        return SimpleNamespace(
+            is_defined=lambda: trainer.predict_dataloaders is not None, dataloader=lambda: trainer.predict_dataloaders
+        )
+
+    @property
+    def _datahook_selector(self) -> SimpleNamespace:
+        return SimpleNamespace(model=self.trainer.task, datamodule=self.trainer.datamodule)
+
+
+class LoggerConnectorView:
+    """Lightning's view of where logged values go.
+
+    Args:
+        trainer: the Trainer whose values it shows.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    @property
+    def should_update_logs(self) -> bool:
+        """True in an optimizer step whose values the loggers get."""
+        trainer = self.trainer
+        every = trainer.log_every_n_steps
+        return trainer.should_stop or bool(every and (trainer.progress.step + 1) % every == 0)
+
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        """See `Trainer.callback_metrics`."""
+        return self.trainer.callback_metrics
+
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        """See `Trainer.logged_metrics`."""
+        return self.trainer.logged_metrics
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """See `Trainer.progress_bar_metrics`."""
+        return self.trainer.progress_bar_metrics
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Hand values to the loggers at once, by default at the current optimizer step."""
+        progress = self.trainer.progress
+        row = {name: float(value) for name, value in metrics.items()}
+        self.trainer.logbook.write_row(row, progress.step if step is None else step, progress.epoch)
 
 
 def _count(begun: int, completed: int) -> SimpleNamespace:

@@ -401,7 +401,7 @@ class Trainer(LightningAliases):
         check_step(task, stage)
         self.accelerator.prepare_model(task, evaluation_mode=True, by_parts=True)
         if self.opened_checkpoint is not None:
-            self.accelerator.load_state(self.opened_checkpoint, state=False)
+            self.checkpointer.load_weights(task, self.opened_checkpoint)
         return EvaluationLoop(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep).run()
 
     def save_checkpoint(
@@ -531,8 +531,16 @@ class Trainer(LightningAliases):
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """Everything logged: the newest epoch values of all processes, and this process's newest step values."""
-        return tensors_by_name({**self.logbook.callback_values, **self.metrics.latest()})
+        """Everything that the stage logged: epoch values of all processes, and this process's newest step values.
+
+        A name that is logged by step and by epoch has the step's value until the epoch is over.
+        """
+        values = {**self.logbook.callback_values, **self.metrics.latest()}
+        if self.stage == "fit" and not self.progress.epoch_is_trained:
+            evaluation = () if self.metrics.evaluation is None else self.metrics.evaluation.entries
+            newer = self.logbook.watch.just_measured(self).union(entry.name for entry in evaluation)
+            values |= {name: value for name, value in self.metrics.latest_of_both().items() if name not in newer}
+        return tensors_by_name(values)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:

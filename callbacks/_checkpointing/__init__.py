@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .disk_space import estimate_checkpoint_bytes
     from .filenames import CheckpointFilenames, check_place, folders
     from .intervals import AgreedInterval, check_triggers
+    from .lightning_aliases import CheckpointAliases
     from .removal import finish_removing, is_abandoned, remove
     from .top_k import STATE, Recorded, TopKCheckpoints, relocate
 

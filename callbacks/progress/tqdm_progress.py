@@ -11,6 +11,15 @@ from ...common.validation import check_int
 from ._refresh import DrawnBar
 
 
+def __getattr__(name: str) -> Any:
+    """Return tqdm's class under Lightning's name ``Tqdm``, imported when it is asked for."""
+    if name != "Tqdm":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from tqdm.auto import tqdm
+
+    return tqdm
+
+
 class TQDMProgressBar(DrawnBar):
     """A bar for the epoch and one below it for validation, on rank zero; plain lines where there is no terminal.
 

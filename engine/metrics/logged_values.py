@@ -221,6 +221,18 @@ class Metrics:
             if entry.on_step and entry.last is not None
         }
 
+    def latest_of_both(self) -> dict[str, Any]:
+        """Return the step values of what is logged by step and by epoch, under the bare names."""
+        entries = self._in_step.values()
+        return {
+            entry.name: entry.last for entry in entries if entry.on_step and entry.on_epoch and entry.last is not None
+        }
+
+    def step_label(self, name: str) -> str:
+        """Return the name under which the step's value of ``name`` is shown; ``name`` itself if it was not logged."""
+        entry = self._in_step.get(name)
+        return name if entry is None else entry.label("step")
+
     def reset(self) -> None:
         """Forget everything: another epoch begins."""
         for entry in self.entries:

@@ -13,7 +13,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import load, save
-    from .load import Loaded, load_weights
+    from .load import Loaded, load_opened, load_weights
     from .pickle_types import check_extent
     from .save import (
         nbytes,

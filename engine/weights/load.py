@@ -172,7 +172,9 @@ def _compare(
 
 
 def _may_know_other_names(module: nn.Module) -> bool:
-    """Whether parts of the model have hooks of their own that change what is loaded, such as a weight norm's."""
+    """Whether the model loads in a way of its own, or parts of it have hooks that change what is loaded."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return True
     hooks = [hook for part in module.modules() for hook in part._load_state_dict_pre_hooks.values()]
     return any(
         not str(getattr(hook, "__module__", "")).startswith("torch.distributed") for hook in map(_unwrap_hook, hooks)

@@ -239,3 +239,49 @@ def test_two_processes_stop_after_the_same_step(tmp_path):
     assert first == second
     assert first[:2] == (15, 2.0)
     assert first[3:] == (9, 3)
+
+
+class After(EarlyStopping):
+    """What public subclasses override and read."""
+
+    def __init__(self, *args, begin=0, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.begin, self.improved = begin, []
+
+    def _should_skip_check(self, trainer):
+        return trainer.current_epoch < self.begin or super()._should_skip_check(trainer)
+
+    def _improvement_message(self, current):
+        self.improved.append(current.item())
+        return "better"
+
+
+def test_a_subclass_decides_when_to_check_and_what_is_said(tmp_path):
+    stop = After("val_loss", patience=1, begin=2, verbose=True)
+    assert fit(tmp_path, stop, values=[1.0, 2.0, 3.0, 2.0, 4.0], max_epochs=6).current_epoch == 5
+    assert stop.improved == [3.0, 2.0]
+
+
+class ByHand(EarlyStopping):
+    """A criterion that is written out, with Lightning's names."""
+
+    def _evaluate_stopping_criteria(self, current):
+        if self.monitor_op(current - self.min_delta, self.best_score):
+            self.best_score, self.wait_count = current, 0
+            return False, "improved"
+        self.wait_count += 1
+        return self.wait_count >= self.patience, "no better"
+
+
+@pytest.mark.parametrize(("mode", "values"), [("min", [3.0, 2.0, 1.6, 1.6]), ("max", [1.0, 2.0, 2.4, 2.4])])
+def test_a_criterion_that_is_written_out_is_ours(tmp_path, mode, values):
+    runs = [
+        fit(
+            tmp_path / kind.__name__,
+            kind("val_loss", patience=1, min_delta=0.5, mode=mode),
+            values=values,
+            max_epochs=6,
+        )
+        for kind in (EarlyStopping, ByHand)
+    ]
+    assert [run.current_epoch for run in runs] == [3, 3]

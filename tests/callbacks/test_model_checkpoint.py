@@ -787,3 +787,50 @@ def test_two_processes(tmp_path):
     assert names(tmp_path / "steps") == ["step=2-own=1.5.ckpt", "step=4-own=3.5.ckpt"]
     # The ranks asked for two directories; rank zero's is taken.
     assert [str(path) for path in (tmp_path / "clock").glob("*/*")] == [first["clock"]]
+
+
+class WeightsOnly(ModelCheckpoint):
+    def _save_checkpoint(self, trainer, filepath):
+        os.makedirs(os.path.dirname(filepath), exist_ok=True)
+        torch.save(trainer.lightning_module.state_dict(), filepath.replace(".ckpt", ".pt"))
+        self._last_global_step_saved = trainer.global_step
+
+
+def test_a_subclass_saves_something_else(tmp_path):
+    saving = WeightsOnly(dirpath=tmp_path, monitor="val_loss", save_last=True, filename="{epoch}")
+    fit(tmp_path, saving, values=[3.0, 2.0], max_epochs=2)
+    assert sorted(path.name for path in tmp_path.glob("*.*t")) == ["epoch=0.pt", "epoch=1.pt", "last.pt"]
+    assert saving.best_model_path.endswith("epoch=1.ckpt")
+
+
+class AtEpochsEnd(ModelCheckpoint):
+    """Lightning's own method, written out as public subclasses do."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if not self._should_skip_saving_checkpoint(trainer) and self._should_save_on_train_epoch_end(trainer):
+            candidates = self._monitor_candidates(trainer)
+            assert {"val_loss", "epoch", "step"} <= candidates.keys()
+            if self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0:
+                self._save_topk_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
+
+
+def test_lightnings_names_of_the_internals(tmp_path):
+    saving = AtEpochsEnd(dirpath=tmp_path / "c", monitor="val_loss", save_last=True, save_top_k=2, filename="{epoch}")
+    assert math.isinf(saving.kth_value)
+    made = fit(tmp_path, saving, values=[3.0, 1.0, 2.0], max_epochs=3)
+    assert names(tmp_path / "c") == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
+    assert saving.kth_value.item() == 2.0
+    assert (saving._last_global_step_saved, saving._every_n_train_steps, saving._train_time_interval) == (
+        made.global_step, 0, None,
+    )  # fmt: skip
+
+
+class InVain(ModelCheckpoint):
+    def _remove_checkpoint(self, trainer, filepath):
+        """Keep all."""
+
+
+def test_what_is_overridden_in_vain_is_said(tmp_path):
+    with pytest.warns(UserWarning, match="InVain overrides _remove_checkpoint, which is never called"):
+        fit(tmp_path, InVain(dirpath=tmp_path), values=[1.0], max_epochs=1)

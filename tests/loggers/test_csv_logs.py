@@ -292,3 +292,12 @@ def test_a_subclass_that_saves_nothing_keeps_its_rows(tmp_path):
     logger.log_metrics({"loss": 0.5}, step=1)
     logger.finalize("success")
     assert logger.experiment.metrics == [{"step": 1, "loss": 0.5}]
+
+
+def test_the_default_name(tmp_path):
+    logger = CSVLogger(tmp_path)
+    assert logger.log_dir == str(tmp_path / "treadle_logs" / "version_0")
+    logger.log_metrics({"loss": 1.0}, step=1)
+    logger.save()
+    experiment = logger.experiment
+    assert (experiment.log_dir, experiment.metrics_file_path) == (logger.log_dir, f"{logger.log_dir}/metrics.csv")

@@ -101,3 +101,9 @@ def test_interrupted():
 def test_no_stage_reads_code(stage):
     with pytest.warns(UserWarning, match="weights_only=False is not needed.*never run"):
         getattr(made(), stage)(Task(), loader(4), weights_only=False)
+
+
+def test_an_epoch_that_max_steps_cuts_short_does_not_count():
+    run = treadle.Trainer(accelerator="cpu", max_steps=6, **QUIET)
+    run.fit(Task(), loader(4))
+    assert (run.global_step, run.current_epoch) == (6, 1)

@@ -99,3 +99,80 @@ def test_lightnings_names_of_a_strategy() -> None:
     assert strategy.broadcast({"a": 1}) == {"a": 1}
     assert strategy.reduce_boolean_decision(True)
     assert not strategy.reduce_boolean_decision(False, all=False)
+
+
+class Scheduled(Watched):
+    """Sizes its schedule by the training loader, as it is looked up in three ways."""
+
+    def configure_optimizers(self) -> Any:
+        run = self.trainer
+        run.fit_loop.setup_data()
+        source = run._data_connector._train_dataloader_source
+        self.lengths = [
+            len(run.train_dataloader),
+            len(source.dataloader()),
+            len(run.fit_loop._data_source.dataloader()),
+        ]
+        self.lengths += [len(each) for each in run.fit_loop._combined_loader.flattened]
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def note(self, moment: str) -> None:
+        loop = self.trainer.fit_loop
+        if moment == "step":
+            self.seen.append([
+                loop.batch_idx, loop.total_batch_idx, loop._should_accumulate(),
+                loop.epoch_loop.batch_progress.is_last_batch, self.trainer._logger_connector.should_update_logs,
+            ])  # fmt: skip
+
+
+def test_where_a_step_stands() -> None:
+    task, run = Scheduled(), trainer(max_epochs=2, accumulate_grad_batches=2, log_every_n_steps=2)
+    data = DataLoader(TensorDataset(torch.ones(3, 2)), batch_size=1)
+    run.fit(task, data)
+    assert task.lengths == [3, 3, 3, 3]
+    assert task.seen == [
+        [0, 0, True, False, False],
+        [1, 1, False, False, False],
+        [2, 2, False, True, True],  # the last group is shorter
+        [0, 3, True, False, False],
+        [1, 4, False, False, False],
+        [2, 5, False, True, True],
+    ]
+
+
+def test_limits_and_modes_that_are_set_hold() -> None:
+    run = trainer()
+    run.fit_loop.epoch_loop.max_steps = 7
+    run.test_loop.inference_mode = False
+    assert (run.max_steps, run.inference_mode, run.fit_loop._combined_loader) == (7, False, None)
+    with pytest.raises(AttributeError, match=r"epoch_loop\._batches_that_stepped can't be set"):
+        run.fit_loop.epoch_loop._batches_that_stepped = 5
+    with pytest.raises(AttributeError, match=r"trainer\.predict_loop has no 'predictions'"):
+        _ = run.predict_loop.predictions
+
+
+def test_loaders_of_an_evaluation() -> None:
+    class Asks(treadle.Callback):
+        def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.test_loop.setup_data()
+            self.seen = trainer.test_loop.max_batches, len(trainer.test_loop._data_source.dataloader())
+            moved = trainer.strategy.batch_to_device([torch.ones(1)], torch.device("cpu"))
+            self.moved = moved[0].device.type
+
+    class Tested(Watched):
+        def test_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    asks = Asks()
+    trainer(callbacks=[asks]).test(Tested(), loader(), verbose=False)
+    assert (asks.seen, asks.moved) == (([1], 1), "cpu")
+
+
+def test_tensors_of_all_processes() -> None:
+    strategy = trainer().strategy
+    value = torch.tensor(2.0)
+    assert [strategy.reduce(value), strategy.reduce(value, reduce_op="sum"), strategy.all_gather(value)] == [2.0] * 3
+    assert strategy.reduce("text") == "text"
+    with pytest.raises(ValueError, match=r"reduce_op='max' must be \"mean\" or \"sum\""):
+        strategy.reduce(value, reduce_op="max")
+    with pytest.raises(ValueError, match="needs a prepared task"):
+        strategy.batch_to_device([value])

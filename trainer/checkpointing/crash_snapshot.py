@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...engine import Loader
-from ...engine.checkpoint import STATE, CallbackStates, TrainState, store
+from ...engine.checkpoint import ADDED, STATE, CallbackStates, TrainState, store
 from ...engine.checkpoint import save as snapshot
 from ...engine.metrics import metric_state
 from ...strategies import World
@@ -183,14 +183,18 @@ class LastStep:
                 group.update(options)
         trainer.checkpointer.refuse_broken_weights(task, path)
         parts = trainer.checkpointer.parts(task)
-        files = snapshot.collect(accelerator, path, parts, weights_only=True)
+        hooked = trainer.checkpointer.call_save_hooks(task)
+        if weights_only and hooked.added:
+            parts[ADDED] = hooked.added
+        with trainer.checkpointer.applying(hooked, task):
+            files = snapshot.collect(accelerator, path, parts, weights_only=True)
         if not weights_only:
             files |= snapshot.encode_optimizers(accelerator)
             shared = state["shared"]
             shared["registered"]["progress"] = state["progress"].state_dict()
             shared["registered"]["history"] = trainer.history.state_dict()  # it only grows, and much: too much to copy
             shared["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
-            shared["registered"]["callbacks"]["added"] = trainer.checkpointer.added_by_hooks()
+            shared["registered"]["callbacks"]["added"] = hooked.added
             files |= store.encode_part(STATE, shared)
             files |= snapshot.encode_rank_state(0, state["random"], [])
         # Of the other processes it holds nothing, and a resume takes it for one process's.

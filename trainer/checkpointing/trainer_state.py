@@ -23,7 +23,8 @@ from ...engine.checkpoint import (
     load_into_memory,
     open_registered,
 )
-from ..core import DataModule
+from ...engine.weights import Opened, load_opened
+from ..core import DataModule, HookedWeights, overrides, read_hook_entries, read_weights
 from . import run_identity
 
 if TYPE_CHECKING:
@@ -37,10 +38,22 @@ class Added(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(
-            f"{key!r}: the hooks get what hooks have added, 'epoch', 'global_step' and 'hyper_parameters' only; "
-            "weights and states are in files of their own. To leave some out, or rename them, override the task's "
-            "state_dict and load_state_dict."
+            f"{key!r}: the hooks get what hooks have added, 'state_dict', 'epoch', 'global_step' and "
+            "'hyper_parameters' only; the states of optimizers, schedulers and callbacks are in files of their own."
         )
+
+
+@dataclass(frozen=True)
+class HookedState:
+    """What the ``on_save_checkpoint`` hooks made of a checkpoint.
+
+    Attributes:
+        added: entries of their own, and the hyperparameters that they changed.
+        weights: the task's state as they left it; None if they left it as it was.
+    """
+
+    added: dict[str, Any]
+    weights: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,7 @@ class TrainerCheckpointer:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._added: dict[str, Any] | None = None  # what hooks have added to the checkpoint that is being made
 
     # -- save ----------------------------------------------------------------------------------------------------
 
@@ -94,6 +108,7 @@ class TrainerCheckpointer:
         accelerator.world.meet("trainer.save_checkpoint")
         with accelerator.world.together():
             self.refuse_broken_weights(task, path)
+            hooked = self.call_save_hooks(task)
         if trainer.stage is None and not accelerator.registered and not weights_only:
             warn(
                 f"{path}: the last stage was no fit, so there are weights to save but no optimizer, position or random "
@@ -101,9 +116,9 @@ class TrainerCheckpointer:
             )
             weights_only = True
         parts = self.parts(task)
-        if weights_only and trainer.hooks is not None and (added := self.added_by_hooks()):
-            parts[ADDED] = added  # else it is among the callbacks' states
-        with trainer.history.spending("checkpoints"):
+        if weights_only and hooked.added:
+            parts[ADDED] = hooked.added  # else it is among the callbacks' states
+        with trainer.history.spending("checkpoints"), self.applying(hooked, task):
             accelerator.save_state(
                 path,
                 info=self.info(trainer.progress, task),
@@ -172,7 +187,7 @@ class TrainerCheckpointer:
         trainer.accelerator.register_for_checkpointing(**states)
 
     def _collect_callback_states(self) -> CallbackStates:
-        return CallbackStates(callbacks=collect_callback_states(self._trainer.callbacks), added=self.added_by_hooks())
+        return CallbackStates(callbacks=collect_callback_states(self._trainer.callbacks), added=self._added or {})
 
     def _collect_callback_layouts(self) -> CallbackStates:
         """Show how the tensors of callbacks lie; no hook is called for it, as that may change something."""
@@ -180,20 +195,43 @@ class TrainerCheckpointer:
         layouts = {name: value for callback in callbacks for name, value in callback.added_layout().items()}
         return CallbackStates(callbacks=collect_callback_states(callbacks), added=layouts)
 
-    def added_by_hooks(self) -> dict[str, Any]:
-        """Return what the ``on_save_checkpoint`` hooks add; of the hyperparameters those that they change."""
+    def call_save_hooks(self, task: TaskModule) -> HookedState:
+        """Call the ``on_save_checkpoint`` hooks, and return what they added to the checkpoint and edited in it."""
+        hooks = self._trainer.hooks.on_save_checkpoint if self._trainer.hooks is not None else ()
+        if not hooks:
+            return HookedState({}, None)
         reserved, hparams = self._get_counts(), self._get_hparams()
-        added = Added({**reserved, "hyper_parameters": dict(hparams)} if hparams else reserved)
-        assert self._trainer.hooks is not None
-        for hook in self._trainer.hooks.on_save_checkpoint:
-            hook(added)
-        entries = {name: value for name, value in added.items() if name not in reserved}
+        weights = HookedWeights(task.state_dict())
+        checkpoint = Added({**reserved, "state_dict": weights.offered})
+        if hparams:
+            checkpoint["hyper_parameters"] = dict(hparams)
+        for hook in hooks:
+            hook(checkpoint)
+        entries = {name: value for name, value in checkpoint.items() if name not in (*reserved, "state_dict")}
         if isinstance(entries.get("hyper_parameters"), Mapping):
             changed = {
                 k: v for k, v in entries.pop("hyper_parameters").items() if k not in hparams or v is not hparams[k]
             }
             entries |= {"hyper_parameters": changed} if changed else {}
-        return entries
+        return HookedState(entries, weights.get_edited(checkpoint))
+
+    @contextmanager
+    def applying(self, hooked: HookedState, task: TaskModule) -> Iterator[None]:
+        """Inside, a checkpoint that is made holds what the hooks added, and the weights as they left them."""
+
+        def replace(module: Any, current: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+            assert hooked.weights is not None
+            current.clear()
+            current.update(hooked.weights)
+
+        handle = None if hooked.weights is None else task.register_state_dict_post_hook(replace)
+        self._added = hooked.added
+        try:
+            yield
+        finally:
+            self._added = None
+            if handle is not None:
+                handle.remove()
 
     def _get_counts(self) -> dict[str, int]:
         return {"epoch": self._trainer.progress.epoch, "global_step": self._trainer.progress.step}
@@ -218,6 +256,35 @@ class TrainerCheckpointer:
             if opened is not None:
                 progress.load_state_dict(counters_before)
             raise
+
+    def load_weights(self, task: TaskModule, opened: OpenCheckpoint) -> None:
+        """Load the weights, as the task's ``on_load_checkpoint`` leaves them. All processes must call it.
+
+        Raises:
+            ValueError: if they don't fit the task.
+        """
+        accelerator = self._trainer.accelerator
+        by_task = overrides(task, "load_state_dict")  # which may know better what fits
+        weights = None
+        if by_task or overrides(task, "on_load_checkpoint"):
+            opened.verify(accelerator.world)
+            with accelerator.world.together():
+                weights = self._edit_weights(task, opened) or (read_weights(opened) if by_task else None)
+        if weights is None:
+            accelerator.load_state(opened, state=False)
+            return
+        with accelerator.world.together():
+            load_opened(task, Opened(str(opened.path), weights), task.strict_loading)
+
+    def _edit_weights(self, task: TaskModule, opened: OpenCheckpoint) -> dict[str, Any] | None:
+        """Call the task's ``on_load_checkpoint``; return the weights that it edited, or None."""
+        checkpoint = Added(read_hook_entries(opened))
+        if hparams := self._get_hparams():
+            checkpoint["hyper_parameters"] = hparams | checkpoint.get("hyper_parameters", {})
+        weights = HookedWeights(read_weights(opened))
+        checkpoint["state_dict"] = weights.offered
+        task.on_load_checkpoint(checkpoint)
+        return weights.get_edited(checkpoint)
 
     def restore_datamodule(self, opened: OpenCheckpoint) -> dict[str, Any]:
         """Restore the state of the data module, if the checkpoint has one; returns all that was registered.
@@ -245,7 +312,7 @@ class TrainerCheckpointer:
             return random_state()
 
     def _load_callback_states(self, state: CallbackStates) -> None:
-        """Load the callbacks' states, and hand the ``on_load_checkpoint`` hooks what was added."""
+        """Load the callbacks' states, and hand their hooks what was added; the task's got it in `load_weights`."""
         callbacks = {callback.state_key: callback for callback in self._trainer.callbacks}
         for name, saved in state["callbacks"].items():
             if name in callbacks:
@@ -256,6 +323,8 @@ class TrainerCheckpointer:
         added = Added({**self._get_counts(), **state["added"]})
         if hparams := self._get_hparams():
             added["hyper_parameters"] = hparams | state["added"].get("hyper_parameters", {})
+        if self._trainer.hooks.on_load_checkpoint and self._trainer.task is not None:
+            added["state_dict"] = self._trainer.task.state_dict()  # just loaded
         for hook in self._trainer.hooks.on_load_checkpoint:
             hook(added)
 

@@ -9,8 +9,9 @@ from ...common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from .configure_optimizers import SchedulerConfig, check_ownership, endless, parse_optimizers
     from .datamodule import DataModule, TransferHooks
+    from .hooked_weights import HookedWeights
     from .hooks import TaskHooks
-    from .loading import read_saved_arguments, warn_of_code
+    from .loading import read_hook_entries, read_saved_arguments, read_weights, warn_of_code
     from .signatures import REQUIRED, Argument, Signature, described, signature
     from .stored_hparams import AttributeDict
     from .task import TaskModule, has_own, log_to, overrides, task_modules

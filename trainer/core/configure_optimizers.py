@@ -51,6 +51,9 @@ class SchedulerConfig:
         choose("interval", self.interval, ("epoch", "step"))
         check_int("frequency", self.frequency, 1)
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
+
+    def check_monitor(self) -> None:
+        """Raise a ValueError for a plateau scheduler that the loop is to step, and that watches nothing."""
         if self.reduce_on_plateau and self.monitor is None:
             raise ValueError(
                 "a ReduceLROnPlateau scheduler needs to know what to watch: return "

@@ -18,12 +18,15 @@ from ...engine.checkpoint import (
     HPARAMS,
     OpenCheckpoint,
     Record,
+    extra_part,
     load_into_memory,
+    model_part,
     open_added,
     open_registered,
     read_tensor,
 )
 from ...engine.weights import Opened, Source, TorchFile, View, check_extent, load, open_source
+from .hooked_weights import HookedWeights
 from .signatures import Argument, signature
 from .stored_hparams import CannotRebuild, rebuild
 
@@ -64,13 +67,13 @@ def build(
             document = _read_hparams(saved, HPARAMS)
             if document and "hparams_kind" not in document:  # as they were stored at first: the values alone
                 document = {"hyper_parameters": document, "hparams_name": saved.manifest.info.get("hparams_name")}
-            hook_entries = _read_hook_entries(saved)
+            hook_entries = read_hook_entries(saved)
             _take_changed_hparams(document, hook_entries)
             if file_hparams is not None:
                 document = _replace_hparams(file_hparams, document)
             task = cls(**_merge_arguments(cls, opened_source.place, document, overrides))
             task.configure_model()
-            task.on_load_checkpoint(hook_entries)
+            opened_source = _edit_weights(task, opened_source, saved, hook_entries)
         else:
             document = {} if opened_source.file is None else _read_document(opened_source, opened_source.file)
             if file_hparams is not None:
@@ -131,7 +134,7 @@ def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[s
         saved, document = opened_source.checkpoint, {}
         if saved is not None:
             document = _read_hparams(saved, HPARAMS)
-            _take_changed_hparams(document, _read_hook_entries(saved))
+            _take_changed_hparams(document, read_hook_entries(saved))
         elif opened_source.file is not None:
             document = _read_parts(opened_source.file)[0]
         stored_names = {*(document.get("hyper_parameters") or ()), document.get("hparams_name")}
@@ -140,7 +143,23 @@ def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[s
         return _merge_arguments(cls, opened_source.place, document, overrides)
 
 
-def _read_hook_entries(opened: OpenCheckpoint) -> dict[str, Any]:
+def _edit_weights(task: TaskModule, source: Opened, saved: OpenCheckpoint, checkpoint: dict[str, Any]) -> Opened:
+    """Call the task's ``on_load_checkpoint``; return the weights to load: what it made of them, if it edited any."""
+    weights = HookedWeights(read_weights(saved))
+    checkpoint["state_dict"] = weights.offered
+    task.on_load_checkpoint(checkpoint)
+    edited = weights.get_edited(checkpoint)
+    return source if edited is None else Opened(source.place, edited)
+
+
+def read_weights(opened: OpenCheckpoint) -> dict[str, Any]:
+    """Return the first model's weights in a checkpoint, by name: tensors mapped onto the file, and extra state."""
+    extra = extra_part(0)
+    weights = {name: read_tensor(piece) for name, piece in opened.open_part(model_part(0)).items()}
+    return weights | (opened.read_part(extra) if opened.has(extra) else {})
+
+
+def read_hook_entries(opened: OpenCheckpoint) -> dict[str, Any]:
     """Return what the ``on_save_checkpoint`` hooks added to a checkpoint, with the counts they were given."""
     manifest = opened.manifest
     return load_into_memory(open_added(opened), {}, {}) | {"epoch": manifest.epoch, "global_step": manifest.step}

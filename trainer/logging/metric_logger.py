@@ -188,6 +188,8 @@ class Logbook:
             if id(logger) in self._failed:
                 continue
             self._use(logger, method, partial(getattr(logger, method), *args, **kwargs))
+            if method == "log_metrics" and logger.saves_each_row and id(logger) not in self._failed:
+                self._use(logger, "save", logger.save)
             if method == "log_metrics":
                 self._written.add(id(logger))
 

@@ -86,7 +86,7 @@ class Fit:
         trainer, task, sources = self.trainer, self.task, self.sources
         prepare_training(trainer, task)
         if trainer.opened_checkpoint is not None:
-            trainer.accelerator.load_state(trainer.opened_checkpoint, state=False)
+            trainer.checkpointer.load_weights(task, trainer.opened_checkpoint)
         for hook in self.hooks.on_fit_start:
             hook()
         trainer.logbook.describe(task, trainer.datamodule, trainer.enable_autolog_hparams)
@@ -224,6 +224,9 @@ def _check_steps(task: TaskModule) -> None:
 def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
     optimizers, schedulers = parse_optimizers(task.configure_optimizers())
     check_ownership(task, optimizers, schedulers)
+    if task.automatic_optimization:  # else training_step steps them
+        for config in schedulers:
+            config.check_monitor()
     if len(optimizers) > 1 and task.automatic_optimization:
         raise ValueError(
             f"{type(task).__name__}.configure_optimizers returned {len(optimizers)} optimizers; automatic optimization "

@@ -40,6 +40,8 @@ class Hooks:
             ]
             after = [self._bind(c, name, trainer, task) for c in chosen if c.after_task and callback_overrides(c, name)]
             task_hooks = [self._fit_arguments(getattr(task, name), name)] if task_overrides(task, name) else []
+            if name == "on_load_checkpoint":
+                task_hooks = []  # called before the weights are loaded, see `TrainerCheckpointer.load_weights`
             if name == "on_train_epoch_end":  # what was logged in it, those that monitor want to see
                 task_hooks.append(trainer.update_train_epoch_values)
             setattr(self, name, (*before, *task_hooks, *after))

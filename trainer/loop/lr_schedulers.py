@@ -65,7 +65,10 @@ class Schedules:
     def _read_monitor(self, config: SchedulerConfig) -> float | None:
         trainer = self._trainer
         keep = trainer.logbook.watch.just_measured(trainer)
-        return read_monitored_metric(trainer, config.monitor or "", "the scheduler's monitor", config.strict, keep)
+        name = config.monitor or ""
+        if config.interval == "step":
+            name = trainer.metrics.step_label(name)
+        return read_monitored_metric(trainer, name, "the scheduler's monitor", config.strict, keep)
 
 
 def _explain(scheduler: Any, error: Exception) -> None:

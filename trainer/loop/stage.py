@@ -84,6 +84,7 @@ class Stage:
         trainer.task, trainer.datamodule = task, self.datamodule
         trainer.hooks = trainer.ckpt_path = trainer.opened_checkpoint = trainer.last_step = trainer.steps = None
         trainer.should_stop = trainer.interrupted = False
+        trainer.logbook.clear()  # what is read after a stage is that stage's
         try:
             with trainer.history.spending(_SPENT_ON[self.name]):
                 hooks, sources = self._set_up()

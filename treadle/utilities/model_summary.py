@@ -1,10 +1,10 @@
 """What scripts import from ``lightning.pytorch.utilities.model_summary``: names, nothing else."""
 
-from ..callbacks import Summary as ModelSummary
 from ..callbacks import summarize
 from ..common.peer_names import find_peer_names
 from ..compat.layer_summary import (
     LayerSummary,
+    ModelSummary,
     get_formatted_model_size,
     get_human_readable_count,
     parse_batch_shape,

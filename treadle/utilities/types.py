@@ -22,6 +22,9 @@ OptimizerLRScheduler = OptimizerLRSchedulerConfig = OptimizerConfig = LRSchedule
 
 LRSchedulerTypeUnion = LRSchedulerType = LRScheduler | ReduceLROnPlateau
 
+_METRIC = Tensor | int | float
+"""A logged value."""
+
 __all__ = [
     "DistributedDataParallel",
     "EVAL_DATALOADERS",

@@ -44,3 +44,48 @@ def test_a_typing_error_stays_an_error():
         fit(Task({"lr_schedular": None}))
     with pytest.raises(ValueError, match=r"'intervall'.*Did you mean 'interval'"):
         fit(Task(scheduler_extra={"intervall": "step"}))
+
+
+class ByHand(treadle.TaskModule):
+    """Steps a plateau scheduler itself, and each second batch's schedule is the loop's."""
+
+    def __init__(self, automatic):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+        self.automatic_optimization = automatic
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).pow(2).mean()
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    def on_train_epoch_end(self):
+        if not self.automatic_optimization:
+            self.lr_schedulers().step(1.0)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=8.0)
+        return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)]
+
+
+def test_a_plateau_scheduler_that_the_task_steps_needs_no_monitor():
+    data = DataLoader(TensorDataset(torch.zeros(2, 2)))
+    run = trainer(max_epochs=3)
+    run.fit(ByHand(automatic=False), data)
+    assert run.optimizers[0].param_groups[0]["lr"] == 2.0
+    with pytest.raises(ValueError, match="needs to know what to watch"):
+        trainer().fit(ByHand(automatic=True), data)
+
+
+def test_the_frequency_of_a_schedule_counts_optimizer_steps_of_the_run():
+    class EachSecond(ByHand):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=8.0)
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": 2}]
+
+    run = trainer(max_epochs=2, accumulate_grad_batches=2)
+    run.fit(EachSecond(automatic=True), DataLoader(TensorDataset(torch.zeros(6, 2))))
+    assert (run.global_step, run.optimizers[0].param_groups[0]["lr"]) == (6, 1.0)

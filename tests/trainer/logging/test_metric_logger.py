@@ -665,3 +665,77 @@ def test_one_name_for_several_loaders():
     own = trainer()
     own.fit(Task(), numbers(1), [numbers(1, 2), numbers(6)])
     assert floats(own.callback_metrics) == {"mean": 3.0}
+
+
+class Both(Base):
+    """One name by step and by epoch; schedules by the steps' values."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.rates = [], []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.w.sum() * 0 + float(batch_idx + 1)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.seen.append(self.trainer.callback_metrics["loss"].item())
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    def on_train_epoch_end(self):
+        self.seen.append(self.trainer.callback_metrics["loss"].item())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=8.0)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "loss", "interval": "step"}}
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", 5.0)
+
+
+def test_a_bare_name_has_the_steps_value_until_the_epoch_is_over():
+    task = Both()
+    run = trainer(max_epochs=2)
+    run.fit(task, numbers(1.0, 1.0, 1.0))
+    assert task.seen == [1.0, 2.0, 3.0, 2.0, 1.0, 2.0, 3.0, 2.0]
+    assert task.rates == [8.0, 8.0, 4.0, 2.0, 1.0, 0.5]  # worse than the first in each step but that one
+    assert run.callback_metrics["loss"] == 2.0
+
+
+def test_the_metrics_are_those_of_the_last_stage():
+    task, run = Both(), trainer()
+    run.fit(task, numbers(1.0))
+    assert {"loss", "loss_step", "loss_epoch"} <= run.callback_metrics.keys()
+    run.test(task, numbers(1.0), verbose=False)
+    assert run.callback_metrics == run.logged_metrics == {"test_loss": 5.0}
+    assert run.progress_bar_metrics == {}
+
+
+class Rows(Logger):
+    """Keeps rows in memory until it is asked to save them."""
+
+    name, version = "rows", 0
+
+    def __init__(self):
+        super().__init__()
+        self.waiting, self.saved = [], []
+
+    @property
+    def experiment(self):
+        return self
+
+    def log_metrics(self, metrics, step=None):
+        self.waiting.append(step)
+
+    def log_hyperparams(self, params, metrics=None):
+        """Keep nothing."""
+
+    def save(self):
+        self.saved, self.waiting = self.saved + self.waiting, []
+
+
+def test_a_custom_logger_saves_after_each_row():
+    rows = Rows()
+    trainer(logger=rows, log_every_n_steps=1).fit(Both(), numbers(1.0, 1.0))
+    assert rows.saved
+    assert not rows.waiting

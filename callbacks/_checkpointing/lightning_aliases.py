@@ -1,0 +1,93 @@
+"""Lightning's internals of a ModelCheckpoint, as far as subclasses in public code read, call or override them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...common.messages import warn
+from .top_k import TopKCheckpoints
+
+if TYPE_CHECKING:
+    from ...trainer import Trainer
+
+# Methods of Lightning that are never called here, with what to override or call instead.
+_SAVE = "override _save_checkpoint(trainer, filepath) or check_monitor_top_k"
+_REMOVE = "a checkpoint is removed once its successor is in place"
+_NEVER_CALLED = {
+    "_save_topk_checkpoint": _SAVE,
+    "_save_last_checkpoint": _SAVE,
+    "_save_monitor_checkpoint": _SAVE,
+    "_save_none_monitor_checkpoint": _SAVE,
+    "_save_model": _SAVE,
+    "_update_best_and_save": _SAVE,
+    "_should_skip_saving_checkpoint": _SAVE,
+    "_get_metric_interpolated_filepath_name": "override format_checkpoint_name",
+    "_format_checkpoint_name": "override format_checkpoint_name",
+    "_remove_checkpoint": _REMOVE,
+    "_del_model": _REMOVE,
+}
+
+
+class CheckpointAliases:
+    """Base class of `ModelCheckpoint` that adds Lightning's names of its internals."""
+
+    _top_k: TopKCheckpoints
+    every_n_train_steps: int
+    every_n_epochs: int
+    train_time_interval: timedelta | None
+    save_last: bool
+
+    def _save(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
+        raise NotImplementedError
+
+    def _warn_of_never_called(self, base: type) -> None:
+        """Warn of methods that a subclass of ``base`` overrides in vain."""
+        for name, instead in _NEVER_CALLED.items():
+            if getattr(type(self), name, None) is not getattr(base, name, None):
+                warn(f"{type(self).__name__} overrides {name}, which is never called: {instead}.")
+
+    @property
+    def _every_n_train_steps(self) -> int:
+        return self.every_n_train_steps
+
+    @property
+    def _every_n_epochs(self) -> int:
+        return self.every_n_epochs
+
+    @property
+    def _train_time_interval(self) -> timedelta | None:
+        return self.train_time_interval
+
+    @property
+    def _last_global_step_saved(self) -> int:
+        return self._top_k.saved_step
+
+    @_last_global_step_saved.setter
+    def _last_global_step_saved(self, step: int) -> None:
+        self._top_k.saved_step = step
+
+    @property
+    def kth_value(self) -> Tensor:
+        """Value of the worst ranked checkpoint; infinitely bad while there is room."""
+        top_k = self._top_k
+        worst = torch.tensor(float("inf") if top_k.mode == "min" else float("-inf"))
+        return top_k.best_k_models.get(top_k.kth_best_model_path, worst)
+
+    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
+        progress = trainer.progress
+        return trainer.callback_metrics | {"epoch": torch.tensor(progress.epoch), "step": torch.tensor(progress.step)}
+
+    def _should_skip_saving_checkpoint(self, trainer: Trainer) -> bool:
+        saved = self._top_k.saved_step == trainer.progress.step
+        return saved or trainer.stage != "fit" or trainer.sanity_checking or bool(trainer.fast_dev_run)
+
+    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
+        self._save(trainer, {name: float(value) for name, value in monitor_candidates.items()}, True)
+
+    def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
+        if self.save_last and self._top_k.saved_step != trainer.progress.step:
+            self._save(trainer, {name: float(value) for name, value in monitor_candidates.items()}, False)

@@ -1,0 +1,177 @@
+"""Checkpoint hooks that edit ``checkpoint["state_dict"]``: frozen parts left out, weights replaced, other shapes."""
+
+import pytest
+import torch
+from quiet import QUIET
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.engine.checkpoint import OpenCheckpoint
+
+import treadle
+
+
+class Captioner(treadle.TaskModule):
+    """A trained head on a frozen encoder."""
+
+    def __init__(self, classes=1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.encoder = nn.Linear(2, 2)
+        self.encoder.requires_grad_(False)
+        self.head = nn.Linear(2, classes)
+
+    def training_step(self, batch, batch_idx):
+        return self.head(self.encoder(batch[0])).pow(2).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.head(self.encoder(batch[0])).pow(2).mean())
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.head.parameters(), lr=0.1)
+
+
+class WithoutEncoder(Captioner):
+    def on_save_checkpoint(self, checkpoint):
+        for name in list(checkpoint["state_dict"]):
+            if name.startswith("encoder."):
+                del checkpoint["state_dict"][name]
+
+    def on_load_checkpoint(self, checkpoint):
+        assert sorted(checkpoint["state_dict"]) == ["head.bias", "head.weight"]
+        checkpoint["state_dict"].update({f"encoder.{name}": t for name, t in self.encoder.state_dict().items()})
+
+
+class Filtered(Captioner):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if "encoder" not in k}
+
+    def load_state_dict(self, state_dict, strict=True):
+        return super().load_state_dict(state_dict, strict=False)
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.arange(8.0).view(4, 2)), batch_size=2)
+
+
+def fitted(task, path, epochs=1, ckpt_path=None, weights_only=False):
+    trainer = treadle.Trainer(max_epochs=epochs, accelerator="cpu", **QUIET)
+    trainer.fit(task, loader(), loader(), ckpt_path=ckpt_path)
+    trainer.save_checkpoint(path, weights_only=weights_only)
+    return trainer
+
+
+def names_in(path):
+    return sorted(OpenCheckpoint(path).open_part("model"))
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("kind", [WithoutEncoder, Filtered])
+def test_a_part_that_is_left_out_stays_the_models_own(tmp_path, kind, weights_only):
+    task, path = kind(), tmp_path / "c"
+    trainer = fitted(task, path, weights_only=weights_only)
+    assert names_in(path) == ["head.bias", "head.weight"]
+    assert sorted(task.state_dict()) == ["encoder.bias", "encoder.weight", "head.bias", "head.weight"]
+
+    loaded = kind.load_from_checkpoint(path)
+    assert torch.equal(loaded.head.weight, task.head.weight)
+    assert not torch.equal(loaded.encoder.weight, task.encoder.weight)  # those of a new model, as in Lightning
+
+    other = kind()
+    other.encoder.load_state_dict(task.encoder.state_dict())
+    assert trainer.validate(other, loader(), ckpt_path=path, verbose=False) == trainer.validate(
+        task, loader(), verbose=False
+    )
+
+
+@pytest.mark.parametrize("kind", [WithoutEncoder, Filtered])
+def test_a_run_resumes_without_the_part_that_was_left_out(tmp_path, kind):
+    torch.manual_seed(0)
+    straight = kind()
+    start = {name: value.clone() for name, value in straight.state_dict().items()}
+    fitted(straight, tmp_path / "straight", epochs=2)
+
+    first, second = kind(), kind()
+    nn.Module.load_state_dict(first, start)
+    fitted(first, tmp_path / "first")
+    second.encoder.load_state_dict(first.encoder.state_dict())
+    fitted(second, tmp_path / "second", epochs=2, ckpt_path=tmp_path / "first")
+    assert torch.equal(second.head.weight, straight.head.weight)
+
+
+class Replaced(Captioner):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["state_dict"] = {name: torch.zeros_like(value) for name, value in checkpoint["state_dict"].items()}
+
+
+def test_what_is_put_in_place_of_a_weight_is_saved_and_not_trained(tmp_path):
+    task = Replaced()
+    fitted(task, tmp_path / "c")
+    assert not any(value.any() for value in Replaced.load_from_checkpoint(tmp_path / "c").state_dict().values())
+    assert task.head.weight.any()
+
+
+class OfOtherShape(Captioner):
+    def on_load_checkpoint(self, checkpoint):
+        own = self.state_dict()
+        for name, value in checkpoint["state_dict"].items():
+            if value.shape != own[name].shape:
+                checkpoint["state_dict"][name] = own[name]
+
+
+class InPlace(Captioner):
+    def on_load_checkpoint(self, checkpoint):
+        checkpoint["state_dict"]["head.weight"].mul_(2)
+
+
+def test_a_task_edits_what_it_loads(tmp_path):
+    task = Captioner()
+    fitted(task, tmp_path / "c")
+    loaded = OfOtherShape.load_from_checkpoint(tmp_path / "c", classes=3)
+    assert loaded.head.out_features == 3
+    assert torch.equal(loaded.encoder.weight, task.encoder.weight)
+
+    for _ in range(2):  # the file is as it was
+        assert torch.equal(InPlace.load_from_checkpoint(tmp_path / "c").head.weight, 2 * task.head.weight)
+
+
+class Emptied(Captioner):
+    def on_save_checkpoint(self, checkpoint):
+        del checkpoint["state_dict"]
+
+
+def test_a_state_dict_has_to_be_left(tmp_path):
+    with pytest.raises(ValueError, match=r"left NoneType as checkpoint\['state_dict'\]: leave a dict"):
+        fitted(Emptied(), tmp_path / "c")
+
+
+class Counts(treadle.Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        checkpoint["averages"] = {name: value.clone() for name, value in checkpoint["state_dict"].items()}
+
+    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+        self.seen.append((sorted(checkpoint["averages"]), sorted(checkpoint["state_dict"])))
+
+
+def test_callbacks_get_the_weights_too(tmp_path):
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", callbacks=[Counts()], **QUIET)
+    trainer.fit(Captioner(), loader())
+    trainer.save_checkpoint(tmp_path / "c")
+    counts = Counts()
+    treadle.Trainer(max_epochs=2, accelerator="cpu", callbacks=[counts], **QUIET).fit(
+        Captioner(), loader(), ckpt_path=tmp_path / "c"
+    )
+    names = ["encoder.bias", "encoder.weight", "head.bias", "head.weight"]
+    assert counts.seen == [(names, names)]
+
+
+class ReadsOptimizers(Captioner):
+    def on_save_checkpoint(self, checkpoint):
+        return checkpoint["optimizer_states"]
+
+
+def test_other_keys_are_an_error(tmp_path):
+    with pytest.raises(KeyError, match="'optimizer_states': the hooks get what hooks have added, 'state_dict'"):
+        fitted(ReadsOptimizers(), tmp_path / "c")
