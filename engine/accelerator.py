@@ -1066,6 +1066,12 @@ class Accelerator(Process):
             return self.accumulation.position
         return 0 if self.gradient_state.end_of_dataloader else loader.batches
 
+    def _get_batch_size(self) -> int | None:
+        loader = self.gradient_state.active_dataloader
+        if getattr(loader, "batch_size", None) is None:  # a user-defined batch sampler decides
+            return None
+        return loader.total_batch_size // self.data_world.size
+
     @property
     def multi_device(self) -> bool:
         """Whether there is more than one process."""
