@@ -749,6 +749,7 @@ class Accelerator(Process):
         state: bool = True,
         strict: bool | None = None,
         schedule: str | None = None,
+        finish_epoch: bool = True,
     ) -> dict[str, Any]:
         """Restore what `save_state` saved; returns its ``info``. Call it on all processes.
 
@@ -767,6 +768,10 @@ class Accelerator(Process):
             schedule: whose learning rates and schedules hold: ``"saved"``, those of the checkpoint, or ``"script"``,
                 those of the prepared optimizers and schedulers, as they are after as many steps. Default: the saved
                 ones, with a warning if the script's are others.
+            finish_epoch: where the state was saved with the last batch of an epoch, begin with the next epoch, and
+                return its number as ``epoch``; so a script that counts epochs by its steps gets a whole one. False
+                makes the first pass over the loader what was left of the epoch: nothing. Nothing is also what a stream
+                yields whose length is not known.
 
         Raises:
             ValueError: if it is no checkpoint, is damaged, another model's or optimizer's, or was replaced while it was
@@ -774,7 +779,13 @@ class Accelerator(Process):
                 registered object itself raises comes later, when models and optimizers are loaded.
         """
         return self.checkpointer.load_state(
-            input_dir, load_kwargs, models=models, state=state, strict=strict, schedule=schedule
+            input_dir,
+            load_kwargs,
+            models=models,
+            state=state,
+            strict=strict,
+            schedule=schedule,
+            finish_epoch=finish_epoch,
         )
 
     # -- weights for other programs ------------------------------------------------------------------------------

@@ -179,6 +179,7 @@ class Checkpointer:
         state: bool = True,
         strict: bool | None = None,
         schedule: str | None = None,
+        finish_epoch: bool = True,
     ) -> dict[str, Any]:
         """Restore what `save_state` saved; returns its ``info``."""
         accelerator, world = self._accelerator, self._accelerator.world
@@ -193,7 +194,15 @@ class Checkpointer:
                 warn(f"load_state skipped a checkpoint: {text}")
         else:
             opened = input_dir if isinstance(input_dir, OpenCheckpoint) else open_together(world, input_dir)
-        info = load.load(accelerator, opened, models=models, state=state, strict=strict, schedule=schedule)
+        info = load.load(
+            accelerator,
+            opened,
+            models=models,
+            state=state,
+            strict=strict,
+            schedule=schedule,
+            finish_epoch=finish_epoch,
+        )
         if state:
             accelerator.steps = info["step"]
             project.iteration = world.broadcast(automatic_naming.compute_next_iteration(project, opened.path))
