@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-
 from treadle.compat.fabric import Fabric
 from treadle.compat.fabric.loggers import CSVLogger, Logger, TensorBoardLogger
 
