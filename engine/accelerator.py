@@ -333,7 +333,7 @@ class Accelerator(Process):
         for prepared in self.optimizers:
             if optimizer in (prepared, prepared.optimizer):
                 return prepared
-        prepared = PreparedOptimizer(self.strategy.wrap_optimizer(optimizer), self.accumulation)
+        prepared = PreparedOptimizer(self.strategy.wrap_optimizer(optimizer), self.accumulation, self.optimizers)
         self.optimizers.append(prepared)
         replica_check.watch(self, prepared.optimizer)
         return prepared
