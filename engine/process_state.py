@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -65,6 +65,16 @@ class Process:
         self.data_world = world if data_world is None else data_world
         self.cursor = Cursor()
         self._trigger = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return this object: a model that holds it, of which an average is kept, stays in the same process group."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} can't be pickled, as it is bound to this process and its process group. Create one "
+            "in each process, in the function that runs there."
+        )
 
     @property
     def device(self) -> torch.device:

@@ -1,5 +1,6 @@
 """Accelerate's small helpers; expected values are what accelerate 1.15 returns for the same calls."""
 
+import argparse
 import os
 
 import numpy as np
@@ -226,3 +227,15 @@ def test_a_launched_function_knows_its_rank(monkeypatch):
     launched = PrepareForLaunch(note, "MULTI_CPU")
     launched(1, "x")
     assert seen == [(("x",), "3", "1")]
+
+
+def test_a_custom_state_that_is_not_data_is_refused_when_it_is_saved(tmp_path) -> None:
+    from treadle.compat.checkpointing import save_custom_state
+
+    class Holder:
+        def state_dict(self):
+            return {"args": argparse.Namespace(lr=0.1)}
+
+    with pytest.raises(TypeError, match=r"a Holder whose state holds argparse.Namespace, which only running code"):
+        save_custom_state(Holder(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
