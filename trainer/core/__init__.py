@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .configure_optimizers import SchedulerConfig, check_ownership, endless, parse_optimizers
     from .datamodule import DataModule, TransferHooks
     from .hooks import TaskHooks
-    from .loading import read_saved_arguments, warn_of_code
+    from .loading import load_checkpoint, read_saved_arguments, warn_of_code
     from .signatures import REQUIRED, Argument, Signature, described, signature
     from .stored_hparams import AttributeDict
     from .task import TaskModule, has_own, log_to, overrides, task_modules
