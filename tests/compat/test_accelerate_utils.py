@@ -239,3 +239,9 @@ def test_a_custom_state_that_is_not_data_is_refused_when_it_is_saved(tmp_path) -
     with pytest.raises(TypeError, match=r"a Holder whose state holds argparse.Namespace, which only running code"):
         save_custom_state(Holder(), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("rows", "processes", "padded"), [(5, 2, 6), (5, 3, 6), (5, 4, 8), (2, 4, 4), (6, 3, 6)])
+def test_rows_are_padded_to_a_multiple_of_the_processes(rows, processes, padded) -> None:
+    tensor = torch.arange(1, rows + 1)
+    assert pad_input_tensors(tensor, rows, processes).tolist() == [*range(1, rows + 1), *[0] * (padded - rows)]

@@ -734,6 +734,22 @@ def test_a_checkpoint_of_the_last_batch_begins_the_next_epoch(tmp_path):
     assert loader.epoch == 2
 
 
+def saving_apart(folder):
+    accelerator = cpu()
+    model = accelerator.prepare(nn.Linear(1, 1))
+    rank = accelerator.process_index
+    with pytest.raises(ValueError, match=rf"rank 0: {folder}/rank0; rank 1: {folder}/rank1\). All ranks write"):
+        accelerator.save_state(f"{folder}/rank{rank}")
+    accelerator.save_state(f"{folder}/{'./' * rank}c")
+    return model.weight.item()
+
+
+def test_a_directory_that_differs_by_rank_is_refused(tmp_path):
+    """A name with a clock's time in it would leave a checkpoint of each rank, none of them whole."""
+    run(saving_apart, 2, str(tmp_path), timeout=60)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
 def prepare_seeded(kind, seed):
     torch.manual_seed(seed)
     accelerator = cpu()
