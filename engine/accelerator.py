@@ -768,10 +768,10 @@ class Accelerator(Process):
             schedule: whose learning rates and schedules hold: ``"saved"``, those of the checkpoint, or ``"script"``,
                 those of the prepared optimizers and schedulers, as they are after as many steps. Default: the saved
                 ones, with a warning if the script's are others.
-            finish_epoch: where the state was saved with the last batch of an epoch, begin with the next epoch, and
-                return its number as ``epoch``; so a script that counts epochs by its steps gets a whole one. False
-                makes the first pass over the loader what was left of the epoch: nothing. Nothing is also what a stream
-                yields whose length is not known.
+            finish_epoch: where the state was saved with the last batch of an epoch, start the next epoch and return
+                its number as ``epoch``, so that a script that derives its first epoch from its steps gets a whole one.
+                With False the first pass over the loader is empty, for loops that resume in the saved epoch. The first
+                pass over a stream whose length is not known is always empty then.
 
         Raises:
             ValueError: if it is no checkpoint, is damaged, another model's or optimizer's, or was replaced while it was

@@ -103,7 +103,7 @@ def load(
 
 
 def _finish_epoch(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
-    """Begin with the next epoch if the state was saved with the last batch of one; return the info with its number."""
+    """Start the next epoch if the state was saved with the last batch of one; return the info with its number."""
     loaders = _list_training_loaders(accelerator)
     epochs = [loader.epoch for loader in loaders]
     with isolated_random_state():  # what the process draws next does not depend on an empty pass
@@ -111,8 +111,9 @@ def _finish_epoch(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
     if not any(finished):
         return info
     announce(
-        f"the checkpoint was saved with the last batch of epoch {epochs[finished.index(True)]}, so the loader begins "
-        "the next one. load_state(finish_epoch=False) makes the first pass what was left: nothing."
+        f"the checkpoint was saved with the last batch of epoch {epochs[finished.index(True)]}, so the loader starts "
+        "the next epoch. With load_state(finish_epoch=False) the first pass is empty instead, for loops that resume in "
+        "the saved epoch."
     )
     # A number that differs from the loader's is the script's own count.
     return info | {"epoch": epochs[0] + 1} if finished[0] and info.get("epoch") == epochs[0] else info
