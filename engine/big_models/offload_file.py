@@ -50,6 +50,8 @@ def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, An
         if path is None or not path.is_file():
             return {}
         index = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
+            return {}  # another program's file of that name
     files: dict[str, Weights] = {}
     weights: Weights = {}
     for name, entry in (index or {}).items():
