@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from ..trainer import load_checkpoint
+
 __all__ = ["AsyncCheckpointIO", "CheckpointIO", "TorchCheckpointIO"]
 
 
@@ -38,7 +40,7 @@ class CheckpointIO(ABC):
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """Writes with ``torch.save``, in one move, and reads with ``torch.load``."""
+    """Writes with ``torch.save``, in one move, and reads with ``torch.load``; checkpoints of a run are read too."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint to a file; its folder is made.
@@ -65,16 +67,18 @@ class TorchCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, location: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the checkpoint in a file.
+        """Return the checkpoint in a file, or one of a run as `treadle.load_checkpoint` returns it.
 
         Args:
-            path: the file.
+            path: the file, or the directory of a run's checkpoint.
             map_location: see ``torch.load``; the host's memory by default.
             weights_only: see ``torch.load``, whose default holds: data only. False runs code that is in the file.
 
         Raises:
             FileNotFoundError: if there is no file.
         """
+        if Path(path).is_dir():
+            return load_checkpoint(path, map_location if isinstance(map_location, str | torch.device) else None)
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no checkpoint {str(path)!r}.")
         checkpoint: dict[str, Any] = torch.load(

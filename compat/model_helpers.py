@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import io
+import pickle
+import re
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -197,10 +200,25 @@ def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bo
         path: the directory.
         index: the number in the file's name.
         save_on_each_node: write on the first process of every machine.
+
+    Raises:
+        TypeError: the state is not data, so `load_custom_state` could not read it; nothing is written then.
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
-        torch.save(obj.state_dict(), Path(path) / f"custom_checkpoint_{index}.pkl")
+        buffer = io.BytesIO()
+        torch.save(obj.state_dict(), buffer)
+        buffer.seek(0)
+        try:
+            load(buffer)
+        except pickle.UnpicklingError as error:
+            unsafe = re.search(r"GLOBAL (\S+)", str(error))
+            raise TypeError(
+                f"save_custom_state got a {type(obj).__name__} whose state holds "
+                f"{unsafe[1] if unsafe else 'an object'}, which only running code would load. Give its state_dict "
+                "numbers, text, tensors, arrays, lists and dicts."
+            ) from error
+        (Path(path) / f"custom_checkpoint_{index}.pkl").write_bytes(buffer.getvalue())
 
 
 def load_custom_state(obj: Any, path: str, index: int = 0) -> None:

@@ -333,7 +333,7 @@ class Accelerator(Process):
         for prepared in self.optimizers:
             if optimizer in (prepared, prepared.optimizer):
                 return prepared
-        prepared = PreparedOptimizer(self.strategy.wrap_optimizer(optimizer), self.accumulation)
+        prepared = PreparedOptimizer(self.strategy.wrap_optimizer(optimizer), self.accumulation, self.optimizers)
         self.optimizers.append(prepared)
         replica_check.watch(self, prepared.optimizer)
         return prepared
@@ -750,6 +750,7 @@ class Accelerator(Process):
         state: bool = True,
         strict: bool | None = None,
         schedule: str | None = None,
+        finish_epoch: bool = True,
     ) -> dict[str, Any]:
         """Restore what `save_state` saved; returns its ``info``. Call it on all processes.
 
@@ -768,6 +769,10 @@ class Accelerator(Process):
             schedule: whose learning rates and schedules hold: ``"saved"``, those of the checkpoint, or ``"script"``,
                 those of the prepared optimizers and schedulers, as they are after as many steps. Default: the saved
                 ones, with a warning if the script's are others.
+            finish_epoch: where the state was saved with the last batch of an epoch, start the next epoch and return
+                its number as ``epoch``, so that a script that derives its first epoch from its steps gets a whole one.
+                With False the first pass over the loader is empty, for loops that resume in the saved epoch. The first
+                pass over a stream whose length is not known is always empty then.
 
         Raises:
             ValueError: if it is no checkpoint, is damaged, another model's or optimizer's, or was replaced while it was
@@ -775,7 +780,13 @@ class Accelerator(Process):
                 registered object itself raises comes later, when models and optimizers are loaded.
         """
         return self.checkpointer.load_state(
-            input_dir, load_kwargs, models=models, state=state, strict=strict, schedule=schedule
+            input_dir,
+            load_kwargs,
+            models=models,
+            state=state,
+            strict=strict,
+            schedule=schedule,
+            finish_epoch=finish_epoch,
         )
 
     # -- weights for other programs ------------------------------------------------------------------------------
@@ -1066,6 +1077,12 @@ class Accelerator(Process):
         if loader is None:
             return self.accumulation.position
         return 0 if self.gradient_state.end_of_dataloader else loader.batches
+
+    def _get_batch_size(self) -> int | None:
+        loader = self.gradient_state.active_dataloader
+        if getattr(loader, "batch_size", None) is None:  # a user-defined batch sampler decides
+            return None
+        return loader.total_batch_size // self.data_world.size
 
     @property
     def multi_device(self) -> bool:

@@ -97,6 +97,27 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
     return _rebuild(value, gathered, lists)
 
 
+def resize_repeated(value: Any, batch_size: int, samples: int) -> Any:
+    """Give a number that stands once per sample of a full batch as many rows as the batch has samples.
+
+    Scripts gather ``loss.repeat(batch_size)`` for a mean over the samples and rely on Accelerate to cut the rows of a
+    short last batch. Rows that differ are left as they are: a batch may have that many tokens.
+
+    Args:
+        value: tensors, nested; one-dimensional floating-point ones of ``batch_size`` equal rows are resized.
+        batch_size: this rank's samples in a full batch.
+        samples: this rank's samples in the running batch.
+    """
+
+    def resize(tensor: Tensor) -> Tensor:
+        # One row may be a sum as well, which counts once however many samples it is of.
+        if batch_size == 1 or tuple(tensor.shape) != (batch_size,) or not tensor.is_floating_point():
+            return tensor
+        return tensor[:1].repeat(samples) if bool((tensor == tensor[0]).all()) else tensor
+
+    return _walk(value, resize, lambda other: other)
+
+
 def _gather_rows(rows: Tensor, counts: list[int], world: World) -> Tensor:
     longest = max(counts)
     if rows.shape[0] != longest:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -65,6 +65,16 @@ class Process:
         self.data_world = world if data_world is None else data_world
         self.cursor = Cursor()
         self._trigger = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return this object: a model that holds it, of which an average is kept, stays in the same process group."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} can't be pickled, as it is bound to this process and its process group. Create one "
+            "in each process, in the function that runs there."
+        )
 
     @property
     def device(self) -> torch.device:
@@ -163,7 +173,9 @@ class Process:
 
         A 0-d tensor, such as a batch's mean loss, becomes one entry per process that had samples. Those batches may
         differ in size, so a mean over the entries is none over the samples: gather ``(loss, len(batch))`` and weigh,
-        or ``loss.repeat(len(batch))``, with this batch's own length.
+        or ``loss.repeat(len(batch))``. ``loss.repeat(batch_size)``, with the DataLoader's batch size, works as well:
+        in a short batch, one-dimensional floating-point tensors of that many equal rows get as many rows as the batch
+        has samples on this rank.
 
         Args:
             input_data: tensors of any row count (samples, tokens) or 0-d, nested as you like; or other objects.
@@ -177,8 +189,14 @@ class Process:
         if use_gather_object or not collectives.holds_tensor(input_data):
             gathered = collectives.gather_objects([] if stand_in else input_data, self.data_world)
         else:
+            if micro is not None and (batch_size := self._get_batch_size()) not in (None, micro.samples):
+                input_data = collectives.resize_repeated(input_data, batch_size, micro.samples)
             gathered = collectives.gather(input_data, self.data_world, empty=stand_in)
         return gathered if micro is not None else _drop_repeated(gathered)
+
+    def _get_batch_size(self) -> int | None:
+        """Return this rank's samples in a full batch of the running DataLoader; None where that is not known."""
+        return None
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine tensors over the processes: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"``."""

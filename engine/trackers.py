@@ -363,6 +363,8 @@ class Trackers:
                 if not unwrap:
                     return tracker
                 return tracker.tracker if tracker in self._on_this_rank() else _Silent()  # type: ignore[attr-defined]
+        if not self.started and not self._world.is_main and name in self.sources:  # started on the main process only
+            return _Silent()
         names = [str(tracker.name) for tracker in self.started]  # type: ignore[attr-defined]
         raise ValueError(f"there is no tracker {name!r} among {names}.{nearest(name, names)}")
 

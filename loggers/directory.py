@@ -68,13 +68,17 @@ class DirectoryLogger(Logger):
     @property
     def root_dir(self) -> str:
         """Directory above all versions of this experiment."""
+        return self._versions_dir
+
+    @property
+    def _versions_dir(self) -> str:
         return os.path.join(self._save_dir, self._name) if self._name else self._save_dir
 
     @property
     def version(self) -> int | str | None:
         """Which run of the experiment this is. The first read on rank 0 takes a number; other ranks are told it."""
         if self._version is None and process_rank() == 0:
-            self._version = claim_version(self.root_dir)
+            self._version = claim_version(self._versions_dir)
         return self._version
 
     @version.setter
@@ -93,7 +97,7 @@ class DirectoryLogger(Logger):
         if version is None:
             return None
         folder = version if isinstance(version, str) else f"version_{version}"
-        return os.path.join(self.root_dir, folder) if folder else self.root_dir
+        return os.path.join(self._versions_dir, folder) if folder else self._versions_dir
 
     def save_hyperparams(self, params: Params) -> None:
         """Add to ``hparams.yaml`` in `log_dir`, which is written at once so that a crash does not lose it.

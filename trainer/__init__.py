@@ -9,6 +9,7 @@ from ..common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from . import arguments
     from .core.datamodule import DataModule
+    from .core.loading import load_checkpoint
     from .core.task import TaskModule
     from .default_callbacks import as_callbacks
     from .loop.progress import Progress

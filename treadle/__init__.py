@@ -56,7 +56,7 @@ if TYPE_CHECKING:
         ParallelismConfig,
     )
     from .strategies.launch import debug_launcher, notebook_launcher
-    from .trainer import DataModule, TaskModule, Trainer, TrainerSettings
+    from .trainer import DataModule, TaskModule, Trainer, TrainerSettings, load_checkpoint
 
 __getattr__, __dir__, _names = lazy_exports(__name__)
 __all__ = ["__version__", *_names]

@@ -15,8 +15,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-# Trainer, Trainer(flag), Trainer(flag="value"), .method, .method(flag), def hook
-_SIGN = re.compile(r"(?P<name>(?:def )?\.?\w+)(?:\((?P<keyword>\w+)(?:=(?P<value>.+))?\))?")
+# Trainer, Trainer(flag), Trainer(flag="value"), .method, .method(flag), def hook, torch.load
+_SIGN = re.compile(r"(?P<name>(?:def )?\.?\w+(?:\.\w+)?)(?:\((?P<keyword>\w+)(?:=(?P<value>.+))?\))?")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Usage:
 
     Attributes:
         line: where.
-        name: of a peer; ``.name`` for a method of anything that is called, ``def name`` for one that is defined.
+        name: of a peer; ``.name`` for a method of anything that is called, ``def name`` for one that is defined,
+            ``module.name`` for a call written so.
         keywords: the keyword arguments of a call.
         node: the expression, where it is one.
     """
@@ -53,7 +54,7 @@ def list_differences(usages: Iterable[Usage]) -> Iterator[tuple[int, str, bool]]
 
 def _applies(sign: re.Match[str], usage: Usage) -> bool:
     if sign["keyword"] is None:
-        return usage.name.startswith((".", "def ")) or not usage.keywords
+        return "." in usage.name or usage.name.startswith("def ") or not usage.keywords
     value = usage.keywords.get(sign["keyword"])
     if value is None:
         return False
@@ -69,7 +70,7 @@ def _read_signs() -> Mapping[str, list[tuple[re.Match[str], Mapping[str, Any]]]]
             sign = _SIGN.fullmatch(text)
             if sign is None:
                 raise ValueError(
-                    f"differences.toml: {text!r} is not of the form name, name(flag), .method or def hook."
+                    f"differences.toml: {text!r} is not of the form name, name(flag), .method, module.name or def hook."
                 )
             signs.setdefault(sign["name"], []).append((sign, row))
     return signs

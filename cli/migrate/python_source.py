@@ -359,6 +359,8 @@ class _Source:
                 if name is not None:
                     self.usages.append(Usage(node.lineno, name, keywords=values))
                 if isinstance(node.func, ast.Attribute):
+                    if isinstance(node.func.value, ast.Name):
+                        self.usages.append(Usage(node.lineno, ast.unparse(node.func), keywords=values))
                     self.usages.append(
                         Usage(node.func.end_lineno or node.lineno, f".{node.func.attr}", keywords=values)
                     )

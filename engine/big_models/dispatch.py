@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...common.messages import announce
 from ..checkpoint import MemoryPiece, Piece, Weights, abbreviate
 from ..weights import open_weights
 from .device_map import check_device_map, look_up_device
@@ -26,7 +29,7 @@ from .module_tensors import (
     set_tensor,
     set_tensor_by_names,
 )
-from .offload_file import check_shapes, write_weights
+from .offload_file import INDEX, check_shapes, open_offloaded, write_weights
 
 Skip = str | list[str] | None
 
@@ -37,6 +40,7 @@ def dispatch_model(
     main_device: Device | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
     offload_dir: str | os.PathLike[str] | None = None,
+    offload_index: Mapping[str, Any] | None = None,
     offload_buffers: bool = False,
     skip_keys: Skip = None,
     preload_module_classes: list[str] | None = None,
@@ -53,7 +57,10 @@ def dispatch_model(
         main_device: Where offloaded modules run. Default: the first accelerator of the map, else the CPU.
         state_dict: Values for tensors of the model that are offloaded to the CPU. Default: the model's own.
         offload_dir: For what lies on the disk: the folder to write it into, or, for a model on device ``meta``, the
-            checkpoint that has it.
+            checkpoint that has it. Weights that Accelerate's functions have offloaded there (``index.json``) take the
+            place of the model's own, as in Accelerate.
+        offload_index: Where offloaded weights are, in place of the folder's ``index.json``: by name, the dtype and
+            shape of a ``NAME.dat`` in ``offload_dir``, or a ``safetensors_file`` and the ``weight_name`` in it.
         offload_buffers: Buffers of offloaded modules are offloaded too.
         skip_keys: Names of arguments, and of entries of the output, that are not moved.
         preload_module_classes: Classes whose modules get all weights inside them when they are called, since they read
@@ -77,7 +84,7 @@ def dispatch_model(
         if look_up_device(device_map, name) == "disk" and (offload_buffers or not is_buffer(tensor))
     }
     if on_disk:
-        weights |= _disk_weights(on_disk, offload_dir)
+        weights |= _disk_weights(on_disk, offload_dir, offload_index)
     return dispatch(model, device_map, main, weights, offload_buffers, skip_keys, preload_module_classes, force_hooks)
 
 
@@ -121,7 +128,8 @@ def disk_offload(
 
     Args:
         model: The model.
-        offload_dir: The folder to write them into; for a model on device ``meta``, the checkpoint that has them.
+        offload_dir: The folder to write them into; for a model on device ``meta``, the checkpoint that has them. If it
+            has weights offloaded by Accelerate's functions, these take the place of the model's own.
         execution_device: Where it runs. Default: where its first parameter is, or the CPU.
         offload_buffers: Buffers too.
         preload_module_classes: As in `dispatch_model`.
@@ -279,8 +287,23 @@ def _locate_values(
     return lent
 
 
-def _disk_weights(tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] | None) -> Weights:
-    """Where the values are that shall lie on the disk: in a checkpoint already, or else written there now."""
+def _disk_weights(
+    tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
+) -> Weights:
+    """Where the values are that shall lie on the disk: offloaded or in a checkpoint already, or else written there."""
+    offloaded = open_offloaded(folder, index)
+    covered = {name for names in group_tied_names(tensors) if any(n in offloaded for n in names) for name in names}
+    if replaced := [name for name in tensors if name in covered and not tensors[name].is_meta]:
+        announce(
+            f"the values of {abbreviate(replaced)} are those that were offloaded before "
+            f"({'offload_index' if index is not None else Path(str(folder)) / INDEX}), not the model's own."
+        )
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in covered}
+    if offloaded and any(tensor.is_meta for tensor in tensors.values()):
+        empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+        raise ValueError(f"the model has no values for {abbreviate(empty)}, and they were not offloaded before either.")
+    if not tensors:
+        return offloaded
     if folder is None:
         raise ValueError(
             f"device_map puts {abbreviate(list(tensors))} on the disk: give offload_dir, the folder to write them into."
@@ -288,7 +311,7 @@ def _disk_weights(tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] 
     weights = open_weights(folder) if any(tensor.is_meta for tensor in tensors.values()) else {}
     firsts = [names[0] for names in group_tied_names(tensors)]
     real = {name: tensors[name] for name in firsts if not tensors[name].is_meta}
-    return weights | (write_weights(folder, real) if real else {})
+    return offloaded | weights | (write_weights(folder, real) if real else {})
 
 
 def _resolve_execution_device(model: nn.Module, device: Device | None) -> torch.device:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..checkpoint import Piece, Weights, abbreviate, filesystem, read_whole_model
+from ..checkpoint import FilePiece, Piece, Weights, abbreviate, filesystem, read_mark, read_whole_model
+
+INDEX = "index.json"
 
 
 def check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -> None:
@@ -27,6 +32,60 @@ def check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) ->
     ]
     if wrong:
         raise ValueError(f"checkpoint: {abbreviate(wrong)}. Is it of this model?")
+
+
+def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None = None) -> Weights:
+    """Open weights that Accelerate's functions have offloaded: raw bytes in ``NAME.dat``, and ``index.json``.
+
+    Args:
+        folder: where the ``.dat`` files are.
+        index: dtype and shape by name, or ``"safetensors_file"`` and ``"weight_name"``. Default: the folder's own;
+            a folder without one holds no offloaded weights.
+
+    Raises:
+        ValueError: an entry is of neither form, or its file is missing or of another size.
+    """
+    if index is None:
+        path = None if folder is None else Path(folder) / INDEX
+        if path is None or not path.is_file():
+            return {}
+        index = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
+            return {}  # another program's file of that name
+    files: dict[str, Weights] = {}
+    weights: Weights = {}
+    for name, entry in (index or {}).items():
+        if "safetensors_file" in entry:
+            file = entry["safetensors_file"]
+            if file not in files:
+                files[file] = read_whole_model(Path(file))
+            weights[name] = files[file][entry.get("weight_name", name)]
+            continue
+        if folder is None:
+            raise ValueError(
+                f"offload_index names no safetensors_file for {name!r}: give offload_dir, the folder with {name}.dat."
+            )
+        weights[name] = _open_raw_file(Path(folder).absolute() / f"{name}.dat", entry)
+    return weights
+
+
+def _open_raw_file(path: Path, entry: Mapping[str, Any]) -> FilePiece:
+    dtype = getattr(torch, str(entry.get("dtype")), None)
+    if not isinstance(dtype, torch.dtype) or "shape" not in entry:
+        raise ValueError(f"{path.parent / INDEX}: {dict(entry)} has no dtype of torch or no shape.")
+    shape = torch.Size(entry["shape"])
+    needed = shape.numel() * dtype.itemsize
+    try:
+        with path.open("rb") as file:
+            mark, size = read_mark(file.fileno()), os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise ValueError(f"{path}: an offloaded weight that can't be opened: {error.strerror}.") from error
+    if size != needed:
+        raise ValueError(
+            f"{path}: has {size} bytes, but {entry['dtype']} of shape {list(shape)} takes {needed}. Offload the "
+            "weights again."
+        )
+    return FilePiece(path, mark, dtype, shape, 0, needed)
 
 
 def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> Weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,24 @@ from .parts import Files
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
+
+
+def _check_equal_targets(targets: list[Path], world: World) -> None:
+    """See that the ranks of each machine name the same directories; machines may mount one file system elsewhere.
+
+    Raises:
+        ValueError: on every rank, if they do not.
+    """
+    if world.size == 1:
+        return
+    by_rank = world.gather_objects((socket.gethostname(), [os.path.realpath(target) for target in targets]))
+    by_host: dict[str, list[str]] = {}
+    if any(by_host.setdefault(host, paths) != paths for host, paths in by_rank):
+        listed = "; ".join(f"rank {rank}: {', '.join(paths)}" for rank, (_, paths) in enumerate(by_rank))
+        raise ValueError(
+            f"save_state got directories that differ by rank ({listed}). All ranks write into one checkpoint: pass the "
+            "same path, with a time in it broadcast from rank zero."
+        )
 
 
 class Checkpointer:
@@ -107,6 +126,7 @@ class Checkpointer:
             path = Path(output_dir) if output_dir is not None else automatic_naming.choose_next_target(project)
             targets = [Path(os.path.abspath(target)) for target in (path, *also)]
             snapshot.check(accelerator, targets, parts or {})
+        _check_equal_targets(targets, world)
         if self.save_hooks and len(targets) > 1:
             raise ValueError("save_state(also=...): what a save_state pre-hook writes would be in one of them only.")
         copying = None
@@ -179,6 +199,7 @@ class Checkpointer:
         state: bool = True,
         strict: bool | None = None,
         schedule: str | None = None,
+        finish_epoch: bool = True,
     ) -> dict[str, Any]:
         """Restore what `save_state` saved; returns its ``info``."""
         accelerator, world = self._accelerator, self._accelerator.world
@@ -193,7 +214,15 @@ class Checkpointer:
                 warn(f"load_state skipped a checkpoint: {text}")
         else:
             opened = input_dir if isinstance(input_dir, OpenCheckpoint) else open_together(world, input_dir)
-        info = load.load(accelerator, opened, models=models, state=state, strict=strict, schedule=schedule)
+        info = load.load(
+            accelerator,
+            opened,
+            models=models,
+            state=state,
+            strict=strict,
+            schedule=schedule,
+            finish_epoch=finish_epoch,
+        )
         if state:
             accelerator.steps = info["step"]
             project.iteration = world.broadcast(automatic_naming.compute_next_iteration(project, opened.path))

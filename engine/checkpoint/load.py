@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 from torch import Tensor, nn
 
-from ...common.messages import warn
+from ...common.messages import announce, warn
 from ...strategies import World
 from ...strategies.distributed import cut_like, is_sharded
 from ..optim import LoadedOptimizer, PreparedScheduler, optimizer_state, resume_options
 from ..parameter_names import strip_compile_prefix
-from ..rng import set_random_state
+from ..rng import isolated_random_state, set_random_state
 from . import model_check
 from .manifest import Manifest
 from .open_checkpoint import OpenCheckpoint
@@ -55,6 +55,7 @@ def load(
     state: bool,
     strict: bool | None = None,
     schedule: str | None = None,
+    finish_epoch: bool = True,
 ) -> dict[str, Any]:
     """Restore a checkpoint, or a part of it; returns its info. Gradients that were gathered before are dropped.
 
@@ -98,7 +99,24 @@ def load(
         _load_training(accelerator, manifest, shared, of_rank, optimizers)
         resume_options.hold(accelerator, optimizers, shared, script=schedule == "script")
     accelerator.drop_gradients()
-    return manifest.info
+    return _finish_epoch(accelerator, manifest.info) if state and finish_epoch else manifest.info
+
+
+def _finish_epoch(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
+    """Start the next epoch if the state was saved with the last batch of one; return the info with its number."""
+    loaders = _list_training_loaders(accelerator)
+    epochs = [loader.epoch for loader in loaders]
+    with isolated_random_state():  # what the process draws next does not depend on an empty pass
+        finished = [loader.finish_epoch() for loader in loaders]
+    if not any(finished):
+        return info
+    announce(
+        f"the checkpoint was saved with the last batch of epoch {epochs[finished.index(True)]}, so the loader starts "
+        "the next epoch. With load_state(finish_epoch=False) the first pass is empty instead, for loops that resume in "
+        "the saved epoch."
+    )
+    # A number that differs from the loader's is the script's own count.
+    return info | {"epoch": epochs[0] + 1} if finished[0] and info.get("epoch") == epochs[0] else info
 
 
 def _load_training(

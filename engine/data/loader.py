@@ -84,6 +84,7 @@ class Loader:
         self._micro: Micro | None = None  # the last one of this epoch
         self._drawn: Draw | None = None  # where a copy of the stream stood then
         self._resuming = False
+        self._finished = False  # whether a resume has ended the epoch before, and nothing was read since
         self._named = False  # whether `set_epoch` was called since the epoch began
         self._passing = 0  # batches that the coming epoch begins without
         self._ahead = 0  # items of the sampler that this epoch was further than `batches` of this width are
@@ -224,7 +225,7 @@ class Loader:
         """Start the epoch's iterator; its order is drawn with the first batch. The plan has the facts of each batch."""
         plan = self._plan
         self._leave_epoch()
-        self._resuming = False
+        self._resuming = self._finished = False
         passing, self._passing = self._passing, 0
         if self._repeats and plan.order is None:
             plan.order = self._first
@@ -258,14 +259,20 @@ class Loader:
             self._stream.follow(drawn)
         yield from itertools.chain(first, batches)
 
-    def start_at(self, batch: int) -> None:
+    def start_at(self, batch: int) -> bool:
         """Let the coming iteration begin at ``batch`` of the running epoch, wherever a resume has put it.
+
+        Returns:
+            False behind the last batch of an epoch that `finish_epoch` has ended: there is nothing to iterate.
 
         Raises:
             ValueError: for a stream that has passed it already.
         """
+        if self._finished and self.length is not None and batch >= self.length:
+            self._finished = False
+            return False
         self._leave_epoch()
-        if self._resuming and self.length is not None and self.batches >= self.length:
+        if self._resuming and self.length is not None and self.batches >= self.length > batch:
             self.end_epoch()  # saved with its last batch: the running epoch is the next one
             self._resuming = False
         if not isinstance(self._plan, ShardedBatches):
@@ -275,6 +282,7 @@ class Loader:
         else:
             self.samples = self.batches = self._ahead = 0
             self._passing = batch
+        return True
 
     def end_epoch(self) -> None:
         """Go on with the next epoch, even if this one was left early. Happens by itself when it is exhausted."""
@@ -283,6 +291,19 @@ class Loader:
             self.samples = self.batches = self._ahead = 0
             self._first = self._first or self._plan.order
             self._plan.order = self._micro = None
+
+    def finish_epoch(self) -> bool:
+        """Begin with the next epoch where a resume stands behind the last batch of one.
+
+        Returns:
+            Whether it did. Never for a stream whose length is not known.
+        """
+        if not self._resuming or self.length is None or self.batches < self.length:
+            return False
+        for _ in self._run(None):  # not only `end_epoch`: a sampler may draw, or a stream change, after its last item
+            raise AssertionError("an epoch that was saved behind its last batch yields another one")
+        self._finished = True
+        return True
 
     def _leave_epoch(self) -> None:
         """End an epoch that was left early; the next one is the one that `set_epoch` has named since, if any."""

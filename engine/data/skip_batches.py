@@ -46,8 +46,7 @@ class SkippedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self.loader, Loader):
-            self.loader.start_at(self.skipped)
-            return iter(self.loader)
+            return iter(self.loader) if self.loader.start_at(self.skipped) else iter(())
         return _skip_batches(self.loader, self.skipped)
 
     def __len__(self) -> int:

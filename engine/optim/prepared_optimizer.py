@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd import _profiler_enabled
@@ -27,6 +28,7 @@ class PreparedOptimizer(Optimizer):
     Args:
         optimizer: the wrapped one.
         accumulation: the group of micro-batches that its steps belong to.
+        all_optimizers: the list that holds each prepared optimizer of its Accelerator, this one too.
 
     Attributes:
         built: the options that the script built it with.
@@ -35,11 +37,14 @@ class PreparedOptimizer(Optimizer):
         skipped: steps that a float16 overflow prevented.
     """
 
-    def __init__(self, optimizer: Optimizer, accumulation: Accumulation) -> None:
+    def __init__(
+        self, optimizer: Optimizer, accumulation: Accumulation, all_optimizers: list[PreparedOptimizer]
+    ) -> None:
         self.replace(optimizer)
         self.steps_taken = 0
         self.skipped = 0
         self._accumulation = accumulation
+        self._all_optimizers = all_optimizers
 
     def replace(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer; steps are counted on."""
@@ -103,6 +108,30 @@ class PreparedOptimizer(Optimizer):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Return a context in which parameters that only other prepared optimizers have get no gradients.
+
+        Args:
+            sync_grad: accepted for Lightning's signature. Gradients of manual optimization are reduced once, when a
+                step needs them, however many backward passes came before.
+        """
+        trained = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        toggled = [
+            parameter
+            for other in self._all_optimizers
+            for group in other.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in trained and parameter.requires_grad
+        ]
+        for parameter in toggled:
+            parameter.requires_grad = False
+        try:
+            yield
+        finally:
+            for parameter in toggled:
+                parameter.requires_grad = True
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state."""

@@ -1,5 +1,6 @@
 """Accelerate's small helpers; expected values are what accelerate 1.15 returns for the same calls."""
 
+import argparse
 import os
 
 import numpy as np
@@ -226,3 +227,21 @@ def test_a_launched_function_knows_its_rank(monkeypatch):
     launched = PrepareForLaunch(note, "MULTI_CPU")
     launched(1, "x")
     assert seen == [(("x",), "3", "1")]
+
+
+def test_a_custom_state_that_is_not_data_is_refused_when_it_is_saved(tmp_path) -> None:
+    from treadle.compat.checkpointing import save_custom_state
+
+    class Holder:
+        def state_dict(self):
+            return {"args": argparse.Namespace(lr=0.1)}
+
+    with pytest.raises(TypeError, match=r"a Holder whose state holds argparse.Namespace, which only running code"):
+        save_custom_state(Holder(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("rows", "processes", "padded"), [(5, 2, 6), (5, 3, 6), (5, 4, 8), (2, 4, 4), (6, 3, 6)])
+def test_rows_are_padded_to_a_multiple_of_the_processes(rows, processes, padded) -> None:
+    tensor = torch.arange(1, rows + 1)
+    assert pad_input_tensors(tensor, rows, processes).tolist() == [*range(1, rows + 1), *[0] * (padded - rows)]

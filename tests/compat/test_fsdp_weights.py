@@ -12,6 +12,7 @@ import torch
 from processes import run
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from treadle.compat.utils.fsdp_utils import (
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,
@@ -84,6 +85,43 @@ def save_and_load(folder: str, version: int) -> list[bool]:
     assert len(merged) == 9
     whole = [torch.equal(merged[name], saved[name]) for name in merged]
     return [*same, *whole, not torch.equal(other["0.weight"], saved["0.weight"])]
+
+
+def list_saved_names(folder: str) -> list[list[str]]:
+    """The entries of the files that a frozen layer's model writes, whole and in shards, as Accelerate names them."""
+    found = []
+    for version in (1, 2):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+        accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
+        model = build()
+        model[0].requires_grad_(False)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(trained, lr=0.1, momentum=0.9))
+        accelerator.backward(model(torch.ones(4, 4)).mean())
+        optimizer.step()
+        path = f"{folder}/{version}"
+        save_fsdp_model(plugin, accelerator, model, path, adapter_only=True)
+        save_fsdp_optimizer(plugin, accelerator, optimizer, model, path)
+        if version == 1:
+            state = torch.load(f"{path}/optimizer.bin", weights_only=True)
+            found += [sorted(torch.load(f"{path}/pytorch_model_fsdp.bin", weights_only=True)), sorted(state["state"])]
+            assert state["param_groups"][0]["params"] == ["1.weight", "1.bias", "2.weight", "2.bias"]
+        else:
+            for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+                entries = FileSystemReader(f"{path}/{name}").read_metadata().state_dict_metadata
+                found.append(sorted(entry for entry in entries if "param_groups" not in entry))
+    return found
+
+
+@can_shard
+def test_only_trainable_parameters(tmp_path: Path) -> None:
+    parameters = ["1.bias", "1.weight", "2.bias", "2.weight"]
+    buffers = ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
+    for model, optimizer, model_shards, optimizer_shards in run(list_saved_names, 2, str(tmp_path)):
+        assert model == sorted([*parameters, *buffers])
+        assert optimizer == parameters
+        assert model_shards == [f"model.{name}" for name in model]
+        assert optimizer_shards == [f"optimizer.state.{name}.momentum_buffer" for name in parameters]
 
 
 @can_shard

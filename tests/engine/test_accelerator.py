@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -219,6 +220,49 @@ def test_two_optimizers_share_a_scale():
     assert trace[1] == ([False, False], [True, False], [False, False], [False, False])
     assert [p for p, _ in trace[3]] == pytest.approx([0.875, 0.875, 0.8625, 0.86125], abs=1e-6)
     assert [p for _, p in trace[3]] == pytest.approx([0.875, 0.8625, 0.86125, 0.861125], abs=1e-6)
+
+
+def step_with_scaler(scaler, factors, folder=None, resume=None):
+    """Return the scale of each loss, whether its step was skipped, and the parameter after it."""
+    accelerator = treadle.Accelerator(cpu=True, mixed_precision="fp16")
+    parameter = nn.Parameter(torch.ones(()))
+    optimizer = accelerator.prepare(torch.optim.SGD([parameter], lr=0.5))
+    accelerator.scaler = scaler
+    assert optimizer.scaler is accelerator.scaler is scaler
+    if resume is not None:
+        accelerator.load_state(resume)
+    trace = []
+    for factor in factors:
+        accelerator.backward(parameter * factor)
+        scale = parameter.grad.item() / factor
+        accelerator.clip_grad_norm_([parameter], 0.25)
+        optimizer.step()
+        trace.append((scale, accelerator.optimizer_step_was_skipped, parameter.item()))
+        optimizer.zero_grad()
+    if folder is not None:
+        accelerator.save_state(folder)
+    return trace
+
+
+def make_scaler(**options):
+    return torch.amp.GradScaler("cpu", **{"init_scale": 4.0, "growth_interval": 2, **options})
+
+
+def test_a_scaler_that_takes_the_place_of_the_accelerators(tmp_path):
+    huge = 3e38  # finite, and infinite once it is scaled
+    trace = step_with_scaler(make_scaler(), (1.0, huge, 1.0, 1.0), tmp_path / "c")
+    assert [(scale, skipped) for scale, skipped, _ in trace] == [
+        (4.0, False),
+        (math.inf, True),
+        (2.0, False),
+        (2.0, False),
+    ]
+    assert [value for *_, value in trace] == pytest.approx([0.875, 0.875, 0.75, 0.625], abs=1e-6)
+    (resumed, *_) = step_with_scaler(make_scaler(init_scale=64.0), (1.0,), resume=tmp_path / "c")
+    assert resumed[0] == 4.0  # two steps without an overflow: it has grown, and is the checkpoint's
+    for scaler in (None, make_scaler(enabled=False)):
+        trace = step_with_scaler(scaler, (1.0, 2.0))
+        assert trace == [(1.0, False, pytest.approx(0.875)), (1.0, False, pytest.approx(0.75))]
 
 
 def test_a_schedule_by_epoch_outlives_a_skipped_last_step():

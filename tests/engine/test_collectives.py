@@ -40,6 +40,43 @@ def metrics(evaluation, n):
     return found
 
 
+def repeated(evaluation, n, batch_size):
+    """Gather each batch's mean as often as a full batch has samples, and rows of the same count that are no means."""
+    accelerator = treadle.Accelerator(cpu=True)
+    loader = accelerator.prepare_data_loader(
+        DataLoader(torch.arange(float(n)), batch_size=batch_size), evaluation=evaluation
+    )
+    means, tokens, counts, sums = [], [], [], []
+    for batch in loader:
+        output = {"loss": batch.mean().repeat(batch_size), "ids": batch}
+        gathered = accelerator.gather_for_metrics(output)
+        assert len(gathered["loss"]) == len(gathered["ids"])
+        means += gathered["loss"].tolist()
+        full = torch.cat((batch, batch.new_full((2 * batch_size,), -1.0)))[:batch_size]
+        tokens.append(len(accelerator.gather_for_metrics(full + torch.arange(batch_size))))
+        counts.append(len(accelerator.gather_for_metrics(torch.ones(batch_size, dtype=torch.long))))
+        sums += accelerator.gather_for_metrics(batch.sum().reshape(1)).tolist()
+    return sum(means) / len(means), tokens, counts, sums
+
+
+REPEATED = ((False, 20, 8), (True, 20, 8), (False, 9, 2), (False, 13, 4), (False, 5, 1), (False, 1, 4))
+
+
+def repeated_in_each_case():
+    return [repeated(*case) for case in REPEATED]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_mean_repeated_for_a_full_batch_weighs_the_samples_of_a_short_one(world):
+    for every in run(repeated_in_each_case, world):
+        for (_, n, batch_size), (mean, tokens, counts, sums) in zip(REPEATED, every, strict=True):
+            assert mean == pytest.approx((n - 1) / 2)
+            # Other rows are left: all that the ranks with samples have.
+            assert tokens == counts
+            assert all(count % batch_size == 0 and count for count in tokens)
+            assert sum(sums) == sum(range(n))
+
+
 CASES = ((True, 9), (False, 9), (False, 1))
 
 

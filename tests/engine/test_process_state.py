@@ -1,11 +1,14 @@
 """Who runs what: on one, on all, first, in one process and in several."""
 
 import contextlib
+import copy
+import pickle
 import time
 
 import pytest
 import torch
 from processes import run
+from torch import nn
 from treadle.engine import AcceleratorState, GradientState, PartialState
 
 import treadle
@@ -298,3 +301,16 @@ def test_one_run_after_the_other():
 def test_every_name_of_utils_is_there():
     assert [name for name in utils.__all__ if not hasattr(utils, name)] == []
     assert len(set(utils.__all__)) == len(utils.__all__)
+
+
+def test_copies_and_pickles_of_an_accelerator():
+    """An average of a model that holds its Accelerator is a plain deep copy; no other process can have one."""
+    accelerator = treadle.Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    model.accelerator = accelerator
+    average = copy.deepcopy(model)
+    assert average.accelerator is accelerator
+    assert average.weight is not model.weight
+    for state in (accelerator, treadle.PartialState()):
+        with pytest.raises(TypeError, match=rf"{type(state).__name__} can't be pickled.* Create one in each process"):
+            pickle.dumps(state)

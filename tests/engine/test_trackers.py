@@ -186,6 +186,31 @@ def test_mlflow(world, tmp_path):
     assert "name: digits" in (found.parent / "meta.yaml").read_text()
 
 
+def track_on_the_main_process(folder):
+    """Scripts start trackers on the main process alone and use them on all."""
+    accelerator = cpu(log_with=["csv", "tensorboard"], project_dir=folder)
+    if accelerator.is_main_process:
+        accelerator.init_trackers("digits", {"rate": 0.1})
+    accelerator.log({"loss": torch.tensor(2.5)}, step=3)
+    for unwrap in (False, True):
+        tracker = accelerator.get_tracker("tensorboard", unwrap=unwrap)
+        if unwrap:
+            tracker.add_scalar("by_hand", 1.0, 3)
+        else:
+            tracker.log({"more": 1.0}, step=3)
+    with pytest.raises(ValueError, match="no tracker 'tensorbord'"):
+        accelerator.get_tracker("tensorbord")
+    accelerator.end_training()
+    accelerator.end_training()
+    return accelerator.process_index
+
+
+def test_trackers_of_the_main_process_alone(tmp_path):
+    assert run(track_on_the_main_process, 2, str(tmp_path), timeout=60) == [0, 1]
+    assert (tmp_path / "digits" / "metrics.csv").read_text() == "step,loss\n3,2.5\n"
+    assert len(list((tmp_path / "digits").glob("events.*"))) == 1
+
+
 def test_a_tracker_that_is_none():
     class Half(utils.GeneralTracker):
         name = "half"

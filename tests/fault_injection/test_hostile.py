@@ -146,6 +146,7 @@ def exported(path):
 # What reads a path: how to go through it, what must load, and which files to take there.
 DOORS = {
     "load_weights(source)": (lambda path: treadle.load_weights(hostile_files.model(), path), "good.pt", "files"),
+    "load_checkpoint(checkpoint_path)": (treadle.load_checkpoint, "good.pt", "files"),
     "TaskModule.load_from_checkpoint(checkpoint_path)": (Task.load_from_checkpoint, "good.pt", "files"),
     "TaskModule.load_from_checkpoint(hparams_file)": (settings, "settings-good.yaml", "settings"),
     "DataModule.load_from_checkpoint(checkpoint_path)": (Data.load_from_checkpoint, "whole", "run"),

@@ -27,7 +27,6 @@ DIFFERENT: dict[tuple[str, int], dict[str, str]] = {
     ("cascade", 2): {f"/{name}( |/|$)": GLOBAL_BATCH for name in ("losses", "norms", "rates", "weights")},
     ("memory", 1): {"/tried": "`find_executable_batch_size`"},
     ("memory", 2): {"/tried": "`find_executable_batch_size`"},
-    ("unconditional", 1): {"/plain/(rows|ema)": "Resume from the last batch of an epoch, in a loop of one's own"},
     ("frames", 1): {"/losses/": WEIGHTED},  # a batch sampler whose batches hold different numbers of samples
     ("frames", 2): {"/losses/": WEIGHTED},
 }

@@ -303,7 +303,12 @@ class TrainerCheckpointer:
         if opened is None:
             return None
         with isolated_random_state():
-            info = self._trainer.accelerator.load_state(opened, models=False, schedule=schedule)
+            info = self._trainer.accelerator.load_state(
+                opened,
+                models=False,
+                schedule=schedule,
+                finish_epoch=False,  # what follows an epoch's last batch, its validation first, is still to come
+            )
             if info.get("saved_by", 1) > 1:
                 warn(
                     f"{opened.path} was saved by rank zero alone when an error came: the other processes' random "

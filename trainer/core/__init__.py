@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .datamodule import DataModule, TransferHooks
     from .hooked_weights import HookedWeights
     from .hooks import TaskHooks
-    from .loading import read_hook_entries, read_saved_arguments, read_weights, warn_of_code
+    from .loading import load_checkpoint, read_hook_entries, read_saved_arguments, read_weights, warn_of_code
     from .signatures import REQUIRED, Argument, Signature, described, signature
     from .stored_hparams import AttributeDict
     from .task import TaskModule, has_own, log_to, overrides, task_modules

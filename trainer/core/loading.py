@@ -119,6 +119,46 @@ def build_datamodule(
     return module
 
 
+def load_checkpoint(
+    checkpoint_path: Source, map_location: Any = None, weights_only: bool | None = None, *, sha256: str | None = None
+) -> dict[str, Any]:
+    """Return a checkpoint as the dict that Lightning keeps in its file, in place of ``torch.load(path)``.
+
+    Args:
+        checkpoint_path: a checkpoint of ours, such as ``trainer.checkpoint_callback.best_model_path``, or any other
+            source of weights that `load_weights` takes.
+        map_location: the device for the weights (default: the CPU).
+        weights_only: accepted for the signature of ``torch.load``; code in a file never runs.
+        sha256: the digest of a file, compared before anything in it is looked at.
+
+    Returns:
+        ``state_dict``, the weights by the names they have in the task; ``epoch``, ``global_step``,
+        ``hyper_parameters`` and what ``on_save_checkpoint`` added, as far as the checkpoint has them.
+
+    Example:
+        >>> weights = load_checkpoint(trainer.checkpoint_callback.best_model_path)["state_dict"]
+    """
+    warn_of_code(weights_only)
+    with open_source(checkpoint_path, sha256) as opened_source:
+        document: dict[str, Any] = {}
+        if (saved := opened_source.checkpoint) is not None:
+            document = _read_hparams(saved, HPARAMS)
+            if document and "hparams_kind" not in document:  # as they were stored at first: the values alone
+                document = {"hyper_parameters": document}
+            hook_entries = _read_hook_entries(saved)
+            _take_changed_hparams(document, hook_entries)
+            document = {key: document[key] for key in ("hyper_parameters", "hparams_name") if document.get(key)}
+            document |= hook_entries
+        elif opened_source.file is not None:
+            document = _read_document(opened_source, opened_source.file)
+        weights: dict[str, Any] = {}
+        for name, piece in opened_source.weights.items():
+            values = torch.empty(piece.shape, dtype=piece.dtype)
+            piece.fill(values)
+            weights[name] = values if map_location is None else values.to(map_location)
+    return document | {"state_dict": weights | opened_source.others}
+
+
 def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments to build a task with: those that its checkpoint holds, the given ones for the rest.
 

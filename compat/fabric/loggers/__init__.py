@@ -1,5 +1,10 @@
-"""Names of ``lightning.fabric.loggers``; written by `make compat`."""
+"""Fabric's loggers, and other names of Lightning's module."""
 
-from ....common.peer_names import export_peer_names
+from ....common.peer_names import find_peer_names
+from ....loggers import Logger
+from .csv_logs import CSVLogger
+from .tensorboard import TensorBoardLogger
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+__all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
+
+__getattr__ = find_peer_names(__name__)

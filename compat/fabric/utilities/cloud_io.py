@@ -1,5 +1,28 @@
-"""Names of ``lightning.fabric.utilities.cloud_io``; written by `make compat`."""
+"""Names of ``lightning.fabric.utilities.cloud_io``, and the private one that libraries import."""
 
-from ....common.peer_names import export_peer_names
+from __future__ import annotations
 
-__getattr__, __dir__, __all__ = export_peer_names(__name__)
+import os
+from typing import Any
+
+import torch
+
+from ....common.peer_names import find_peer_names
+from ....trainer import load_checkpoint
+
+__getattr__ = find_peer_names(__name__)
+
+
+def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    """Return what a file of ``torch.save`` holds, or a checkpoint of a run as the dict of Lightning's file.
+
+    Libraries import it as ``pl_load``, private as it is.
+
+    Args:
+        path_or_url: a path, or an open file.
+        map_location: the device for tensors.
+        weights_only: see ``torch.load``; None is True, so no code in a file runs.
+    """
+    if isinstance(path_or_url, str | os.PathLike) and os.path.isdir(path_or_url):
+        return load_checkpoint(path_or_url, map_location)
+    return torch.load(path_or_url, map_location=map_location, weights_only=weights_only is None or weights_only)

@@ -13,6 +13,7 @@ import torch
 from processes import script
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
+from treadle.compat.big_models.offload_files import offload_state_dict
 from treadle.engine.big_models import (
     compute_module_sizes,
     cpu_offload,
@@ -604,6 +605,46 @@ def test_memory_to_disk(plain, tmp_path):
     shutil.move(tmp_path / "again", tmp_path / "half" / "offload.safetensors")
     with pytest.raises(ValueError, match=r"offload.safetensors: was changed"):
         half(inputs()[0][0])
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_weights_that_were_offloaded_before(plain, tmp_path, capsys, is_empty):
+    """Accelerate's folder of raw bytes: its values count, not those of the model that is dispatched onto it."""
+    state = plain.state_dict()
+    offload_state_dict(tmp_path / "all", state)
+
+    def build():
+        torch.manual_seed(12)
+        return empty() if is_empty else LanguageModel()
+
+    assert_same(disk_offload(build(), tmp_path / "all", torch.device("cpu")), plain)
+    assert sorted(path.suffix for path in (tmp_path / "all").iterdir()) == [".dat"] * len(state) + [".json"]
+    if not is_empty:
+        assert "offloaded before" in capsys.readouterr().err
+
+    save_file({"x." + name: state[name].clone() for name in state if name.startswith("layers.1")}, tmp_path / "file")
+    layer = {name: value for name, value in state.items() if name.startswith("layers.0")}
+    offload_state_dict(tmp_path / "some", layer)
+    index = json.loads((tmp_path / "some" / "index.json").read_text()) | {
+        name: {"safetensors_file": str(tmp_path / "file"), "weight_name": "x." + name, "dtype": "float32"}
+        for name in state
+        if name.startswith("layers.1")
+    }
+    model = copy.deepcopy(plain)
+    with torch.no_grad():
+        for parameter in model.layers[:2].parameters():
+            parameter.zero_()
+    device_map = {"": "cpu", "layers.0": "disk", "layers.1": "disk"}
+    assert_same(dispatch_model(model, device_map, None, None, tmp_path / "some", index), plain)
+
+    with pytest.raises(ValueError, match=r"no values for positions, .*not offloaded before"):
+        dispatch_model(empty(), {"": "disk"}, offload_dir=tmp_path / "some")
+    remove_hook_from_submodules(model)
+    with pytest.raises(ValueError, match=r"offload_index names no safetensors_file for 'layers.0"):
+        dispatch_model(model, device_map, offload_index=index)
+    (tmp_path / "some" / "layers.0.up.weight.dat").write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"layers.0.up.weight.dat: has 5 bytes"):
+        dispatch_model(model, device_map, offload_dir=tmp_path / "some")
 
 
 def test_an_empty_model_is_dispatched_onto_a_checkpoint(plain, tmp_path):

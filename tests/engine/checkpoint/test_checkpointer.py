@@ -734,6 +734,72 @@ def test_a_checkpoint_of_the_last_batch_begins_the_next_epoch(tmp_path):
     assert loader.epoch == 2
 
 
+def saving_apart(folder):
+    accelerator = cpu()
+    model = accelerator.prepare(nn.Linear(1, 1))
+    rank = accelerator.process_index
+    with pytest.raises(ValueError, match=rf"rank 0: {folder}/rank0; rank 1: {folder}/rank1\). All ranks write"):
+        accelerator.save_state(f"{folder}/rank{rank}")
+    accelerator.save_state(f"{folder}/{'./' * rank}c")
+    return model.weight.item()
+
+
+def test_a_directory_that_differs_by_rank_is_refused(tmp_path):
+    """A name with a clock's time in it would leave a checkpoint of each rank, none of them whole."""
+    run(saving_apart, 2, str(tmp_path), timeout=60)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def prepare_seeded(kind, seed):
+    torch.manual_seed(seed)
+    accelerator = cpu()
+    return accelerator, accelerator.prepare_data_loader(loaders()[kind])
+
+
+def resuming_at_an_end(folder):
+    """The epochs that scripts read which count them in different ways, resumed from the second epoch's last batch."""
+    found = {}
+    for kind in loaders():
+        if kind in ("list", "stream"):  # its length is not known
+            continue
+        accelerator, loader = prepare_seeded(kind, 5)
+        read(accelerator, loader)
+        for number, _ in enumerate(loader, 1):
+            if number == len(loader):
+                path = accelerator.save_state(f"{folder}/{kind}", info={"size": number})
+        whole = [read(accelerator, loader) for _ in range(2)]
+
+        def resume(path=path, kind=kind, **options):
+            accelerator, loader = prepare_seeded(kind, 77)
+            return accelerator, loader, accelerator.load_state(path, **options)
+
+        accelerator, loader, info = resume()
+        found[kind, "counted by steps"] = [read(accelerator, loader) for _ in range(2, 4)] == whole
+        accelerator, loader, info = resume()
+        found[kind, "the returned epoch"] = [read(accelerator, loader) for _ in range(info["epoch"], 4)] == whole
+        accelerator, loader, info = resume()
+        counted = []
+        while loader.epoch < 4:
+            counted.append(read(accelerator, loader))
+        found[kind, "the loader's epoch"] = counted == whole
+        for skipped, first in ((0, whole[0]), (2, whole[0][2:]), (info["size"], [])):
+            accelerator, loader, info = resume()
+            epochs = [read(accelerator, accelerator.skip_first_batches(loader, skipped)), read(accelerator, loader)]
+            found[kind, f"skipping {skipped}"] = epochs == [first, whole[1] if skipped < info["size"] else whole[0]]
+        accelerator, loader, info = resume(finish_epoch=False)
+        epochs = [read(accelerator, loader) for _ in range(info["epoch"], 4)]
+        found[kind, "what was left"] = epochs == [[], *whole]
+    return found
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_resume_from_the_last_batch_loses_no_epoch(world, tmp_path):
+    for found in run(resuming_at_an_end, world, str(tmp_path)):
+        assert found
+        assert [case for case, equal in found.items() if not equal] == []
+
+
 def test_loaders_that_were_not_prepared():
     torch.manual_seed(0)
     wanted = [batch.tolist() for batch in DataLoader(range(7), 2, shuffle=True)]

@@ -86,3 +86,27 @@ def test_a_data_module_without_a_state_is_none_of_a_checkpoints_business(tmp_pat
     trainer = treadle.Trainer(max_epochs=3, accelerator="cpu", **QUIET)
     trainer.fit(Tiny(), datamodule=Data(), ckpt_path=path)
     assert trainer.global_step == 6
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_checkpoint_as_the_dict_of_lightning(tmp_path, weights_only):
+    from treadle.compat.fabric.utilities.cloud_io import _load as pl_load
+    from treadle.compat.plugins.io import TorchCheckpointIO
+
+    task = Tiny(hidden=4)
+    path = saved(task, tmp_path, weights_only)
+    with pytest.raises(IsADirectoryError):
+        torch.load(path)
+    for read in (treadle.load_checkpoint, pl_load, TorchCheckpointIO().load_checkpoint):
+        checkpoint = read(path)
+        again = Tiny(**checkpoint["hyper_parameters"])
+        again.load_state_dict(checkpoint["state_dict"])
+        assert torch.equal(again.net.weight, task.net.weight)
+        assert (checkpoint["epoch"], checkpoint["global_step"], checkpoint["words"]) == (2, 4, ["a", "b"])
+    file = tmp_path / "lightning.ckpt"
+    content = {"state_dict": task.state_dict(), "epoch": 3, "global_step": 7, "hyper_parameters": {"hidden": 4}}
+    torch.save(content, file)
+    found = treadle.load_checkpoint(file, map_location="cpu")
+    assert torch.equal(found.pop("state_dict")["net.weight"], task.net.weight)
+    assert found == {name: value for name, value in content.items() if name != "state_dict"}
+    assert pl_load(file)["epoch"] == 3

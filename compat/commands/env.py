@@ -1,0 +1,5 @@
+"""Names of ``accelerate.commands.env``; written by `make compat`."""
+
+from ...common.peer_names import export_peer_names
+
+__getattr__, __dir__, __all__ = export_peer_names(__name__)
