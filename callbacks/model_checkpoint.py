@@ -100,6 +100,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     CHECKPOINT_JOIN_CHAR = "-"
     CHECKPOINT_EQUALS_CHAR = "="
     CHECKPOINT_NAME_LAST = "last"
+    CHECKPOINT_NAME_PREEMPTED = "preempted"
     FILE_EXTENSION = ".ckpt"
     STARTING_VERSION = 1
 
@@ -300,6 +301,29 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             self._settle(trainer, wait=True)
         finally:
             self._save_last(trainer, exception)
+
+    def save_now(self, trainer: Trainer) -> str:
+        """Save the run as it is, as ``last.ckpt`` if there is one, else as ``preempted.ckpt``. Call it on all ranks.
+
+        Returns:
+            The checkpoint's path.
+
+        Raises:
+            ValueError: if a weight is not finite.
+            OSError: if the disk refuses.
+        """
+        self._settle(trainer, wait=True)
+        if self.save_last:
+            progress = trainer.progress
+            values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values}
+            values |= {"epoch": progress.epoch, "step": progress.step}
+            path = self._agree_on_path(trainer, values, self.last_model_path, last=True)
+            self._top_k.last_model_path = path
+        else:
+            path = os.path.join(self._directory, self.CHECKPOINT_NAME_PREEMPTED + self.FILE_EXTENSION)
+        trainer.save_checkpoint(path)
+        self._top_k.saved_step = trainer.progress.step
+        return path
 
     def _save_last(self, trainer: Trainer, exception: BaseException) -> None:
         last = trainer.last_step

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .distributed.open_world import open_world
     from .distributed.tracebacks import report_uncaught
     from .distributed.world import World
+    from .forward_router import BALLOT_SIZE
     from .fsdp.fsdp import FSDP
     from .fsdp.fsdp import FSDP as FSDPStrategy
     from .fsdp.fsdp import FSDP as ModelParallelStrategy

@@ -10,11 +10,11 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-BALLOT_SIZE = 4
+BALLOT_SIZE = 5
 
 
 class Ballot:
-    """What one process alone knows and all must decide on: four numbers that are summed over the processes.
+    """What one process alone knows and all must decide on: a few numbers that are summed over the processes.
 
     Args:
         device: where the model is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
@@ -41,6 +42,7 @@ from .loop import (
     EvaluationLoop,
     Fit,
     Hooks,
+    Preemption,
     Progress,
     RunSummary,
     Sources,
@@ -265,6 +267,7 @@ class Trainer(LightningAliases):
         self.config: str | None = None  # the run's configuration as YAML, where it has one; it goes into checkpoints
         self.resume_command: str | None = None  # the shell command that resumes the run, where one started it
         self.should_stop = self.interrupted = self.sanity_checking = False
+        self.preemption = Preemption(self)
         self.decided = ""
         self.evaluation_batch = 0
         self.evaluation_total: int | None = None
@@ -435,6 +438,11 @@ class Trainer(LightningAliases):
     def is_global_zero(self) -> bool:
         """True on rank zero."""
         return self.accelerator.is_main_process
+
+    @property
+    def received_sigterm(self) -> bool:
+        """True once this process got a SIGTERM in the latest ``fit``."""
+        return self.preemption.caught is signal.SIGTERM
 
     @property
     def world_size(self) -> int:

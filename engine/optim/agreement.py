@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from ...strategies import Strategy, World
+from ...strategies import BALLOT_SIZE, Strategy, World
 
-_WEIGHT, _STOP, _TAINT, _LEAVE = 0, 1, 2, 3
+_WEIGHT, _STOP, _TAINT, _LEAVE, _SIGNAL = range(5)
 
 
 class Agreement:
@@ -24,6 +24,8 @@ class Agreement:
         finite: the losses of the step were finite on every process.
         leave_vote: this process wants to leave the epoch without this step.
         leaves: how many processes wanted that.
+        signal_vote: this process got a signal that asks the run to end; see `signal`.
+        signaled: some process got one, and every process knows it now.
     """
 
     def __init__(self, world: World, strategy: Strategy) -> None:
@@ -31,6 +33,8 @@ class Agreement:
         self.stop = False
         self.leave_vote = False
         self.leaves = 0
+        self.signal_vote = False
+        self.signaled = False
         self.finite = True
         self.local_finite = True
         self.watch_finite = True
@@ -41,6 +45,11 @@ class Agreement:
         self._taint: Tensor | None = None
         self._local_taint: Tensor | None = None
         self._pending: tuple[Tensor, Tensor, torch.cuda.Event | None] | None = None
+
+    def signal(self) -> None:
+        """This process got a signal that asks the run to end. May come at any time, from a signal handler."""
+        self.signal_vote = True
+        self.signaled |= self.alone
 
     def watch(self, loss: Tensor) -> None:
         """Take note of one micro-batch's loss."""
@@ -57,13 +66,15 @@ class Agreement:
         """Cast this process's votes; called before the last backward of a step."""
         if self.alone:
             return
-        votes = torch.zeros(4, device=self._device)
+        votes = torch.zeros(BALLOT_SIZE, device=self._device)
         if weight is not None:
             votes[_WEIGHT] = weight
         if self.stop_vote:
             votes[_STOP] = 1.0
         if self.leave_vote:
             votes[_LEAVE] = 1.0
+        if self.signal_vote:
+            votes[_SIGNAL] = 1.0
         if self._taint is not None:
             votes[_TAINT] = self._taint
         self._local_taint, self._taint = self._taint, None
@@ -90,6 +101,7 @@ class Agreement:
         if not self.alone:
             self.stop = values[_STOP] > 0
             self.leaves = round(values[_LEAVE])
+            self.signaled = values[_SIGNAL] > 0
         self.finite = not math.isnan(values[_TAINT])
         self.local_finite = not math.isnan(values[-1])
 
@@ -123,6 +135,7 @@ class Agreement:
         """Forget the votes of the run before."""
         self.forget_losses()
         self.stop_vote = self.stop = self.leave_vote = False
+        self.signaled = self.signal_vote and self.alone  # a signal that came before the first step counts
         self.leaves = 0
         self._local_taint = self._pending = None
 
@@ -131,6 +144,6 @@ def _pack_votes(votes: Tensor | None, local_taint: Tensor | None, device: torch.
     """The summed votes and this process's own taint, to be read at once; in a world of one they are the same."""
     taint = torch.zeros(1, device=device) if local_taint is None else local_taint.reshape(1)
     if votes is None:
-        votes = torch.zeros(4, device=device)
+        votes = torch.zeros(BALLOT_SIZE, device=device)
         votes[_TAINT] = taint[0]
     return torch.cat((votes.float(), taint))

@@ -20,9 +20,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from .rendezvous import Job, Place
+from .rendezvous import SIGNALS, Job, Place
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+_PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _POLL = 0.01  # seconds; two failures closer than this can't be told apart, and a rank's death throes take longer
 _END, _DONE, _LEFT = "treadle/end", "treadle/done", "treadle/left"  # what the machines' agents tell each other
 
@@ -94,6 +94,9 @@ class Agent(LocalElasticAgent):
                 self._hear()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        if death_sig in _PREEMPTING and not self.closing:
+            for number in _PREEMPTING:  # the ranks save now, which a second one must not break off
+                signal.signal(number, signal.SIG_IGN)
         # torch comes here again when a second signal broke off the first wait.
         death_sig, self.closing = (signal.SIGKILL if self.closing else death_sig), True
         self._close(death_sig, self.grace)
@@ -214,7 +217,7 @@ def run(job: Job, place: Place | None) -> int:
         except RendezvousError as error:
             elsewhere = Elsewhere(1, f"the machines of the run did not meet, or one has left: {_get_first_line(error)}")
         finally:
-            for number in SIGNALS:
+            for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
                 signal.signal(number, signal.SIG_IGN)  # what is left takes a moment and must be done
             agent.finish(sweep=stop is not None or elsewhere is not None)
             _take_leave(agent, rendezvous, stop)
@@ -227,7 +230,7 @@ def _take_leave(agent: Agent, rendezvous: Any, stop: signal.Signals | None) -> N
         return  # the others go on without this machine
     if stop is not None:
         with contextlib.suppress(Elsewhere):
-            agent.tell(128 + stop, f"{stop.name} was sent to {socket.gethostname()}")
+            agent.tell(_convert_signal(stop), f"{stop.name} was sent to {socket.gethostname()}")
     agent.await_leave(agent.job.failure_grace + 3)
     with contextlib.suppress(RendezvousError):
         rendezvous.shutdown()
@@ -290,7 +293,7 @@ def _report_outcome(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewh
     if elsewhere is not None:
         lines, status = [str(elsewhere)], elsewhere.status
     elif stop is not None:
-        lines, status = [f"{stop.name} was forwarded to {started} rank(s)"], 128 + stop
+        lines, status = [f"{stop.name} was forwarded to {started} rank(s)"], _convert_signal(stop)
     elif first is not None:
         for rank in list(codes)[: list(codes).index(first)]:
             words[agent.global_rank(rank)] += " before that"
@@ -324,6 +327,11 @@ def _get_first_line(error: BaseException) -> str:
 
 def _convert_to_status(code: int) -> int:
     return code if code >= 0 else 128 - code
+
+
+def _convert_signal(number: signal.Signals) -> int:
+    """128 + n; SIGUSR1 is a scheduler's early SIGTERM."""
+    return 128 + (signal.SIGTERM if number in _PREEMPTING else number)
 
 
 def _describe_ending(code: int) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ...common.validation import check_int, check_positive
 
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # which end a run
 GRACE = 30.0
 FAILURE_GRACE = 2.0
 _PORTS = {"c10d": 29400, "static": 29500}  # torchrun's

@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from ..distributed import variables_set
-from .rendezvous import FAILURE_GRACE, GRACE, Job
+from .rendezvous import FAILURE_GRACE, GRACE, SIGNALS, Job
 
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _TEST_RUNNERS = ("pytest", "py.test", "unittest")
 
 
@@ -57,9 +56,10 @@ def supervise(
 ) -> int:
     """Runs a command in `nproc` processes of this machine, with torchrun's variables, and waits for all of them.
 
-    The calling process is a supervisor and no rank. It forwards SIGTERM, SIGINT, SIGHUP and SIGQUIT to every rank
-    (those it doesn't ignore itself: `nohup` stays effective), and a second signal kills at once. The first rank to
-    fail ends the others. Every launch listens on a port of its own which the system picks.
+    The calling process is a supervisor and no rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to every
+    rank (those it doesn't ignore itself: `nohup` stays effective). The ranks may save then: more SIGTERMs and SIGUSR1s
+    change nothing, any other second signal kills at once. The first rank to fail ends the others. Every launch listens
+    on a port of its own, which the system picks.
 
     `TREADLE_SUPERVISOR` hands each rank this process's id for `die_with_parent`. `OMP_NUM_THREADS`, where unset,
     becomes this process's CPUs divided by `nproc`.
@@ -74,7 +74,7 @@ def supervise(
 
     Returns:
         0 if every rank exited with 0; else the status of the rank that failed first in time, 128 + n for one killed
-        by signal n; 128 + n if this process got signal n, whatever the ranks then did.
+        by signal n; 128 + n if this process got signal n, whatever the ranks then did; 143 for SIGUSR1 too.
 
     Raises:
         ValueError: `nproc` is no positive number, there is no script to run again, or this is not the main thread.
@@ -105,7 +105,7 @@ def supervise_job(job: Job) -> int:
     # Text still in a buffer would come out after that of the ranks.
     sys.stdout.flush()
     sys.stderr.flush()
-    handled = [name for name in _SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
+    handled = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
     variables = {
         "TREADLE_SUPERVISOR": str(os.getpid()),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus() // job.nproc)),
@@ -240,4 +240,4 @@ def _restore_signals() -> Iterator[None]:
 
 
 def _list_signal_numbers() -> list[signal.Signals]:
-    return [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    return [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]

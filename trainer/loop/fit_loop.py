@@ -227,6 +227,8 @@ class FitLoop:
         write = stepped and trainer.log_every_n_steps and progress.step % trainer.log_every_n_steps == 0
         if write:
             trainer.logbook.write_step(self.metrics, progress.step, progress.epoch)
+        if self.agreement.signaled:
+            trainer.preemption.leave()
         stop = self._wants_to_stop() if self.alone else self.agreement.stop
         if progress.batch == self.total:
             self._close_epoch()

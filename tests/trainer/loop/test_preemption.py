@@ -1,0 +1,190 @@
+"""Signals that ask a run to end: saved at the next step boundary, status 143, and gone on with bit for bit."""
+
+import os
+import signal
+
+import pytest
+import torch
+from processes import run
+from quiet import trainer
+from torch import nn
+from torch.utils.data import DataLoader
+from treadle.callbacks import ModelCheckpoint
+from treadle.trainer.loop import Preempted
+
+import treadle
+
+SAMPLES, BATCH = 24, 2
+
+
+class Task(treadle.TaskModule):
+    """Dropout, a scheduler and a logged mean: all that a resume has to restore."""
+
+    def __init__(self, manual=False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.automatic_optimization = not manual
+        self.net = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.seen, self.means = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch.flatten().tolist())
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss, on_epoch=True, on_step=False)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch).square().mean())
+
+    def on_train_epoch_end(self):
+        self.means.append(self.trainer.callback_metrics["loss"].item())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+class Signals(treadle.Callback):
+    """Sends a signal to this process at a place of the run, ``times`` times."""
+
+    def __init__(self, number, step, place="on_train_batch_end", rank=0, times=1):
+        self.number, self.step, self.place, self.rank, self.times = number, step, place, rank, times
+
+    def _send(self, trainer):
+        if trainer.global_step == self.step and trainer.global_rank == self.rank and not trainer.sanity_checking:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+
+    def on_train_batch_start(self, trainer, *args):
+        if self.place == "on_train_batch_start":
+            self._send(trainer)
+
+    def on_train_batch_end(self, trainer, *args):
+        if self.place == "on_train_batch_end":
+            self._send(trainer)
+
+    def on_validation_batch_start(self, trainer, *args):
+        if self.place == "on_validation_batch_start":
+            self._send(trainer)
+
+    def on_save_checkpoint(self, trainer, *args):
+        if self.place == "on_save_checkpoint":
+            self._send(trainer)
+
+
+def fit(folder, callbacks=(), manual=False, accumulate=1, strategy="auto", world=1, saving=None, **flags):
+    task = Task(manual)
+    data, val = (DataLoader(torch.arange(float(n))[:, None], BATCH // world, shuffle=n > 9) for n in (SAMPLES, 6))
+    saving = ModelCheckpoint(folder, **(saving or {}))
+    flags = {"max_epochs": 2, "num_sanity_val_steps": 0, "accumulate_grad_batches": accumulate, **flags}
+    own = trainer(callbacks=[saving, *callbacks], enable_checkpointing=None, strategy=strategy, devices=world, **flags)
+    error = None
+    try:
+        own.fit(task, data, val, ckpt_path="auto")
+    except Preempted as caught:
+        error = caught.code
+    weights = [parameter.detach().clone() for parameter in task.parameters()] if strategy != "fsdp" else []
+    return {
+        "status": error,
+        "step": own.global_step,
+        "seen": task.seen,
+        "means": task.means,
+        "weights": weights,
+        "flag": own.received_sigterm,
+        "drawn": torch.rand(()).item(),
+    }
+
+
+def check(first, second, whole, step):
+    assert (first["status"], first["step"]) == (143, step)
+    assert second["status"] is None
+    assert first["seen"] + second["seen"] == whole["seen"]
+    assert (first["means"] + second["means"], second["drawn"]) == (whole["means"], whole["drawn"])
+    assert all(map(torch.equal, second["weights"], whole["weights"]))
+
+
+PLACES = [
+    # step at which it comes, where, and the step that is saved
+    ("on_train_batch_start", 3, 4),
+    ("on_train_batch_end", 5, 5),
+    ("on_train_batch_end", 12, 12),  # the epoch's last: its validation is still to come
+    ("on_validation_batch_start", 12, 13),
+    ("on_save_checkpoint", 12, 13),
+]
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(("place", "step", "saved"), PLACES)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_signal_saves_at_the_next_step_boundary(place, step, saved, times, tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    whole = fit(tmp_path / "whole")
+    first = fit(tmp_path / "a", [Signals(signal.SIGTERM, step, place, times=times)])
+    assert first["flag"]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+    check(first, fit(tmp_path / "a"), whole, saved)
+
+
+@pytest.mark.parametrize(
+    "more", [{"manual": True}, {"accumulate": 3}, {"saving": {"save_last": True}}, {"val_check_interval": 5}], ids=str
+)
+def test_whatever_the_run_is_like(more, tmp_path):
+    step = 3 if "accumulate" in more else 5
+    whole = fit(tmp_path / "whole", **more)
+    first = fit(tmp_path / "a", [Signals(signal.SIGUSR1, step)], **more)
+    assert not first["flag"]
+    check(first, fit(tmp_path / "a", **more), whole, step)
+    assert (tmp_path / "a" / ("last.ckpt" if "saving" in more else "preempted.ckpt")).exists()
+
+
+def on_two(folder, strategy, rank):
+    whole = fit(f"{folder}/whole", strategy=strategy, world=2)
+    step = 12 if rank else 4
+    first = fit(f"{folder}/a", [Signals(signal.SIGTERM, step, rank=rank)], strategy=strategy, world=2)
+    second = fit(f"{folder}/a", strategy=strategy, world=2)
+    check(first, second, whole, step + 1)  # the votes of the step were cast before it came
+    return first["flag"]
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_signal_to_one_rank_ends_all_after_the_same_step(strategy, rank, tmp_path):
+    assert run(on_two, 2, str(tmp_path), strategy, rank) == [rank == 0, rank == 1]
+
+
+def test_nothing_can_be_saved(tmp_path):
+    with pytest.warns(UserWarning, match="SIGTERM ends the run at optimizer step 3, and no ModelCheckpoint saves it"):
+        found = fit(tmp_path, [Signals(signal.SIGTERM, 3)], saving={"save_top_k": 0})
+    assert (found["status"], list(tmp_path.iterdir())) == (143, [])
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert fit(tmp_path, [Signals(signal.SIGTERM, 3)])["status"] is None
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_scripts_own_handler_is_called_too_and_put_back(tmp_path):
+    called = []
+
+    def handler(number, frame):
+        called.append(number)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        assert fit(tmp_path, [Signals(signal.SIGUSR1, 3)])["status"] == 143
+        assert signal.getsignal(signal.SIGUSR1) is handler
+        # Of one that comes after the last step the handler knows already.
+        assert fit(tmp_path / "b", [Signals(signal.SIGUSR1, 24, "on_validation_batch_start")])["status"] is None
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert called == [signal.SIGUSR1] * 4  # a validation has three batches
