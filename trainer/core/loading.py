@@ -145,7 +145,7 @@ def load_checkpoint(
             document = _read_hparams(saved, HPARAMS)
             if document and "hparams_kind" not in document:  # as they were stored at first: the values alone
                 document = {"hyper_parameters": document}
-            hook_entries = _read_hook_entries(saved)
+            hook_entries = read_hook_entries(saved)
             _take_changed_hparams(document, hook_entries)
             document = {key: document[key] for key in ("hyper_parameters", "hparams_name") if document.get(key)}
             document |= hook_entries
