@@ -177,7 +177,7 @@ class Loader:
             batches = self._begin()
         micros = self._plan.micros
         cursor, stream, move, planner = self._cursor, self._stream, self.move, self._plan.planner
-        outer = cursor.micro  # of a loop around this one, such as training around a validation
+        outer = cursor.micro, cursor.number  # of a loop around this one, such as training around a validation
         micro: Micro | None = None
         try:
             while True:
@@ -190,6 +190,7 @@ class Loader:
                     raise make_batches_error(self.source)
                 micro, drawn = micros.popleft()
                 cursor.micro = self._micro = micro
+                cursor.read = cursor.number = cursor.read + 1
                 self.samples += micro.everyone
                 self.batches += 1
                 if drawn is not None:
@@ -203,7 +204,7 @@ class Loader:
                 self.end_epoch()
         finally:
             if cursor.micro is micro:
-                cursor.micro = outer
+                cursor.micro, cursor.number = outer
 
     def groups(self) -> Iterator[Iterable[Any]]:
         """Yield groups of micro-batches; one group is one optimizer step. Call `end_epoch` after the last one."""

@@ -15,13 +15,16 @@ class Cursor:
     Attributes:
         micro: the micro-batch that was yielded last.
         waited: seconds in which this process has waited for batches.
+        read: batches that this process has read.
+        number: what ``read`` was with the current batch, which tells it from others with the same facts.
     """
 
-    __slots__ = ("micro", "waited")
+    __slots__ = ("micro", "number", "read", "waited")
 
     def __init__(self) -> None:
         self.micro: Micro | None = None
         self.waited = 0.0
+        self.read = self.number = 0
 
 
 _DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE

@@ -77,7 +77,7 @@ class Accumulation:
         self._unweighted = False  # some micro-batch of this group has reported no weight
         self._steps_before = 0
         self._entered: Micro | None = None  # the micro-batch that a loop of the user's own computed on last
-        self._entered_after = -1.0  # what the cursor had waited by then
+        self._entered_number = 0  # its number, as equal groups share their facts
         self._entered_scale = 0.0  # the sum of the scales of those it computed on in this group
         self._correction = 1.0
 
@@ -156,14 +156,13 @@ class Accumulation:
         It may leave out others of the group with ``continue``, or leave the loader within one. The gradient is then the
         mean over what it computed on, as those left out weigh nothing.
         """
-        micro, before, waited = self.cursor.micro, self._entered, self.cursor.waited
-        # Equal groups share their facts; the time that was waited tells one batch from the next.
-        same = micro is before and waited == self._entered_after
+        micro, before, number = self.cursor.micro, self._entered, self.cursor.number
+        same = micro is before and number == self._entered_number
         if micro is None or same or not self.groups_end_with_loader:
             return
         if before is None or before.last or (micro.number != before.number + 1 and not self._has_gradients()):
             self._entered_scale = 0.0
-        self._entered, self._entered_after, self._correction = micro, waited, 1.0
+        self._entered, self._entered_number, self._correction = micro, number, 1.0
         self._entered_scale += micro.scale
         if micro.last and self._entered_scale != micro.group_scale and self._entered_scale and self._weight is None:
             self._correction = micro.group_scale / self._entered_scale

@@ -67,3 +67,18 @@ def test_two_contexts_for_one_batch():
             with accelerator.accumulate(model):
                 accelerator.backward(model(batch).mean())
     assert first.weight.grad.item() == second.weight.grad.item() == 1.5 + 3.5
+
+
+def test_a_validation_between_two_contexts_for_one_batch():
+    """Which reads batches of its own: the training batch counts once all the same."""
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1, bias=False)
+    rows = torch.arange(1.0, 5)[:, None]
+    model, loader, validation = accelerator.prepare(model, DataLoader(rows, batch_size=1), DataLoader(rows, 2))
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).mean())
+        list(validation)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).mean())
+    assert model.weight.grad.item() == 2 * (1.5 + 3.5)
