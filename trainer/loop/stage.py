@@ -85,11 +85,6 @@ class Stage:
         trainer.hooks = trainer.ckpt_path = trainer.opened_checkpoint = trainer.last_step = trainer.steps = None
         trainer.should_stop = trainer.interrupted = False
         trainer.logbook.clear()  # what is read after a stage is that stage's
-        with trainer.preemption.watching() if self.name == "fit" else nullcontext():
-            return self._run(work)
-
-    def _run(self, work: Callable[[TaskModule, Hooks, Sources], Any] | None) -> Any:
-        trainer, task = self.trainer, self.task
         try:
             with trainer.history.spending(_SPENT_ON[self.name]):
                 hooks, sources = self._set_up()
