@@ -176,3 +176,17 @@ def test_tensors_of_all_processes() -> None:
         strategy.reduce(value, reduce_op="max")
     with pytest.raises(ValueError, match="needs a prepared task"):
         strategy.batch_to_device([value])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_optimizer_step_belongs_to_the_batch_before_it_is_counted(accumulate: int) -> None:
+    seen = []
+
+    class Steps(Watched):
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            loop = self.trainer.fit_loop
+            seen.append((loop.batch_idx, loop.total_batch_idx, *counts(loop.epoch_loop.batch_progress.total)))
+
+    samples = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=1)
+    trainer(max_epochs=2, accumulate_grad_batches=accumulate).fit(Steps(), samples)
+    assert seen == [(i % 4, i, i + 1, i + 1, i, i) for i in range(accumulate - 1, 8, accumulate)]
