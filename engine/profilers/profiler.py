@@ -127,9 +127,9 @@ class Profiler:
         return self._rank or 0
 
     def path_for(self, ending: str, part: str = "") -> Path:
-        """The file for this stage and process: ``dirpath/fit-name-0-part.txt``, without the rank in a run of one process.
+        """Return the file for this stage and process: ``dirpath/fit-name-0-part.txt``. Makes the directory.
 
-        Makes the directory.
+        A run of one process leaves the rank out.
 
         Args:
             ending: how the name ends, with its dot.
