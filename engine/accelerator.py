@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from ..common.messages import warn
-from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world
+from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world, resolve_devices
 from ..strategies.distributed import SHARD, TENSOR, Devices
 from . import configuration
 from .checkpoint import Checkpointer, Job, OpenCheckpoint
@@ -171,7 +171,8 @@ class Accelerator(Process):
         self.profile_handler = handlers["profile"]
         sources = tracker_sources(log_with, self.project_configuration)
         group = (handlers["group"] or InitProcessGroupKwargs()).options()
-        world = open_world(configuration.resolve_device(accelerator, cpu), devices, num_nodes, spread=spread, **group)
+        kind, devices = resolve_devices(strategy, configuration.resolve_device(accelerator, cpu), devices)
+        world = open_world(kind, devices, num_nodes, spread=spread, **group)
         self.strategy = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
         self.strategy.attach(world, self.precision)
         super().__init__(world, self.strategy.data_world)
