@@ -545,7 +545,8 @@ class Trainer(LightningAliases):
 
         A name that is logged by step and by epoch has the step's value until the epoch is over.
         """
-        values = {**self.logbook.callback_values, **self.metrics.latest()}
+        latest = self.metrics.latest()
+        values = {**latest, **self.logbook.callback_values, **latest}  # the task's own come first, as in Lightning
         if self.stage == "fit" and not self.progress.epoch_is_trained:
             evaluation = () if self.metrics.evaluation is None else self.metrics.evaluation.entries
             newer = self.logbook.watch.just_measured(self).union(entry.name for entry in evaluation)
