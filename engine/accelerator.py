@@ -158,8 +158,7 @@ class Accelerator(Process):
         )
         configuration.check_random_types(rng_types)
         handlers = configuration.sort_handlers(kwargs_handlers)
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
         self.dataloader_config = configuration.resolve_dataloader_config(dataloader_config, split_batches)
         self.project_configuration = configuration.resolve_project(project_config, project_dir)
         self.gradient_accumulation_plugin = configuration.resolve_accumulation(
