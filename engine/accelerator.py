@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
+from ..common.durations import parse_duration
 from ..common.messages import warn
 from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world
-from ..strategies.distributed import SHARD, TENSOR, Devices
+from ..strategies.distributed import SHARD, TENSOR, Devices, name_phase, watch
 from . import configuration
 from .checkpoint import Checkpointer, Job, OpenCheckpoint
 from .configuration import (
@@ -70,6 +71,19 @@ _UNSUPPORTED = {
 }
 
 
+name_phase("backward", Accumulation.backward)
+name_phase("save", Checkpointer.save_state)
+name_phase("data wait", Loader.__iter__, Loader.groups)
+
+
+def _locate(accelerator: Accelerator) -> str:
+    return f"optimizer step {accelerator.accumulation.steps + 1}"
+
+
+def _find_directory(accelerator: Accelerator) -> Any:
+    return accelerator.logging_dir or accelerator.project_dir
+
+
 class Accelerator(Process):
     """Everything distributed, every precision and every checkpoint, for a loop of your own.
 
@@ -99,6 +113,10 @@ class Accelerator(Process):
         devices: processes on this machine, see `open_world`; ``"auto"`` is what the launcher started, else one.
         num_nodes: machines.
         spread: whether ``devices="auto"`` may start a process for each GPU; see `open_world`.
+        timeout: how long a rank may make no progress, until its script ends: ``"DD:HH:MM:SS"``, a timedelta or a dict
+            of its arguments. Then the run ends with exit status 124; the rank that hangs is named, and the Python
+            stacks of all ranks are written. By default this holds only for a rank that waits for others, and nearly as
+            long as a collective may wait (30 minutes).
 
     Attributes:
         strategy: how models are laid out over the processes.
@@ -108,6 +126,7 @@ class Accelerator(Process):
         checkpointer: saves and loads.
         tracking: the trackers that ``log_with`` named.
         rng: the random numbers that ranks share.
+        watchdog: ends the run if a rank hangs; None where nobody watches.
         deepspeed_plugin: None; scripts ask for it before they do something else.
 
     Raises:
@@ -146,6 +165,7 @@ class Accelerator(Process):
         devices: Devices = "auto",
         num_nodes: int = 1,
         spread: bool = False,
+        timeout: Any = None,
         **unknown: Any,
     ) -> None:
         configuration.refuse(
@@ -170,6 +190,7 @@ class Accelerator(Process):
         self.fsdp_plugin, self.parallelism_config = fsdp_plugin, parallelism_config
         self.profile_handler = handlers["profile"]
         sources = tracker_sources(log_with, self.project_configuration)
+        limit = None if timeout is None else parse_duration("timeout", timeout).total_seconds()
         group = (handlers["group"] or InitProcessGroupKwargs()).options()
         world = open_world(configuration.resolve_device(accelerator, cpu), devices, num_nodes, spread=spread, **group)
         self.strategy = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
@@ -177,6 +198,9 @@ class Accelerator(Process):
         super().__init__(world, self.strategy.data_world)
         scaler = configuration.build_scaler(handlers["scaler"], self.precision, world.device)
         self._begin(scaler, Trackers(world, sources))
+        self.watchdog = watch(world, limit)
+        if self.watchdog is not None:
+            self.watchdog.follow(self, _locate, _find_directory)
 
     def _begin(self, scaler: torch.amp.GradScaler | None, trackers: Trackers) -> None:
         self.models: list[nn.Module] = []

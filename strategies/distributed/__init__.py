@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .os_process import die_with_parent, is_alive
     from .retry import DONE, RETRY, Attempts
     from .tracebacks import format_error, hide_frames
+    from .watchdog import HUNG, Watchdog, name_phase, watch
     from .world import World
     from .world_type import DistributedType, distributed_type
 

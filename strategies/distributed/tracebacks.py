@@ -165,7 +165,7 @@ def hide_frames(error: BaseException) -> None:
         return
     frames = [frame for link in _collect_links(error) for frame, _ in traceback.walk_tb(link.__traceback__)]
     for frame in itertools.chain(frames, (frame for frame, _ in traceback.walk_stack(None))):
-        if _find_owner(frame) is not None and frame.f_code.co_name != "<module>":
+        if find_owner(frame) is not None and frame.f_code.co_name != "<module>":
             frame.f_locals["__tracebackhide__"] = True
 
 
@@ -224,10 +224,10 @@ def _map_owners(error: BaseException, trace: TracebackType | None) -> dict[str, 
     """The framework by file, of all frames that are a framework's."""
     traces = [trace, *(link.__traceback__ for link in _collect_links(error))]
     frames = (frame for tb in traces for frame, _ in traceback.walk_tb(tb))
-    return {frame.f_code.co_filename: owner for frame in frames if (owner := _find_owner(frame)) is not None}
+    return {frame.f_code.co_filename: owner for frame in frames if (owner := find_owner(frame)) is not None}
 
 
-def _find_owner(frame: FrameType) -> str | None:
+def find_owner(frame: FrameType) -> str | None:
     """The framework that a frame belongs to."""
     name = frame.f_globals.get("__name__", "")
     if name == "__main__":  # python -m

@@ -20,10 +20,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from ..distributed import HUNG
 from .rendezvous import Job, Place
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
 _POLL = 0.01  # seconds; two failures closer than this can't be told apart, and a rank's death throes take longer
+_HUNG_GRACE = 0.5  # seconds
 _END, _DONE, _LEFT = "treadle/end", "treadle/done", "treadle/left"  # what the machines' agents tell each other
 
 
@@ -82,7 +84,9 @@ class Agent(LocalElasticAgent):
                 self.tell(_convert_to_status(failed[0]), f"{self.first_failure()} on {socket.gethostname()}")
             # A rank that was asked to stop did so in order, and the others may still be saving.
             stopped = failed[0] in (128 + signal.SIGTERM, 128 + signal.SIGINT)
-            self._close(signal.SIGTERM, self.grace if stopped else self.job.failure_grace)
+            seconds = self.grace if stopped else self.job.failure_grace
+            # The watchdogs of the others have ended them by now, or can't.
+            self._close(signal.SIGTERM, min(seconds, _HUNG_GRACE) if failed[0] == HUNG else seconds)
         return super()._monitor_workers(worker_group)
 
     def _exit_barrier(self) -> None:
@@ -328,7 +332,7 @@ def _convert_to_status(code: int) -> int:
 
 def _describe_ending(code: int) -> str:
     if code >= 0:
-        return f"exit status {code}"
+        return f"exit status {code}" + " (by the watchdog)" * (code == HUNG)
     name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")  # not SIGRTMIN + 1
     return f"killed by {name}"
 

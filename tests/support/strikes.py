@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ COMMANDS = {
 LIMIT = 5.0  # seconds: of the failing ranks' end, and `Trainer(timeout=)` for the hanging ones'
 SLACK = 5.0
 BOUND = 20.0  # seconds after which a job counts as hung, and is killed
-START = 90.0  # seconds that a job may take to come to the point, on a busy machine
+START = 60.0  # seconds that a job may take to come to the point, on a busy machine
 WATCHDOG_STATUS = 124  # that of timeout(1)
 SIGNALS = ("TERM", "USR1", "INT", "HUP")
 STATUS_OF_SIGNAL = {"TERM": 143, "USR1": 143, "INT": 130, "HUP": 129}
@@ -218,12 +219,15 @@ def strike(
     folder: Path, plan: Mapping[str, Any], launcher: str, cell: SignalCell | None = None, *, bound: float = BOUND
 ) -> Outcome:
     """Run the job in ``folder`` as ``plan`` says until it ends, or is killed ``bound`` seconds after it was struck."""
-    (folder / "tmp").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     for name in ("fired", "fired.part", "sent", "done-0", "done-1"):
         (folder / name).unlink(missing_ok=True)
-    (folder / "strike.json").write_text(json.dumps(plan))
+    (folder / "strike.json").write_text(json.dumps({"timeout": LIMIT, **plan}))
     struck = "point" in plan
-    env = clean_environment({"TMPDIR": str(folder / "tmp")})
+    temporary = Path(
+        tempfile.mkdtemp(prefix="strike-")
+    )  # short: sockets are made in it, whose paths may have 107 letters
+    env = clean_environment({"TMPDIR": str(temporary)})
     env["PATH"] = f"{programs()}{os.pathsep}{env['PATH']}"
     program, *options = COMMANDS[launcher]
     command = [str(programs() / program), *options, struck_job.__file__]
@@ -252,7 +256,7 @@ def strike(
             kill_all(folder, process)
     outcome.err = (folder / "err.txt").read_text()
     outcome.finished = [rank for rank in (0, 1) if (folder / f"done-{rank}").exists()]
-    _look_at_disk(folder, outcome)
+    _look_at_disk(folder, temporary, outcome)
     return outcome
 
 
@@ -305,16 +309,16 @@ def _look_for_orphans(folder: Path, outcome: Outcome) -> None:
     outcome.orphans = [f"{role} ({pid})" for pid, role in pids.items()]
 
 
-def _look_at_disk(folder: Path, outcome: Outcome) -> None:
+def _look_at_disk(folder: Path, temporary: Path, outcome: Outcome) -> None:
     store = CheckpointStore(folder / "ckpt")
     path, outcome.broken = store.latest()
     outcome.newest = None if path is None else checkpoint.read_manifest(path).step
     hidden = [file.name for file in (folder / "ckpt").glob(".*")]
-    temporary = [name for name in sorted(os.listdir(folder / "tmp")) if not name.startswith("torchelastic_")]  # torchrun's
+    files = [name for name in sorted(os.listdir(temporary)) if not name.startswith("torchelastic_")]  # torchrun's
     pids = "|".join(file.name for file in (folder / "pids").iterdir())
     shared = [name for name in os.listdir("/dev/shm") if re.search(rf"_({pids})_", name)]
-    outcome.leftovers = hidden + temporary + shared
-    shutil.rmtree(folder / "tmp")
+    outcome.leftovers = hidden + files + shared
+    shutil.rmtree(temporary)
 
 
 def weights(folder: Path) -> list[Any]:

@@ -140,7 +140,6 @@ def main() -> None:
     job = json.loads(Path("strike.json").read_text())
     strike = Strike(job)
     treadle.seed_everything(7)
-    flags = job.get("flags", {})
     saving = ModelCheckpoint(
         "ckpt", save_top_k=-1, every_n_train_steps=STEPS_PER_EPOCH, save_on_exception=bool(job.get("save_on_exception"))
     )
@@ -155,7 +154,7 @@ def main() -> None:
         enable_model_summary=False,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
-        **flags,
+        timeout={"seconds": job["timeout"]},
     )
     task = Task()
     with strike.arm():
