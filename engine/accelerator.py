@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from ..common.durations import parse_duration
 from ..common.messages import warn
 from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world
 from ..strategies.distributed import SHARD, TENSOR, Devices, name_phase, watch
@@ -190,17 +189,15 @@ class Accelerator(Process):
         self.fsdp_plugin, self.parallelism_config = fsdp_plugin, parallelism_config
         self.profile_handler = handlers["profile"]
         sources = tracker_sources(log_with, self.project_configuration)
-        limit = None if timeout is None else parse_duration("timeout", timeout).total_seconds()
+        limit = configuration.resolve_timeout(timeout)
         group = (handlers["group"] or InitProcessGroupKwargs()).options()
         world = open_world(configuration.resolve_device(accelerator, cpu), devices, num_nodes, spread=spread, **group)
         self.strategy = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
         self.strategy.attach(world, self.precision)
         super().__init__(world, self.strategy.data_world)
         scaler = configuration.build_scaler(handlers["scaler"], self.precision, world.device)
-        self._begin(scaler, Trackers(world, sources))
         self.watchdog = watch(world, limit)
-        if self.watchdog is not None:
-            self.watchdog.follow(self, _locate, _find_directory)
+        self._begin(scaler, Trackers(world, sources))
 
     def _begin(self, scaler: torch.amp.GradScaler | None, trackers: Trackers) -> None:
         self.models: list[nn.Module] = []
@@ -225,6 +222,8 @@ class Accelerator(Process):
         self.tracking = trackers
         self.dataloader_config.announce_differences()
         register_accelerator(self)
+        if self.watchdog is not None:
+            self.watchdog.follow(self, _locate, _find_directory)
 
     # -- preparing -----------------------------------------------------------------------------------------------
 

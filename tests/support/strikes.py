@@ -226,7 +226,7 @@ def strike(
     struck = "point" in plan
     temporary = Path(
         tempfile.mkdtemp(prefix="strike-")
-    )  # short: sockets are made in it, whose paths may have 107 letters
+    )
     env = clean_environment({"TMPDIR": str(temporary)})
     env["PATH"] = f"{programs()}{os.pathsep}{env['PATH']}"
     program, *options = COMMANDS[launcher]
