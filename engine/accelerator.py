@@ -75,8 +75,11 @@ name_phase("save", Checkpointer.save_state)
 name_phase("data wait", Loader.__iter__, Loader.groups)
 
 
-def _locate(accelerator: Accelerator) -> str:
-    return f"optimizer step {accelerator.accumulation.steps + 1}"
+def _locate(accelerator: Accelerator) -> tuple[str, Any]:
+    """Return how far a loop is: in words, and what moves with every micro-batch."""
+    accumulation = accelerator.accumulation
+    moving = accumulation.position, id(accelerator.cursor.micro), [loader.batches for loader in accelerator.loaders]
+    return f"optimizer step {accumulation.steps + 1}", moving
 
 
 def _find_directory(accelerator: Accelerator) -> Any:

@@ -108,14 +108,13 @@ class Watchdog:
         world: all processes.
         limit: seconds without progress.
         strict: hold every rank to the limit until its script ends; else only those that wait for others.
-
     """
 
     def __init__(self, world: World, limit: float, strict: bool) -> None:
         self.rank, self.size = world.rank, world.size
         self.limit, self.strict = limit, strict
         self._owner: Callable[[], Any] = lambda: None
-        self._locate: Callable[[Any], str] = str
+        self._locate: Callable[[Any], tuple[str, Any]] = lambda owner: ("", None)
         self._find_directory: Callable[[Any], Any] = str
         self.period = min(_PERIOD * max(1.0, world.size / 500), limit / 5)
         self._count = shared_count()
@@ -136,12 +135,14 @@ class Watchdog:
             thread.start()
         atexit.register(self.leave)
 
-    def follow(self, owner: Any, locate: Callable[[Any], str], find_directory: Callable[[Any], Any]) -> None:
+    def follow(
+        self, owner: Any, locate: Callable[[Any], tuple[str, Any]], find_directory: Callable[[Any], Any]
+    ) -> None:
         """Report on what ``owner`` runs, as long as it exists.
 
         Args:
             owner: an Accelerator or a Trainer.
-            locate: returns how far its run is, in words.
+            locate: returns how far its run is, in words, and anything that is another whenever it has moved.
             find_directory: returns the directory of its run, None for the working directory.
         """
         self._owner, self._locate, self._find_directory = weakref.ref(owner), locate, find_directory
@@ -173,7 +174,8 @@ class Watchdog:
             del frames
 
     def _sign(self, frames: list[FrameType]) -> Any:
-        return int(self._count.values[0]), [(id(frame.f_code), frame.f_lasti) for frame in frames]
+        stack = [(id(frame.f_code), frame.f_lasti) for frame in frames]
+        return int(self._count.values[0]), self._ask_owner(self._locate), stack
 
     def _alarm(self) -> None:
         if self._store is not None:
@@ -197,10 +199,14 @@ class Watchdog:
     def _tell(self) -> None:
         assert self._store is not None
         with contextlib.suppress(RuntimeError):  # who kept the store is gone: the collectives will say so
-            number = 0
+            number, neighbour = 0, Pulse((self.rank + 1) % self.size)
             while not self._ended.is_set():
                 number += 1
                 self._store.set(f"beat of {self.rank}", json.dumps([number, *self._introduce()]))
+                if neighbour.silent(self._read_beat(neighbour.rank)) > self.limit and not self._has_ended(
+                    neighbour.rank
+                ):
+                    self._alarmed.set()
                 alarmed = self._store.check([f"alarm {self._round}"])
                 self._answered_at = time.monotonic()
                 if alarmed or self._alarmed.is_set():
@@ -208,15 +214,22 @@ class Watchdog:
                 self._alarmed.wait(self.period) or self._ended.wait(0)
         self._answered_at = float("inf")
 
+    def _read_beat(self, rank: int) -> str | None:
+        return self._read(f"beat of {rank}")
+
+    def _has_ended(self, rank: int) -> bool:
+        assert self._store is not None
+        return self._store.check([f"{rank} has ended"])
+
     def _introduce(self) -> list[Any]:
         frames = main_stack()
         return [self._host, self._pid, self._dumps, self._describe(frames)]
 
     def _describe(self, frames: list[FrameType]) -> str:
-        users = [frame for frame in frames if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))]
-        users = [frame for frame in users if find_owner(frame) is None]
-        line = f"{users[-1].f_code.co_filename}:{users[-1].f_lineno}" if users else ""
-        return ", ".join(filter(None, [f"in {describe_phase(frames)}", self._ask_owner(self._locate), line]))
+        user = next(filter(_is_users, reversed(frames)), None)
+        line = f"{user.f_code.co_filename}:{user.f_lineno}" if user else ""
+        place, _ = self._ask_owner(self._locate) or ("", None)
+        return ", ".join(filter(None, [f"in {describe_phase(frames)}", place, line]))
 
     def _answer(self) -> None:
         store, rank = self._store, self.rank
@@ -254,14 +267,17 @@ class Watchdog:
         missing = list(range(self.size))
         while missing and time.monotonic() < end:
             time.sleep(0.02)
-            keys = {rank: (f"answer {self._round} of {rank}", f"{rank} has ended") for rank in missing}
-            missing = [rank for rank in missing if not any(self._store.check([key]) for key in keys[rank])]
+            missing = [
+                rank
+                for rank in missing
+                if not self._store.check([f"answer {self._round} of {rank}"]) and not self._has_ended(rank)
+            ]
         answers: dict[int, Any] = {}
         for rank in range(self.size):
             answer = self._read(f"answer {self._round} of {rank}")
             if answer is not None:
                 answers[rank] = json.loads(answer)
-            elif not self._store.check([f"{rank} has ended"]):
+            elif not self._has_ended(rank):
                 answers[rank] = None
         return answers
 
@@ -274,7 +290,7 @@ class Watchdog:
 
     def _report(self, answers: dict[int, Any], folder_name: str) -> None:
         assert self._store is not None
-        if any(answer is not None and answer[1] for answer in answers.values()):
+        if None not in answers.values() and any(moved for _, moved, *_ in answers.values()):
             self._store.set(f"report {self._round}", "go on")
             return
         blamed = self._blame(answers)
@@ -295,7 +311,7 @@ class Watchdog:
         self._store.set(f"report {self._round}", "end")
 
     def _explain_silence(self, rank: int) -> tuple[str, str]:
-        beat = self._read(f"beat of {rank}")
+        beat = self._read_beat(rank)
         if beat is None:
             return "has never been heard of", "it hangs in its start"
         _, host, pid, _, where = json.loads(beat)
@@ -307,7 +323,7 @@ class Watchdog:
 
     def _fetch_stacks(self, rank: int, folder_name: str) -> str:
         """Have a silent rank of this machine write its stacks, which takes no Python of its own; returns its line."""
-        beat = self._read(f"beat of {rank}")
+        beat = self._read_beat(rank)
         if beat is None or _DUMP is None:
             return ""
         _, host, pid, dumps, _ = json.loads(beat)
@@ -334,7 +350,7 @@ class Watchdog:
         if "TREADLE_SUPERVISOR" in os.environ:
             return
         for rank in [rank for rank, answer in answers.items() if answer is None]:
-            beat = self._read(f"beat of {rank}")
+            beat = self._read_beat(rank)
             if beat is not None and (words := json.loads(beat))[1] == self._host and is_alive(words[2]):
                 with contextlib.suppress(OSError):
                     os.kill(words[2], signal.SIGKILL)
@@ -394,23 +410,41 @@ class Watchdog:
             thread.join(2 * self.period + 1.0)
 
     def _await_others(self) -> None:
-        """Wait for ranks that live. One that is silent can't notice that itself."""
-        assert self._store is not None
-        beats: dict[int, tuple[str | None, float]] = {}
+        """Wait for ranks that live. A silent one can't notice that itself."""
+        pulses = [Pulse(rank) for rank in range(self.size) if rank != self.rank]
         while not self._alarmed.is_set():
-            now = time.monotonic()
-            self._since = now  # waiting here is no lack of progress
-            others = [r for r in range(self.size) if r != self.rank and not self._store.check([f"{r} has ended"])]
-            if not others:
+            self._since = time.monotonic()  # to wait here is no lack of progress
+            pulses = [pulse for pulse in pulses if not self._has_ended(pulse.rank)]
+            if not pulses:
                 return
-            for rank in others:
-                beat = self._read(f"beat of {rank}")
-                if rank not in beats or beats[rank][0] != beat:
-                    beats[rank] = beat, now
-                elif now - beats[rank][1] > self.limit:
-                    self._alarm()
+            if any(pulse.silent(self._read_beat(pulse.rank)) > self.limit for pulse in pulses):
+                self._alarm()
             time.sleep(min(0.1, self.period))
         time.sleep(_ANSWER + _REPORT + 2.0)  # the courier ends this process
+
+
+class Pulse:
+    """The beats of one rank, as another sees them.
+
+    Args:
+        rank: whose.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._newest: str | None = None
+        self._since = time.monotonic()
+
+    def silent(self, beat: str | None) -> float:
+        """Return the seconds since the rank's last new beat.
+
+        Args:
+            beat: the newest that it has left in the store, None where it has left none.
+        """
+        now = time.monotonic()
+        if beat != self._newest:
+            self._newest, self._since = beat, now
+        return now - self._since
 
 
 _current: list[Watchdog] = []
@@ -467,6 +501,10 @@ def _read_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
+
+
+def _is_users(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")) and find_owner(frame) is None
 
 
 def _is_debugged(frames: Iterable[FrameType]) -> bool:

@@ -224,9 +224,7 @@ def strike(
         (folder / name).unlink(missing_ok=True)
     (folder / "strike.json").write_text(json.dumps({"timeout": LIMIT, **plan}))
     struck = "point" in plan
-    temporary = Path(
-        tempfile.mkdtemp(prefix="strike-")
-    )
+    temporary = Path(tempfile.mkdtemp(prefix="strike-"))
     env = clean_environment({"TMPDIR": str(temporary)})
     env["PATH"] = f"{programs()}{os.pathsep}{env['PATH']}"
     program, *options = COMMANDS[launcher]

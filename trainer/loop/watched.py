@@ -23,10 +23,10 @@ name_phase("optimizer step", Steps._optimize, loop=True)
 name_phase("evaluation", EvaluationLoop.run, EvaluationLoop._run_loader, EvaluationLoop._fire, loop=True)
 
 
-def locate(trainer: Trainer) -> str:
-    """Return how far the run is."""
+def locate(trainer: Trainer) -> tuple[str, Any]:
+    """Return how far the run is: in words, and what moves with every micro-batch."""
     progress = trainer.progress
-    return f"epoch {progress.epoch}, optimizer step {progress.step + 1}"
+    return f"epoch {progress.epoch}, optimizer step {progress.step + 1}", (progress.batches, trainer.evaluation_batch)
 
 
 def find_directory(trainer: Trainer) -> Any:
