@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..common.messages import warn
 from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world
-from ..strategies.distributed import SHARD, TENSOR, Devices, name_phase, watch
+from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, name_phase, watch
 from . import configuration
 from .checkpoint import Checkpointer, Job, OpenCheckpoint
 from .configuration import (
@@ -180,8 +180,7 @@ class Accelerator(Process):
         )
         configuration.check_random_types(rng_types)
         handlers = configuration.sort_handlers(kwargs_handlers)
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
         self.dataloader_config = configuration.resolve_dataloader_config(dataloader_config, split_batches)
         self.project_configuration = configuration.resolve_project(project_config, project_dir)
         self.gradient_accumulation_plugin = configuration.resolve_accumulation(
@@ -192,17 +191,16 @@ class Accelerator(Process):
         self.fsdp_plugin, self.parallelism_config = fsdp_plugin, parallelism_config
         self.profile_handler = handlers["profile"]
         sources = tracker_sources(log_with, self.project_configuration)
-        limit = configuration.resolve_timeout(timeout)
-        group = (handlers["group"] or InitProcessGroupKwargs()).options()
+        limit, group = configuration.resolve_timeout(timeout), (handlers["group"] or InitProcessGroupKwargs()).options()
         world = open_world(configuration.resolve_device(accelerator, cpu), devices, num_nodes, spread=spread, **group)
         self.strategy = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
         self.strategy.attach(world, self.precision)
         super().__init__(world, self.strategy.data_world)
         scaler = configuration.build_scaler(handlers["scaler"], self.precision, world.device)
-        self.watchdog = watch(world, limit)
-        self._begin(scaler, Trackers(world, sources))
+        self._begin(scaler, Trackers(world, sources), watch(world, limit))
 
-    def _begin(self, scaler: torch.amp.GradScaler | None, trackers: Trackers) -> None:
+    def _begin(self, scaler: torch.amp.GradScaler | None, trackers: Trackers, watchdog: Watchdog | None) -> None:
+        self.watchdog = watchdog
         self.models: list[nn.Module] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[Any] = []
@@ -225,8 +223,8 @@ class Accelerator(Process):
         self.tracking = trackers
         self.dataloader_config.announce_differences()
         register_accelerator(self)
-        if self.watchdog is not None:
-            self.watchdog.follow(self, _locate, _find_directory)
+        if watchdog is not None:
+            watchdog.follow(self, _locate, _find_directory)
 
     # -- preparing -----------------------------------------------------------------------------------------------
 
