@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .open_world import make_world, open_world
     from .os_process import die_with_parent, is_alive
     from .retry import DONE, RETRY, Attempts
+    from .stages import Stages, mark_stage
     from .tracebacks import format_error, hide_frames
     from .watchdog import HUNG, Watchdog, name_phase, watch
     from .world import World

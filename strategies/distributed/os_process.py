@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
 import os
 import signal
 import sys
+import tempfile
 
 
 def is_alive(pid: int) -> bool:
@@ -38,3 +40,15 @@ def die_with_parent(supervisor_pid: int) -> None:
     # The supervisor may have died before that call took effect, or before this process got here at all.
     if os.getppid() != supervisor_pid and not is_alive(supervisor_pid):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def share_scratch() -> None:
+    """Make the sockets of multiprocessing, which data workers use, in a folder that the supervisor removes.
+
+    A rank that is killed leaves a `pymp-...` folder else. Does nothing in a process that no supervisor of ours started,
+    or that has made its folder already.
+    """
+    scratch = os.environ.get("TREADLE_SCRATCH", "")
+    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]  # what get_temp_dir reads
+    if os.path.isdir(scratch) and config.get("tempdir") is None:
+        config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=scratch)

@@ -18,6 +18,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -39,6 +40,14 @@ _TORCHS_HOOK = "torch.distributed.distributed_c10d"
 
 class PeerFailed(RuntimeError):
     """Raised on ranks that did not fail themselves, with the rank and the words of the first that did."""
+
+
+_LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Socket closed", re.IGNORECASE)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Tell whether an error follows from another rank's end, so that whoever knows of that is to speak first."""
+    return isinstance(error, PeerFailed) or (isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None)
 
 
 class Store(Protocol):
@@ -140,7 +149,7 @@ class Uncaught:
     def _claim(self, error: BaseException, words: str) -> dict[str, Any] | None:
         assert self.store is not None
         patience = timedelta(seconds=PATIENCE)
-        if isinstance(error, PeerFailed):
+        if is_consequence(error):
             with contextlib.suppress(RuntimeError):
                 self.store.wait(["error"], patience)  # the rank that failed comes first
         try:

@@ -218,8 +218,12 @@ class Watchdog:
         return self._read(f"beat of {rank}")
 
     def _has_ended(self, rank: int) -> bool:
+        """Tell whether a rank has said so, or is gone from this machine; whether it may be is its launcher's affair."""
         assert self._store is not None
-        return self._store.check([f"{rank} has ended"])
+        if self._store.check([f"{rank} has ended"]):
+            return True
+        beat = self._read_beat(rank)
+        return beat is not None and json.loads(beat)[1] == self._host and not is_alive(json.loads(beat)[2])
 
     def _introduce(self) -> list[Any]:
         frames = main_stack()

@@ -20,12 +20,13 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from ..distributed import HUNG
+from ..distributed import HUNG, Stages
 from .rendezvous import Job, Place
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
 _POLL = 0.01  # seconds; two failures closer than this can't be told apart, and a rank's death throes take longer
 _HUNG_GRACE = 0.5  # seconds
+_LEFT_EARLY = 256  # no exit status of the system's
 _END, _DONE, _LEFT = "treadle/end", "treadle/done", "treadle/left"  # what the machines' agents tell each other
 
 
@@ -45,19 +46,22 @@ class Agent(LocalElasticAgent):
     only since torch 2.13. It does not learn of a failure on another machine until its own ranks fail by that.
     """
 
-    def __init__(self, spec: WorkerSpec, job: Job) -> None:
+    def __init__(self, spec: WorkerSpec, job: Job, stages: Stages) -> None:
         # A log directory only where asked for: a killed supervisor would leave it behind.
         redirects, tee = Std.from_str(job.redirects), Std.from_str(job.tee)
         super().__init__(spec, DefaultLogsSpecs(log_dir=job.log_dir or os.devnull, redirects=redirects, tee=tee))
         self.job = job
+        self.stages = stages
         self.grace = job.grace
         self.looks = max(1, round(job.monitor_interval / _POLL))
         self.closing = False
-        self.ends: dict[int, int] = {}  # local rank: exit code, in the order of time
+        # Local rank: exit code, in the order of time; `_LEFT_EARLY` for an exit with 0 from within a stage.
+        self.ends: dict[int, int] = {}
 
     def _start_workers(self, worker_group: Any) -> Any:
         self.closing = False
         self.ends.clear()
+        self.stages.clear()
         return super()._start_workers(worker_group)
 
     def _restart_workers(self, worker_group: Any) -> None:
@@ -115,7 +119,7 @@ class Agent(LocalElasticAgent):
         # Within one look a killed rank comes first: it is what makes others raise.
         for rank, code in sorted(codes.items(), key=lambda end: end[1] is None or end[1] >= 0):
             if code is not None:
-                self.ends[rank] = code
+                self.ends[rank] = _LEFT_EARLY if code == 0 and self.stages.is_running(rank) else code
         return any(self.ends.values())
 
     @property
@@ -198,7 +202,7 @@ class Agent(LocalElasticAgent):
         self._note_ends()
 
 
-def run(job: Job, place: Place | None) -> int:
+def run(job: Job, place: Place | None, stages: Stages) -> int:
     """Runs the job under an agent and returns its exit status; the calling process must be in the main thread."""
     if job.nodes is not None and place is not None:
         _say(f"waiting at {place.endpoint} for {_count(job)} machine(s), from {place.local_addr}, run id {job.run_id}")
@@ -206,7 +210,7 @@ def run(job: Job, place: Place | None) -> int:
     elsewhere: Elsewhere | None = None
     with _silence_agent():
         rendezvous = _make_rendezvous(job, place)
-        agent = Agent(_make_spec(job, place, rendezvous), job)
+        agent = Agent(_make_spec(job, place, rendezvous), job, stages)
         try:
             agent.run()
         except SignalException as error:
@@ -327,10 +331,14 @@ def _get_first_line(error: BaseException) -> str:
 
 
 def _convert_to_status(code: int) -> int:
+    if code == _LEFT_EARLY:
+        return 1
     return code if code >= 0 else 128 - code
 
 
 def _describe_ending(code: int) -> str:
+    if code == _LEFT_EARLY:
+        return "exit status 0 before its stage had ended"
     if code >= 0:
         return f"exit status {code}" + " (by the watchdog)" * (code == HUNG)
     name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")  # not SIGRTMIN + 1

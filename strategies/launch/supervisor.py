@@ -10,12 +10,13 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from ..distributed import variables_set
+from ..distributed import Stages, variables_set
 from .rendezvous import FAILURE_GRACE, GRACE, Job
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
@@ -73,8 +74,9 @@ def supervise(
             can only wait for a rank that is gone.
 
     Returns:
-        0 if every rank exited with 0; else the status of the rank that failed first in time, 128 + n for one killed
-        by signal n; 128 + n if this process got signal n, whatever the ranks then did.
+        0 if every rank exited with 0, and none of them within a stage of a Trainer, which counts as 1; else the status
+        of the rank that failed first in time, 128 + n for one killed by signal n; 128 + n if this process got signal
+        n, whatever the ranks then did.
 
     Raises:
         ValueError: `nproc` is no positive number, there is no script to run again, or this is not the main thread.
@@ -111,14 +113,22 @@ def supervise_job(job: Job) -> int:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus() // job.nproc)),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled),
     }
+    stages = Stages(job.nproc)
+    variables["TREADLE_STAGES"] = stages.path
+    # For the files of ranks that can't remove them, as they are killed.
+    scratch = tempfile.TemporaryDirectory(prefix="treadle-", ignore_cleanup_errors=True)
+    variables["TREADLE_SCRATCH"] = scratch.name
     place = job.nodes.place() if job.nodes is not None else None
     if place is not None and place.interface is not None:
         variables["GLOO_SOCKET_IFNAME"] = place.interface
     # torch's agent starts each rank with a copy of this process's own.
-    with variables_set(variables), _restore_signals():
+    with scratch, variables_set(variables), _restore_signals():
         from . import elastic_agent  # a second of imports, which only a supervisor has to pay
 
-        return elastic_agent.run(job, place)
+        try:
+            return elastic_agent.run(job, place, stages)
+        finally:
+            stages.close()
 
 
 def has_script() -> bool:

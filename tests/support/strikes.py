@@ -127,7 +127,7 @@ class FaultCell:
             found.append(f"exit {outcome.status}")
         if outcome.orphans:
             found.append(f"{len(outcome.orphans)} orphans")
-        if outcome.leftovers:
+        if outcome.leftovers and not outcome.hung:  # else they are of the test's own kill
             found.append(_summarize_leftovers(outcome))
         if outcome.broken:
             found.append("broken checkpoint")
@@ -201,7 +201,7 @@ class SignalCell:
             found.append(f"{lost} steps lost")
         if outcome.orphans:
             found.append(f"{len(outcome.orphans)} orphans")
-        if outcome.leftovers:
+        if outcome.leftovers and not outcome.hung:  # else they are of the test's own kill
             found.append(_summarize_leftovers(outcome))
         if outcome.broken:
             found.append("broken checkpoint")
