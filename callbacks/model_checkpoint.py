@@ -158,6 +158,7 @@ class ModelCheckpoint(Checkpoint):
         self._clock = None if interval is None else AgreedInterval(interval)
         self._triggered_step = 0
         self._save_requested = False  # a trigger has fired and nothing is saved for it yet
+        self._saved_on_leaving = ""  # the path
         self._waiting = False  # the ranked save still waits for its value
         self._continues = False  # the run resumes in the directory it had
         self._resumed_step: int | None = None
@@ -298,6 +299,24 @@ class ModelCheckpoint(Checkpoint):
             self._settle(trainer, wait=True)
         finally:
             self._save_last(trainer, exception)
+
+    def save_before_leaving(self, trainer: Trainer) -> str:
+        """Save the run between two steps, as it has to end now, and return where. Call it on all ranks.
+
+        A run that is saved already, with this step, is not saved again.
+        """
+        self._settle(trainer, wait=True)
+        progress, top_k = trainer.progress, self._top_k
+        if progress.step > top_k.saved_step:
+            values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values}
+            values |= {"epoch": progress.epoch, "step": progress.step}
+            last = bool(self.save_last)
+            path = self._agree_on_path(trainer, values, self.last_model_path if last else "", last=last)
+            if last:
+                self.last_model_path = path
+            trainer.save_checkpoint(path)
+            top_k.saved_step, self._saved_on_leaving = progress.step, path
+        return self._saved_on_leaving or self.last_model_path or self.best_model_path
 
     def _save_last(self, trainer: Trainer, exception: BaseException) -> None:
         last = trainer.last_step

@@ -41,6 +41,7 @@ from .loop import (
     EvaluationLoop,
     Fit,
     Hooks,
+    Preemption,
     Progress,
     RunSummary,
     Sources,
@@ -266,6 +267,7 @@ class Trainer(LightningAliases):
         self.history = History(self.accelerator.cursor)
         self.logbook = Logbook(self.accelerator.world, self.accelerator.data_world, self.loggers, self.history)
         self.progress = Progress()
+        self.preemption = Preemption()
         self.checkpointer = TrainerCheckpointer(self)
         self.new_metrics = MutedMetrics if barebones else Metrics
         self.metrics = self.new_metrics(training=True)
@@ -494,6 +496,11 @@ class Trainer(LightningAliases):
         return self.accelerator.init_module(bool(empty_init))
 
     # -- how far the run is --------------------------------------------------------------------------------------
+
+    @property
+    def received_sigterm(self) -> bool:
+        """True once this process has got SIGTERM, or a signal that means the same, in ``fit``; see `Preemption`."""
+        return self.preemption.number != 0
 
     @property
     def current_epoch(self) -> int:

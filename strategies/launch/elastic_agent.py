@@ -23,7 +23,9 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from ..distributed import HUNG, Stages
 from .rendezvous import Job, Place
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
+)
 _POLL = 0.01  # seconds; two failures closer than this can't be told apart, and a rank's death throes take longer
 _HUNG_GRACE = 0.5  # seconds
 _LEFT_EARLY = 256  # no exit status of the system's
@@ -87,7 +89,7 @@ class Agent(LocalElasticAgent):
             else:
                 self.tell(_convert_to_status(failed[0]), f"{self.first_failure()} on {socket.gethostname()}")
             # A rank that was asked to stop did so in order, and the others may still be saving.
-            stopped = failed[0] in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+            stopped = failed[0] in _STOPPED
             seconds = self.grace if stopped else self.job.failure_grace
             # The watchdogs of the others have ended them by now, or can't.
             self._close(signal.SIGTERM, min(seconds, _HUNG_GRACE) if failed[0] == HUNG else seconds)
@@ -102,6 +104,10 @@ class Agent(LocalElasticAgent):
                 self._hear()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        # A second request to save and leave says nothing new, and may not break off the save.
+        for number in SIGNALS:
+            if number not in (signal.SIGINT, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_IGN)
         # torch comes here again when a second signal broke off the first wait.
         death_sig, self.closing = (signal.SIGKILL if self.closing else death_sig), True
         self._close(death_sig, self.grace)
@@ -154,7 +160,7 @@ class Agent(LocalElasticAgent):
             ) from None
 
     def _make_elsewhere(self, status: int, text: str) -> Elsewhere:
-        if status not in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+        if status not in _STOPPED:
             self.grace = self.job.failure_grace  # nothing can be saved without the others
         return Elsewhere(status, text)
 
@@ -298,7 +304,9 @@ def _report_outcome(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewh
     if elsewhere is not None:
         lines, status = [str(elsewhere)], elsewhere.status
     elif stop is not None:
-        lines, status = [f"{stop.name} was forwarded to {started} rank(s)"], 128 + stop
+        # SIGUSR1 announces a SIGTERM, and ends the ranks as that does.
+        number = signal.SIGTERM if stop.name == "SIGUSR1" else stop
+        lines, status = [f"{stop.name} was forwarded to {started} rank(s)"], 128 + number
     elif first is not None:
         for rank in list(codes)[: list(codes).index(first)]:
             words[agent.global_rank(rank)] += " before that"

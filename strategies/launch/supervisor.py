@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from ..distributed import Stages, variables_set
 from .rendezvous import FAILURE_GRACE, GRACE, Job
 
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT")
 _TEST_RUNNERS = ("pytest", "py.test", "unittest")
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .fit_setup import Fit, configure, prepare_training, validate, wrap
     from .hook_table import Hooks, callback_overrides, count_positional, name_of, task_overrides
     from .lr_schedulers import Schedules
+    from .preemption import Preemption
     from .progress import Phase, Progress
     from .run_summary import RunSummary, describe_results
     from .stage import Stage

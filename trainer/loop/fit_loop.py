@@ -53,6 +53,7 @@ from .dataloaders import explain_empty
 from .hook_table import Hooks
 from .lr_schedulers import Schedules
 from .manual import ManualSteps
+from .preemption import leave_if_asked
 from .progress import Phase
 
 if TYPE_CHECKING:
@@ -141,8 +142,10 @@ class FitLoop:
     def _is_finished(self) -> bool:
         if self._is_complete():
             return True
-        trainer = self.trainer
-        return self._may_stop(trainer.accelerator.world.any(self._wants_to_stop()))
+        requested = self.trainer.accelerator.world.any(self._wants_to_stop())
+        if requested:
+            leave_if_asked(self.trainer)
+        return self._may_stop(requested)
 
     def _may_stop(self, requested: bool) -> bool:
         """Whether to stop now: someone wants to, as every process knows, and the minimum is reached."""
@@ -209,7 +212,8 @@ class FitLoop:
         return explain_empty(self.loader, self.trainer.world_size)
 
     def _wants_to_stop(self) -> bool:
-        return self.trainer.should_stop or self._is_late()
+        trainer = self.trainer
+        return trainer.should_stop or trainer.preemption.number != 0 or self._is_late()
 
     def _is_late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline
@@ -228,6 +232,8 @@ class FitLoop:
         if write:
             trainer.logbook.write_step(self.metrics, progress.step, progress.epoch)
         stop = self._wants_to_stop() if self.alone else self.agreement.stop
+        if stop:
+            leave_if_asked(trainer)  # before a validation, which a resumed run does
         if progress.batch == self.total:
             self._close_epoch()
             stop = False  # the epoch is over anyway
@@ -239,6 +245,8 @@ class FitLoop:
             if due:
                 self._validate()
                 stop = trainer.accelerator.world.any(self._wants_to_stop())
+                if stop:
+                    leave_if_asked(trainer)
             progress.phase = Phase.BETWEEN_STEPS
         if write:
             trainer.history.measure(progress, read_learning_rates(trainer))

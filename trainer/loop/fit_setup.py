@@ -68,7 +68,8 @@ class Fit:
         with trainer.logging_to(trainer.metrics):
             run_validation = measured(trainer.profiler, "validation", partial(validate, trainer))
             loop = FitLoop(trainer, task, model, hooks, loader, trainer.lr_scheduler_configs, run_validation)
-            measured(trainer.profiler, "training", loop.run)(random_state)
+            with trainer.preemption:
+                measured(trainer.profiler, "training", loop.run)(random_state)
         if idle := list_unused(task):
             warn(f"compiled in vain, as the steps never call it (but its methods, maybe): {', '.join(idle)}.")
         for hook in hooks.on_fit_end:
