@@ -23,9 +23,9 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from ..distributed import HUNG, Stages
 from .rendezvous import Job, Place
 
-SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
-)
+_NAMES = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT")
+SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+_STOPPED = (128 + 1, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were asked to leave; 1: SIGHUP
 _POLL = 0.01  # seconds; two failures closer than this can't be told apart, and a rank's death throes take longer
 _HUNG_GRACE = 0.5  # seconds
 _LEFT_EARLY = 256  # no exit status of the system's
