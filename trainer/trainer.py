@@ -49,14 +49,13 @@ from .loop import (
     Steps,
     check_step,
     describe_results,
-    find_directory,
-    locate,
     predictions_in_order,
     wrap,
 )
 from .profiling import Profiled
 from .settings import Limit, TrainerSettings
 from .states import TrainerStatus
+from .watched import find_directory, locate
 
 
 class Trainer(LightningAliases):

@@ -20,8 +20,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from ..distributed import HUNG, Stages
+from ..distributed import HUNG
 from .rendezvous import Job, Place
+from .stages import Stages
 
 _NAMES = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT")
 SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))

@@ -16,8 +16,9 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from ..distributed import Stages, variables_set
+from ..distributed import variables_set
 from .rendezvous import FAILURE_GRACE, GRACE, Job
+from .stages import Stages
 
 _SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT")
 _TEST_RUNNERS = ("pytest", "py.test", "unittest")

@@ -18,6 +18,5 @@ if TYPE_CHECKING:
     from .progress import Phase, Progress
     from .run_summary import RunSummary, describe_results
     from .stage import Stage
-    from .watched import find_directory, locate
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

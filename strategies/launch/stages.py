@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 
@@ -39,19 +38,3 @@ class Stages:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-
-def mark_stage(running: bool) -> None:
-    """Tell the supervisor that a stage runs in this rank, or has ended: to leave within one is a failure.
-
-    Writes one byte into a file of the supervisor's which has no name, see `Stages`. Does nothing elsewhere.
-    """
-    path, local_rank = os.environ.get("TREADLE_STAGES"), os.environ.get("LOCAL_RANK", "")
-    if path is None or not local_rank.isdecimal():
-        return
-    with contextlib.suppress(OSError):  # a program that outlives the supervisor, or in another container
-        descriptor = os.open(path, os.O_WRONLY)
-        try:
-            os.pwrite(descriptor, b"\1" if running else b"\0", int(local_rank))
-        finally:
-            os.close(descriptor)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...strategies.distributed import name_phase
-from .automatic import Steps
-from .closure import ClosureSteps
-from .evaluation_loop import EvaluationLoop
-from .fit_loop import FitLoop
-from .manual import ManualSteps
-from .stage import Stage
+from ..strategies.distributed import name_phase
+from .loop.automatic import Steps
+from .loop.closure import ClosureSteps
+from .loop.evaluation_loop import EvaluationLoop
+from .loop.fit_loop import FitLoop
+from .loop.manual import ManualSteps
+from .loop.stage import Stage
 
 if TYPE_CHECKING:
-    from ..trainer import Trainer
+    from .trainer import Trainer
 
 name_phase("setup", Stage._set_up, loop=True)
 name_phase("teardown", Stage._clean_up, loop=True)
