@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..strategies.distributed import name_phase
-from .loop.automatic import Steps
-from .loop.closure import ClosureSteps
-from .loop.evaluation_loop import EvaluationLoop
-from .loop.fit_loop import FitLoop
-from .loop.manual import ManualSteps
-from .loop.stage import Stage
+from .loop import ClosureSteps, EvaluationLoop, FitLoop, ManualSteps, Stage, Steps
 
 if TYPE_CHECKING:
     from .trainer import Trainer
