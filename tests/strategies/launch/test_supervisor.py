@@ -310,4 +310,4 @@ def test_supervise_leaves_the_caller_as_it_was(capfd: pytest.CaptureFixture[str]
         assert variables == dict(os.environ)
     finally:
         signal.signal(signal.SIGHUP, old)
-    assert capfd.readouterr().out == "mine SIGTERM,SIGINT,SIGQUIT\n"
+    assert capfd.readouterr().out == "mine SIGTERM,SIGINT,SIGQUIT,SIGUSR1\n"
