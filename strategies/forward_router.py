@@ -95,7 +95,7 @@ class Router(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield the parts of the user's model under its own names: this module shows in no name."""
-        if self._carrier is not None:  # DDP has to find it
+        if self._carrier is not None or type(self) is not Router:  # DDP, or FSDP, which changes the class, looks for it
             yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 

@@ -146,3 +146,69 @@ def test_torchrun_started_by_srun_counts(cluster):
 @pytest.mark.parametrize("text", ["n[1-3,07-09],m5", "m5", "r[001-003],r[4,10]n[1-2]"])
 def test_host_names_as_scontrol_expands_them(cluster, text):
     assert host_names(text) == cluster.run("scontrol", "show", "hostnames", text).stdout.split()
+
+
+TRAIN = """
+import os, sys, time
+import torch
+import treadle
+from treadle.callbacks import ModelCheckpoint
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.is_global_zero:
+            with open(sys.argv[1] + "/steps", "a") as file:
+                print(os.environ.get("SLURM_RESTART_COUNT", "0"), self.global_step, file=file)
+        time.sleep(float(sys.argv[2]))
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+treadle.seed_everything(1)
+task = Task()
+loader = torch.utils.data.DataLoader(torch.arange(40.0)[:, None], 1, shuffle=True)
+trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, logger=False, callbacks=ModelCheckpoint(sys.argv[1] + "/ckpt"))
+trainer.fit(task, loader, ckpt_path="auto")
+if trainer.is_global_zero:
+    print("weights", float(sum(p.double().sum() for p in task.parameters())))
+"""
+
+
+@pytest.mark.parametrize("number", ["USR1", "TERM"])
+def test_a_signal_saves_and_usr1_requeues_and_the_next_attempt_resumes(cluster, tmp_path, number):
+    """As `#SBATCH --signal=USR1@90` sends it before the time is up, and SLURM itself SIGTERM."""
+    script = write(cluster, "train.py", TRAIN)
+    for name, pause in (("whole", 0.0), ("cut", 0.2)):
+        (tmp_path / name).mkdir()
+        batch = f"#!/bin/bash\nsrun --kill-on-bad-exit=0 {sys.executable} {script} {tmp_path / name} {pause}\n"
+        output = str(tmp_path / f"{name}.out")
+        submit = ("sbatch", "--parsable", "--requeue", "--open-mode=append", "-N2", "-n2", "--output", output)
+        done = cluster.run(*submit, write(cluster, f"{name}.sh", batch), env=LOOPBACK)
+        assert done.returncode == 0, done.stderr
+        job, steps = done.stdout.strip(), tmp_path / name / "steps"
+        if name == "cut":
+            wait_for(lambda steps=steps: steps.exists() and len(steps.read_text().splitlines()) > 3)
+            assert cluster.run("scancel", f"--signal={number}", job).returncode == 0
+            wait_for(lambda output=output: "is saved as" in Path(output).read_text())
+            if number == "TERM":  # whoever sends it decides whether the job comes again
+                assert "requeued" not in Path(output).read_text()
+                wait_for(lambda job=job: cluster.run("scontrol", "requeue", job).returncode == 0)
+        wait_for(lambda output=output: Path(output).exists() and "weights" in Path(output).read_text(), seconds=200)
+    whole, cut = (re.findall(r"weights (\S+)", (tmp_path / f"{name}.out").read_text()) for name in ("whole", "cut"))
+    assert whole == cut
+    attempts = [tuple(map(int, line.split())) for line in (tmp_path / "cut" / "steps").read_text().splitlines()]
+    assert [step for _, step in attempts] == list(range(20))
+    assert {attempt for attempt, _ in attempts} == {0, 1}
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.2)
