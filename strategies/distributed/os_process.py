@@ -44,14 +44,15 @@ def die_with_parent(supervisor_pid: int) -> None:
 
 
 def share_scratch() -> None:
-    """Make the sockets of multiprocessing, which data workers use, in a folder that the supervisor removes.
+    """Have multiprocessing make its sockets, which data workers use, in a folder that the supervisor removes.
 
-    A rank that is killed leaves a `pymp-...` folder else. Does nothing in a process that no supervisor of ours started,
-    or that has made its folder already.
+    Otherwise a rank that is killed leaves a `pymp-...` folder. Does nothing in a process that no supervisor of ours
+    started, or that has made its folder already.
     """
-    scratch = os.environ.get("TREADLE_SCRATCH", "")
+    scratch = os.environ.get("TREADLE_SCRATCH")
     config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]  # what get_temp_dir reads
-    if os.path.isdir(scratch) and config.get("tempdir") is None:
+    if scratch is not None and config.get("tempdir") is None:
+        os.makedirs(scratch, mode=0o700, exist_ok=True)  # by the first rank
         config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=scratch)
 
 

@@ -37,6 +37,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from .matching_calls import identify_host, shared_count
@@ -460,10 +461,20 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
     Args:
         world: all processes.
         limit: seconds without progress; None: nearly as long as a collective may wait, for ranks that wait for others.
+
+    Raises:
+        ValueError: for a limit of the user's own where this torch can't hold several processes to it.
     """
+    strict = limit is not None
     if world.size > 1 and dist.get_backend() == "fake":
         return None
-    strict = limit is not None
+    if world.size > 1 and not hasattr(dist.Store, "clone"):  # since torch 2.8
+        if strict:
+            raise ValueError(
+                f"timeout= of a run of {world.size} processes needs torch 2.8 or newer, and this is {torch.__version__}. "
+                "Leave it out; collectives have a limit of their own, InitProcessGroupKwargs(timeout=...)."
+            )
+        return None
     if limit is None:
         limit = world.timeout.total_seconds()
         limit -= min(30.0, limit / 10)  # before the collective fails
@@ -487,7 +498,7 @@ def dismiss() -> None:
 def _connect(world: World) -> dist.Store:
     """A connection to the store of the process group that no other thread uses: a call of one may wait for long."""
     base = dist.distributed_c10d._get_default_store()  # private, but in every torch from 1.x to 2.13
-    return dist.PrefixStore("treadle watchdog", base.clone() if hasattr(base, "clone") else base)
+    return dist.PrefixStore("treadle watchdog", base.clone())
 
 
 def _open_dumps() -> str:

@@ -7,6 +7,7 @@ import dataclasses
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,20 +117,21 @@ def supervise_job(job: Job) -> int:
     }
     stages = Stages(job.nproc)
     variables["TREADLE_STAGES"] = stages.path
-    # For the files of ranks that can't remove them, as they are killed.
-    scratch = tempfile.TemporaryDirectory(prefix="treadle-", ignore_cleanup_errors=True)
-    variables["TREADLE_SCRATCH"] = scratch.name
+    # For files that ranks can't remove when they are killed. The first rank makes it, as `share_scratch` says.
+    scratch = os.path.join(tempfile.gettempdir(), f"treadle-{uuid.uuid4().hex}")
+    variables["TREADLE_SCRATCH"] = scratch
     place = job.nodes.place() if job.nodes is not None else None
     if place is not None and place.interface is not None:
         variables["GLOO_SOCKET_IFNAME"] = place.interface
     # torch's agent starts each rank with a copy of this process's own.
-    with scratch, variables_set(variables), _restore_signals():
+    with variables_set(variables), _restore_signals():
         from . import elastic_agent  # a second of imports, which only a supervisor has to pay
 
         try:
             return elastic_agent.run(job, place, stages)
         finally:
             stages.close()
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def has_script() -> bool:

@@ -77,14 +77,15 @@ def test_a_limit_is_a_duration():
 
 
 def slow_alone():
-    """One rank works for three times the limit and the other waits for it: the limit is for both."""
+    """Return the phase after the ranks have worked alone, and then exchanged, for twice the limit each."""
     accelerator = treadle.Accelerator(cpu=True)
     assert accelerator.watchdog is not None
-    accelerator.watchdog.limit = 0.5
+    accelerator.watchdog.limit = 1.0
     accelerator.watchdog.period = 0.1
     assert not accelerator.watchdog.strict
-    time.sleep(1.5)  # nobody waits
-    end = time.monotonic() + 1.5
+    accelerator.wait_for_everyone()
+    time.sleep(2.0)  # nobody waits
+    end = time.monotonic() + 2.0
     while time.monotonic() < end:  # exchanges are progress
         accelerator.gather(torch.ones(1))
         time.sleep(0.1)
