@@ -471,8 +471,8 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
     if world.size > 1 and not hasattr(dist.Store, "clone"):  # since torch 2.8
         if strict:
             raise ValueError(
-                f"timeout= of a run of {world.size} processes needs torch 2.8 or newer, and this is {torch.__version__}. "
-                "Leave it out; collectives have a limit of their own, InitProcessGroupKwargs(timeout=...)."
+                f"timeout= of a run of {world.size} processes needs torch 2.8 or newer; this is {torch.__version__}. "
+                "Leave it out: collectives have a limit of their own, InitProcessGroupKwargs(timeout=...)."
             )
         return None
     if limit is None:
