@@ -99,7 +99,7 @@ class Router(nn.Module):
             yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state of the user's model under its own names."""
         return self.module.state_dict(*args, **kwargs)
 

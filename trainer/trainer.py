@@ -325,7 +325,9 @@ class Trainer(LightningAliases):
         if check_schedule(schedule) is not None and ckpt_path is None:
             raise ValueError(f"schedule={schedule!r} is for a resume: give ckpt_path too, or leave it out.")
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
-        Stage(self, "fit", model, loaders, datamodule, ckpt_path).run(Fit(self, schedule).run)
+        stage = Stage(self, "fit", model, loaders, datamodule, ckpt_path)
+        with self.preemption.watching():
+            stage.run(Fit(self, schedule).run)
         RunSummary(self).announce_end()
 
     def validate(

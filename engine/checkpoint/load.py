@@ -77,7 +77,7 @@ def load(
     opened.verify(world)
     with _read_together(world, opened):
         if state:
-            shared = _open_checked_state(accelerator, opened, exactly)
+            shared = _open_checked_state(accelerator, opened, exactly, asked=strict is not None)
             if not models:
                 _check_not_replaced(accelerator, opened)
     chosen = _choose_models(accelerator, opened.path) if models else []
@@ -169,14 +169,14 @@ def _is_identical_save(first: Manifest, second: Manifest) -> bool:
     return (first.sequence, first.files) == (second.sequence, second.files)
 
 
-def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> TrainState:
+def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool, asked: bool) -> TrainState:
     """Return the state that all ranks share, its tensors unread."""
     shared = open_train_state(opened)
     # Checkpoints from before it was saved: each optimizer step advanced a schedule by one.
     if not isinstance(shared.setdefault("scheduler_advances", [1] * len(shared["schedulers"])), list):
         text = f"{opened.path}: part 'state' is damaged: scheduler_advances is no list"
         raise ValueError(f"{text}. Use another checkpoint.")
-    _check_counts(accelerator, shared, opened, strict)
+    _check_counts(accelerator, shared, opened, strict, asked)
     _check_kinds(accelerator, shared, opened.path, strict)
     _say_other_batches(accelerator, opened.manifest)
     if strict:
@@ -366,7 +366,9 @@ def _restore_compiled_names(names: Iterable[str], weights: dict[str, Any]) -> di
     return {renamed.get(name, name): value for name, value in weights.items()} if renamed else weights
 
 
-def _check_counts(accelerator: Accelerator, state: TrainState, opened: OpenCheckpoint, strict: bool) -> None:
+def _check_counts(
+    accelerator: Accelerator, state: TrainState, opened: OpenCheckpoint, strict: bool, asked: bool
+) -> None:
     """See that as much is prepared as was saved. Evaluation may change: its loaders have no part in training.
 
     What there is another number of is left out of ``state`` where not all has to fit.
@@ -384,8 +386,8 @@ def _check_counts(accelerator: Accelerator, state: TrainState, opened: OpenCheck
             continue
         text = f"{path} holds {saved} {kind}, this run has {prepared}"
         # Where nothing of a kind is prepared it can't begin anew unseen: the script evaluates, or prepares it later.
-        # Loaders may also be made for each epoch.
-        left_out = kind == "loaders" or (prepared == 0 and kind != "models")
+        # Loaders may also be made for each epoch. A Trainer, which asks to be strict, has all that it will have.
+        left_out = not asked and (kind == "loaders" or (prepared == 0 and kind != "models"))
         if not left_out and (strict or kind in ("models", "optimizers")):
             raise ValueError(f"{text}: the same ones have to be there before it is loaded.")
         warn(

@@ -107,7 +107,7 @@ def test_what_is_right_is_taken():
     assert (saver.save_top_k, saver.save_last, saver.save_on_train_epoch_end) == (3, False, None)
     assert ModelCheckpoint(filename="val_{step:05d}", save_last="link").save_last is True
     stopper = EarlyStopping("x", min_delta=1, stopping_threshold=1, divergence_threshold=float("inf"), patience=0)
-    assert (stopper.monitor, stopper.min_delta, stopper.patience) == ("x", 1, 0)
+    assert (stopper.monitor, stopper.min_delta, stopper.patience) == ("x", -1, 0)  # signed by the mode, as Lightning's
     assert (stopper.stopping_threshold, stopper.divergence_threshold) == (1, float("inf"))
     assert TQDMProgressBar(refresh_rate=0, line_every=0).refresh_rate == 0
     assert ModelSummary(-1).max_depth == -1

@@ -106,16 +106,6 @@ def test_a_folder_that_was_moved_is_the_same_folder(tmp_path):
     assert checkpoint.read_manifest(tmp_path / "b" / "last.ckpt").step == 20
 
 
-class Adds(Task):
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["state_dict"].pop("net.bias")
-
-
-def test_hooks_that_look_for_weights_are_told_where_those_are(tmp_path):
-    with pytest.raises(KeyError, match="override the task's state_dict"):
-        fit(tmp_path, task=Adds())
-
-
 def test_a_namespace_as_an_argument_is_data(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -298,6 +298,10 @@ class TrainerCheckpointer:
                 datamodule.load_state_dict(load_into_memory(registered["datamodule"], {}, {}))
         return registered
 
+    def _is_strict(self) -> bool:
+        models = self._trainer.accelerator.unwrapped_models
+        return all(getattr(model, "strict_loading", True) for model in models)
+
     def restore_run(self, opened: OpenCheckpoint | None, schedule: str | None = None) -> Any:
         """Restore everything but the weights; returns the random state to set just before the first step."""
         if opened is None:
@@ -306,6 +310,7 @@ class TrainerCheckpointer:
             info = self._trainer.accelerator.load_state(
                 opened,
                 models=False,
+                strict=self._is_strict(),
                 schedule=schedule,
                 finish_epoch=False,  # what follows an epoch's last batch, its validation first, is still to come
             )

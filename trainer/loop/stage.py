@@ -79,45 +79,38 @@ class Stage:
             work: what the stage does; None ends it after the searches that precede it.
         """
         trainer, task = self.trainer, self.task
-        self._begin()
-        # Not in a method of its own: each frame between `fit` and the user's code is one more in every traceback.
-        with trainer.preemption.watching() if self.name == "fit" else nullcontext():
-            mark_stage(running=True)
-            try:
-                with trainer.history.spending(_SPENT_ON[self.name]):
-                    hooks, sources = self._set_up()
-                    if any(callback.searches for callback in trainer.callbacks):
-                        from ..tuning import run_searches  # 10 ms that only these callbacks need to pay
-
-                        run_searches(trainer)
-                    if work is None:
-                        return None
-                    with trainer.init_module():
-                        task.configure_model()
-                    task.trainer = trainer  # also of the nested tasks that setup or configure_model created
-                    with torch.autograd.set_detect_anomaly(True) if trainer.detect_anomaly else nullcontext():
-                        return work(task, hooks, sources)
-            except BaseException as error:
-                self.failure = error
-                trainer.status = TrainerStatus.INTERRUPTED
-                trainer.interrupted = isinstance(error, KeyboardInterrupt)
-                self._call_on_exception(error)
-                raise
-            finally:
-                try:
-                    self._tear_down()
-                finally:
-                    mark_stage(running=False)
-
-    def _begin(self) -> None:
-        """Forget the stage before."""
-        trainer = self.trainer
         trainer.stage = trainer.latest_stage = self.name
         trainer.status = TrainerStatus.RUNNING
-        trainer.task, trainer.datamodule = self.task, self.datamodule
+        trainer.task, trainer.datamodule = task, self.datamodule
         trainer.hooks = trainer.ckpt_path = trainer.opened_checkpoint = trainer.last_step = trainer.steps = None
         trainer.should_stop = trainer.interrupted = False
         trainer.logbook.clear()  # what is read after a stage is that stage's
+        mark_stage(running=True)
+        try:
+            with trainer.history.spending(_SPENT_ON[self.name]):
+                hooks, sources = self._set_up()
+                if any(callback.searches for callback in trainer.callbacks):
+                    from ..tuning import run_searches  # 10 ms that only these callbacks need to pay
+
+                    run_searches(trainer)
+                if work is None:
+                    return None
+                with trainer.init_module():
+                    task.configure_model()
+                task.trainer = trainer  # also of the nested tasks that setup or configure_model created
+                with torch.autograd.set_detect_anomaly(True) if trainer.detect_anomaly else nullcontext():
+                    return work(task, hooks, sources)
+        except BaseException as error:
+            self.failure = error
+            trainer.status = TrainerStatus.INTERRUPTED
+            trainer.interrupted = isinstance(error, KeyboardInterrupt)
+            self._call_on_exception(error)
+            raise
+        finally:
+            try:
+                self._tear_down()
+            finally:
+                mark_stage(running=False)
 
     def _set_up(self) -> tuple[Hooks, Sources]:
         trainer, task, datamodule = self.trainer, self.task, self.datamodule

@@ -259,7 +259,7 @@ def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[st
 
     Returns:
         How the child ended: 0 if the work was done and every fault happened, 1 if something was raised (it is printed),
-        or what a planned ``exit`` says; negative if a signal killed it, as -9 for a planned ``kill``.
+        or what a planned ``exit`` or a `SystemExit` says; negative if a signal killed it, as -9 for a planned ``kill``.
     """
     child = os.fork()
     if child == 0:
@@ -269,6 +269,8 @@ def forked(work: Callable[[], Any], *faults: Fault, record: str | os.PathLike[st
             with FaultPlan(faults, record=record):
                 work()
             status = 0
+        except SystemExit as left:  # as the interpreter ends; fit leaves so after a SIGTERM
+            status = left.code if isinstance(left.code, int) else int(left.code is not None)
         except BaseException:
             traceback.print_exc()
         finally:

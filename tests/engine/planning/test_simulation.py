@@ -7,7 +7,7 @@ import torch
 from processes import run
 from torch import nn
 from traffic import Written
-from treadle.strategies import DDP, FSDP, Precision, SingleDevice, open_world
+from treadle.strategies import BALLOT_SIZE, DDP, FSDP, Precision, SingleDevice, open_world
 
 WIDTH, LAYERS, CLASSES = 12, 3, 5  # 5 and 12 are cut unevenly by 4 and 2
 
@@ -195,7 +195,8 @@ def test_replicas_reduce_in_the_pieces_of_real_ones(step, cap, precision):
     )
     each = {"64-true": 8, "32-true": 4, "bf16-true": 2}[precision]
     assert plan.traffic.count["all_reduce"] == len(sizes)
-    assert plan.traffic.size["all_reduce"] == sum(sizes) == each * plan.parameters + (4 * max(each, 4) if step else 0)
+    votes = BALLOT_SIZE * max(each, 4) if step else 0
+    assert plan.traffic.size["all_reduce"] == sum(sizes) == each * plan.parameters + votes
     assert plan.traffic.count["broadcast"] == 1
     assert plan.traffic.size["broadcast"] == 3 * each
 

@@ -173,7 +173,8 @@ class Task(treadle.TaskModule):
 treadle.seed_everything(1)
 task = Task()
 loader = torch.utils.data.DataLoader(torch.arange(40.0)[:, None], 1, shuffle=True)
-trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, logger=False, callbacks=ModelCheckpoint(sys.argv[1] + "/ckpt"))
+saving = ModelCheckpoint(sys.argv[1] + "/ckpt")
+trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, logger=False, callbacks=saving)
 trainer.fit(task, loader, ckpt_path="auto")
 if trainer.is_global_zero:
     print("weights", float(sum(p.double().sum() for p in task.parameters())))

@@ -60,8 +60,8 @@ class Task(treadle.TaskModule):
         return (torch.optim.LBFGS if self.closure else torch.optim.AdamW)(self.parameters(), lr=0.01)
 
 
-def loader(samples=24, size=2):
-    return DataLoader(TensorDataset(torch.arange(float(samples)).view(-1, 1)), batch_size=size)
+def loader(samples=24, size=2, generator=None):
+    return DataLoader(TensorDataset(torch.arange(float(samples)).view(-1, 1)), batch_size=size, generator=generator)
 
 
 def refused(function):
@@ -233,7 +233,8 @@ def left(world_size, strategy="auto", late=False, **options):
     assert trainer.world_size == world_size
     if late:
         task.on_train_start = lambda: setattr(trainer.accelerator.agreement, "immediate", False)
-    trainer.fit(task, loader(24, 4 // world_size))
+    # A generator of its own: else one process draws the loader's numbers from those that the task draws from.
+    trainer.fit(task, loader(24, 4 // world_size, torch.Generator()))
     buffers = [buffer.tolist() for buffer in task.buffers()]
     return trainer.global_step, task.ends, task.seen, buffers, float(torch.rand(()))
 
