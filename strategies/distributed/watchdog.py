@@ -212,7 +212,7 @@ class Watchdog:
                 self._answered_at = time.monotonic()
                 if alarmed or self._alarmed.is_set():
                     self._answer()
-                self._alarmed.wait(self.period) or self._ended.wait(0)
+                self._alarmed.wait(self.period)  # `leave` sets it too
         self._answered_at = float("inf")
 
     def _read_beat(self, rank: int) -> str | None:
@@ -246,7 +246,7 @@ class Watchdog:
         now = time.monotonic()
         # The sentry may have seen a last sign of life before this alarm, or the rank has gone on since.
         moved = self._alarmed.is_set() and self._sign(frames) != self._signature
-        folder = self._write_stacks(folder_name, rank)
+        self._write_stacks(folder_name, rank)
         words = [is_waiting(frames), moved, int(self._count.values[0]), self._describe(frames), now - self._since]
         del frames
         store.set(f"answer {self._round} of {rank}", json.dumps(words))
@@ -262,7 +262,6 @@ class Watchdog:
         self._end_silent(answers)
         if rank not in self._blame(answers):
             time.sleep(0.3)  # the one that hangs leaves first
-        del folder
         self._exit()
 
     def _collect_answers(self) -> dict[int, Any]:
@@ -497,7 +496,7 @@ def dismiss() -> None:
 
 def _connect(world: World) -> dist.Store:
     """A connection to the store of the process group that no other thread uses: a call of one may wait for long."""
-    base = dist.distributed_c10d._get_default_store()  # private, but in every torch from 1.x to 2.13
+    base: Any = dist.distributed_c10d._get_default_store()  # private, but in every torch from 1.x to 2.13
     return dist.PrefixStore("treadle watchdog", base.clone())
 
 
