@@ -32,7 +32,7 @@ FAULTS = [
 FEW_FAULTS = {  # hanging ranks: see test_watchdog.py
     FaultCell("teardown", "exit 0", 0),
     FaultCell("mid-epoch", "exit 0", 1, "fsdp"),
-    FaultCell("save", "SIGKILL", 0, launcher="treadle launch"),
+    FaultCell("save", "SIGKILL", 1, launcher="treadle launch"),
 }
 SIGNALLED = [
     SignalCell(name, target, times, point)
