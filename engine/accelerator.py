@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from ..common.messages import warn
-from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world
+from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world, resolve_devices
 from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, name_phase, watch
 from . import configuration
 from .checkpoint import Checkpointer, Job, OpenCheckpoint
@@ -189,10 +189,10 @@ class Accelerator(Process):
         self.dynamo_plugin = configuration.resolve_compilation(dynamo_plugin, dynamo_backend)
         self.precision, self.mixed_precision = configuration.resolve_precision(mixed_precision, handlers["autocast"])
         self.fsdp_plugin, self.parallelism_config = fsdp_plugin, parallelism_config
-        self.profile_handler = handlers["profile"]
-        sources = tracker_sources(log_with, self.project_configuration)
+        self.profile_handler, sources = handlers["profile"], tracker_sources(log_with, self.project_configuration)
         limit, group = configuration.resolve_timeout(timeout), (handlers["group"] or InitProcessGroupKwargs()).options()
-        world = open_world(configuration.resolve_device(accelerator, cpu), devices, num_nodes, spread=spread, **group)
+        kind, devices = resolve_devices(strategy, configuration.resolve_device(accelerator, cpu), devices)
+        world = open_world(kind, devices, num_nodes, spread=spread, **group)
         self.strategy = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
         self.strategy.attach(world, self.precision)
         super().__init__(world, self.strategy.data_world)

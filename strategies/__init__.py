@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .fsdp.fsdp import FSDP as ModelParallelStrategy
     from .model_init import built_in_place
     from .precision import Precision
-    from .registry import register_strategy, resolve_strategy, strategy_names
+    from .registry import register_strategy, resolve_devices, resolve_strategy, strategy_names
     from .strategy import SingleDevice, Strategy
     from .strategy import SingleDevice as SingleDeviceStrategy
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import entry_points
+from typing import Any
 
 from ..common.validation import choose
 from .ddp import DDP, make_ddp_factory
-from .distributed import World
+from .distributed import Devices, World
 from .fsdp import FSDP
 from .strategy import SingleDevice, Strategy
 
@@ -40,6 +41,34 @@ def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
 def strategy_names() -> list[str]:
     """Every name that ``strategy=`` accepts."""
     return ["auto", *_FACTORIES, *(entry.name for entry in entry_points(group=_ENTRY_POINTS))]
+
+
+def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[str, Devices]:
+    """Return the flags for where to run: those that were passed or, for a strategy built for a device, that device.
+
+    Args:
+        strategy: a name or a `Strategy`.
+        accelerator: the kind of device.
+        devices: how many, or which.
+
+    Raises:
+        ValueError: if ``accelerator`` is another kind of device, or ``devices`` are others.
+    """
+    device = getattr(strategy, "requested_device", None)
+    if device is None:
+        return accelerator, devices
+    if accelerator not in ("auto", device.type) and (accelerator, device.type) != ("gpu", "cuda"):
+        raise ValueError(
+            f"strategy={type(strategy).__name__}({str(device)!r}) contradicts accelerator={accelerator!r}. Leave "
+            "accelerator out, or build the strategy for such a device."
+        )
+    chosen = [0 if device.index is None else device.index] if device.type == "cuda" else 1
+    if devices not in ("auto", 1, "1", -1, "-1", chosen):
+        raise ValueError(
+            f"strategy={type(strategy).__name__}({str(device)!r}) contradicts devices={devices!r}: it is for one "
+            "device. Leave devices out."
+        )
+    return device.type, chosen
 
 
 def resolve_strategy(strategy: str | Strategy, world: World) -> Strategy:

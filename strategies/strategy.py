@@ -34,6 +34,7 @@ class Strategy(StrategyAliases):
         has_rank_buffers: whether a process's buffers go on from what they were, rather than from rank zero's.
         delays_sync: whether `set_gradient_sync` does anything, so that the loop may skip the call.
         device_mesh: the processes on a grid with named dimensions, where the strategy uses one.
+        requested_device: the one device to run on, where the strategy was built for one.
     """
 
     name: ClassVar[str] = "base"
@@ -42,6 +43,7 @@ class Strategy(StrategyAliases):
     has_rank_buffers: bool = False
     delays_sync: bool = False
     device_mesh: DeviceMesh | None = None
+    requested_device: torch.device | None = None
 
     precision: Precision
 
@@ -347,9 +349,16 @@ class Strategy(StrategyAliases):
 
 
 class SingleDevice(Strategy):
-    """One model on one device: CPU, CUDA or MPS."""
+    """One model on one device: CPU, CUDA or MPS.
+
+    Args:
+        device: such as ``"cuda:1"``. Default: what ``accelerator`` and ``devices`` of the Trainer select.
+    """
 
     name = "single"
+
+    def __init__(self, device: torch.device | str | int | None = None) -> None:
+        self.requested_device = None if device is None else torch.device(device)
 
 
 def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:

@@ -126,8 +126,10 @@ class LightningAliases:
 
     @property
     def is_last_batch(self) -> bool:
-        """True if the current micro-batch, or the latest one between two, is the last of its epoch."""
-        sources = self._trainer.sources
+        """True if the current micro-batch is the last of its epoch; between two, and after ``fit``, the latest one."""
+        sources, progress = self._trainer.sources, self._trainer.progress
+        if not progress.in_step and (progress.epoch_is_trained or not progress.batch):
+            return progress.batches > 0  # the loader has begun to count the next epoch
         if sources is None or self._trainer.stage != "fit":
             return False
         return sources.train.length is not None and sources.train.batches >= sources.train.length
@@ -192,9 +194,11 @@ class LightningAliases:
 
     @property
     def train_dataloader(self) -> Any:
-        """The user's training loader."""
+        """The user's training loader; None where the stage trains nothing."""
         sources = self._trainer.sources
-        return None if sources is None else sources.train.source
+        if sources is None or (self._trainer.stage != "fit" and not sources.has_train):
+            return None
+        return sources.train.source
 
     @property
     def val_dataloaders(self) -> Any:

@@ -101,11 +101,14 @@ class EpochLoopView(LoopView):
     @property
     def batch_progress(self) -> SimpleNamespace:
         """Micro-batches that were begun and completed, of this epoch and of all."""
-        progress = self._trainer.progress
+        progress, sources = self._trainer.progress, self._trainer.sources
         in_step = progress.phase is Phase.IN_STEP
+        # While the optimizer steps, the loop has counted the batch already that Lightning counts after the step.
+        counted = in_step and sources is not None and sources.has_train and sources.train.batches <= progress.batch
+        begun, over = in_step and not counted, -1 if counted else 0
         return SimpleNamespace(
-            current=_count(progress.batch + in_step, progress.batch),
-            total=_count(progress.batches + in_step, progress.batches),
+            current=_count(progress.batch + begun, progress.batch + over),
+            total=_count(progress.batches + begun, progress.batches + over),
             is_last_batch=self._trainer.is_last_batch,
         )
 

@@ -200,10 +200,10 @@ class Trainer(LightningAliases):
         self.max_epochs = 1 if fast else arguments.check_int("max_epochs", max_epochs, -1)
         self.max_steps = fast or arguments.check_int("max_steps", max_steps, -1)
         self.min_epochs = arguments.check_int("min_epochs", min_epochs or 0, 0)
-        self.min_steps = arguments.check_int("min_steps", min_steps or 0, 0)
+        self.min_steps = None if min_steps is None else arguments.check_int("min_steps", min_steps, 0)
         if not fast:
             arguments.check_bounds("epochs", self.min_epochs, self.max_epochs)
-            arguments.check_bounds("steps", self.min_steps, self.max_steps)
+            arguments.check_bounds("steps", self.min_steps or 0, self.max_steps)
         self.max_seconds = arguments.seconds("max_time", max_time)
         self.limit_train_batches = fast or arguments.check_limit("limit_train_batches", limit_train_batches)
         self.limit_val_batches = fast or arguments.check_limit("limit_val_batches", limit_val_batches)
@@ -225,8 +225,8 @@ class Trainer(LightningAliases):
         every = 50 if log_every_n_steps is None else log_every_n_steps
         self.log_every_n_steps = arguments.check_int("log_every_n_steps", every, 0)
         self.gradient_clip_val = arguments.check_clipping("gradient_clip_val", gradient_clip_val)
-        algorithm = gradient_clip_algorithm or "norm"
-        self.gradient_clip_algorithm = choose("gradient_clip_algorithm", algorithm, ("norm", "value"))
+        self.gradient_clip_algorithm = gradient_clip_algorithm  # None is "norm"
+        choose("gradient_clip_algorithm", gradient_clip_algorithm or "norm", ("norm", "value"))
         self.inference_mode = arguments.check_bool("inference_mode", inference_mode)
         self.use_distributed_sampler = arguments.check_bool("use_distributed_sampler", use_distributed_sampler)
         every = reload_dataloaders_every_n_epochs
@@ -551,7 +551,8 @@ class Trainer(LightningAliases):
 
         A name that is logged by step and by epoch has the step's value until the epoch is over.
         """
-        values = {**self.logbook.callback_values, **self.metrics.latest()}
+        latest = self.metrics.latest()
+        values = {**latest, **self.logbook.callback_values, **latest}  # the task's own come first, as in Lightning
         if self.stage == "fit" and not self.progress.epoch_is_trained:
             evaluation = () if self.metrics.evaluation is None else self.metrics.evaluation.entries
             newer = self.logbook.watch.just_measured(self).union(entry.name for entry in evaluation)

@@ -111,7 +111,8 @@ class Profiler:
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            local_rank: this process's rank. The Trainer gives its rank among all, so that no two write one file.
+            local_rank: this process's rank, which file names then have. The Trainer gives its rank among all, so that
+                no two write one file; None in a run of one process.
             log_dir: where to write if no ``dirpath`` was given.
         """
         self._stage, self._rank = stage, local_rank
@@ -126,7 +127,9 @@ class Profiler:
         return self._rank or 0
 
     def path_for(self, ending: str, part: str = "") -> Path:
-        """The file for this stage and process: ``dirpath/fit-name-0-part.txt``. Makes the directory.
+        """Return the file for this stage and process: ``dirpath/fit-name-0-part.txt``. Makes the directory.
+
+        A run of one process leaves the rank out.
 
         Args:
             ending: how the name ends, with its dot.

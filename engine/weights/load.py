@@ -101,7 +101,9 @@ def load_opened(
     for name in fitting:
         value = read_tensor(weights[name]) if hasattr(weights[name], "fill") else weights[name]
         key = targets.get(name, name)
-        values[key] = cut_like(value, state[key]) if isinstance(value, Tensor) and key in state else value
+        # A hook may have put the sharded model's own parameters there, which are cut already.
+        cuts = isinstance(value, Tensor) and not hasattr(value, "device_mesh") and key in state
+        values[key] = cut_like(value, state[key]) if cuts else value
     try:
         unwrapped.load_state_dict(values, strict=strict)
     except RuntimeError as error:

@@ -107,3 +107,32 @@ def test_an_epoch_that_max_steps_cuts_short_does_not_count():
     run = treadle.Trainer(accelerator="cpu", max_steps=6, **QUIET)
     run.fit(Task(), loader(4))
     assert (run.global_step, run.current_epoch) == (6, 1)
+
+
+def test_the_last_batch_stays_the_last_until_the_next_epoch():
+    seen = []
+    trainer = made(
+        LambdaCallback(
+            on_train_epoch_start=lambda t, _: seen.append(t.is_last_batch),
+            on_validation_end=lambda t, _: t.sanity_checking or seen.append(t.is_last_batch),
+            on_train_epoch_end=lambda t, _: seen.append(t.is_last_batch),
+            on_fit_end=lambda t, _: seen.append(t.is_last_batch),
+        )
+    )
+    assert not trainer.is_last_batch
+    trainer.fit(Task(), loader(4), loader(1))
+    assert seen == [False, True, True, True]
+    assert trainer.is_last_batch
+
+
+def test_a_stage_without_training_has_no_training_loader():
+    seen = []
+    trainer = made(LambdaCallback(on_test_start=lambda t, _: seen.append(t.train_dataloader)))
+    trainer.test(Task(), loader(1))
+    assert seen == [None]
+
+
+def test_flags_that_were_not_given_are_none():
+    trainer = made()
+    assert (trainer.min_steps, trainer.gradient_clip_algorithm) == (None, None)
+    assert made(min_steps=2, gradient_clip_algorithm="value").min_steps == 2

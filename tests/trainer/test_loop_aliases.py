@@ -176,3 +176,36 @@ def test_tensors_of_all_processes() -> None:
         strategy.reduce(value, reduce_op="max")
     with pytest.raises(ValueError, match="needs a prepared task"):
         strategy.batch_to_device([value])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_optimizer_step_belongs_to_the_batch_before_it_is_counted(accumulate: int) -> None:
+    seen = []
+
+    class Steps(Watched):
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            loop = self.trainer.fit_loop
+            seen.append((loop.batch_idx, loop.total_batch_idx, *counts(loop.epoch_loop.batch_progress.total)))
+
+    samples = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=1)
+    trainer(max_epochs=2, accumulate_grad_batches=accumulate).fit(Steps(), samples)
+    assert seen == [(i % 4, i, i + 1, i + 1, i, i) for i in range(accumulate - 1, 8, accumulate)]
+
+
+def test_a_second_fit_draws_the_order_of_a_plain_loop() -> None:
+    class Reads(Watched):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            order.append(batch[0].tolist())
+            return self.net(batch[0]).mean()
+
+    def shuffled() -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.arange(16.0).view(8, 2)), batch_size=2, shuffle=True)
+
+    order: list[Any] = []
+    task, run = Reads(), trainer(max_epochs=1)
+    torch.manual_seed(0)
+    run.fit(task, shuffled())
+    run.fit_loop.max_epochs = 3
+    run.fit(task, shuffled())
+    torch.manual_seed(0)
+    assert order == [batch[0].tolist() for _ in range(3) for batch in shuffled()]

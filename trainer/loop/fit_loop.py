@@ -147,7 +147,7 @@ class FitLoop:
     def _may_stop(self, requested: bool) -> bool:
         """Whether to stop now: someone wants to, as every process knows, and the minimum is reached."""
         trainer, progress = self.trainer, self.progress
-        return requested and progress.epoch >= trainer.min_epochs and progress.step >= trainer.min_steps
+        return requested and progress.epoch >= trainer.min_epochs and progress.step >= (trainer.min_steps or 0)
 
     def _epoch(self) -> None:
         trainer, progress, metrics, hooks = self.trainer, self.progress, self.metrics, self.hooks

@@ -47,7 +47,8 @@ class Profiled:
         profiler.device, profiler.model = accelerator.device, trainer.task
         root = trainer.default_root_dir
         folder = trainer.logbook.agree_on_directory(root) if _needs_directory(profiler) else root
-        profiler.setup(stage, trainer.global_rank, folder)
+        # Scripts that run in one process read fit-NAME.txt, as in Lightning.
+        profiler.setup(stage, trainer.global_rank if trainer.world_size > 1 else None, folder)
         for owner, names in (
             (accelerator, _ACCELERATOR),
             (accelerator.accumulation, _ACCUMULATION),

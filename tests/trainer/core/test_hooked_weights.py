@@ -1,7 +1,10 @@
 """Checkpoint hooks that edit ``checkpoint["state_dict"]``: frozen parts left out, weights replaced, other shapes."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from processes import run
 from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -175,3 +178,37 @@ class ReadsOptimizers(Captioner):
 def test_other_keys_are_an_error(tmp_path):
     with pytest.raises(KeyError, match="'optimizer_states': the hooks get what hooks have added, 'state_dict'"):
         fitted(ReadsOptimizers(), tmp_path / "c")
+
+
+def distributed_round_trip(folder, strategy):
+    """Save with the hooks' edits on two ranks, load into another task, resume; return what each rank has."""
+    torch.manual_seed(0)
+    task = WithoutEncoder()
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, strategy=strategy, **QUIET)
+    trainer.fit(task, loader())
+    path = Path(folder, "c")
+    trainer.save_checkpoint(path)
+
+    def whole(module):
+        state = {name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in module.state_dict().items()}
+        return {name: value.detach().clone() for name, value in state.items()}
+
+    weights = whole(task)
+    loaded = WithoutEncoder.load_from_checkpoint(path)
+    torch.manual_seed(0)
+    resumed = WithoutEncoder()
+    trainer = treadle.Trainer(max_epochs=2, accelerator="cpu", devices=2, strategy=strategy, **QUIET)
+    trainer.fit(resumed, loader(), ckpt_path=path)
+    torch.manual_seed(0)
+    straight = WithoutEncoder()
+    treadle.Trainer(max_epochs=2, accelerator="cpu", devices=2, strategy=strategy, **QUIET).fit(straight, loader())
+    return weights, whole(loaded), whole(resumed), whole(straight), names_in(path)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_hooks_edit_the_weights_on_two_processes(tmp_path, strategy):
+    for weights, loaded, resumed, straight, names in run(distributed_round_trip, 2, str(tmp_path), strategy):
+        assert names == ["head.bias", "head.weight"]
+        assert torch.equal(loaded["head.weight"], weights["head.weight"])
+        for name, value in straight.items():
+            assert torch.equal(resumed[name], value), name

@@ -347,8 +347,8 @@ def test_pytorch_writes_a_trace_with_steps_actions_and_parts(tmp_path, capsys):
     for expected in ("[treadle]forward", "[treadle]backward", "[treadle]optimizer", "aten::linear"):
         assert names.count(expected) == 2
     assert names.count("[treadle][module]torch.nn.modules.linear.Linear: net") == 2
-    assert [path.name for path in tmp_path.glob("*.json")] == ["fit-net-0.pt.trace.json"]
-    assert "aten::linear" in (tmp_path / "fit-net-0.txt").read_text()
+    assert [path.name for path in tmp_path.glob("*.json")] == ["fit-net.pt.trace.json"]
+    assert "aten::linear" in (tmp_path / "fit-net.txt").read_text()
     assert not task.net._forward_hooks
 
 
