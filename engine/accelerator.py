@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..common.messages import warn
 from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world, resolve_devices
-from ..strategies.distributed import SHARD, TENSOR, Devices
+from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, name_phase, watch
 from . import configuration
 from .checkpoint import Checkpointer, Job, OpenCheckpoint
 from .configuration import (
@@ -70,6 +70,22 @@ _UNSUPPORTED = {
 }
 
 
+name_phase("backward", Accumulation.backward)
+name_phase("save", Checkpointer.save_state)
+name_phase("data wait", Loader.__iter__, Loader.groups)
+
+
+def _locate(accelerator: Accelerator) -> tuple[str, Any]:
+    """Return how far a loop is: in words, and what moves with every micro-batch."""
+    accumulation = accelerator.accumulation
+    moving = accumulation.position, id(accelerator.cursor.micro), [loader.batches for loader in accelerator.loaders]
+    return f"optimizer step {accumulation.steps + 1}", moving
+
+
+def _find_directory(accelerator: Accelerator) -> Any:
+    return accelerator.logging_dir or accelerator.project_dir
+
+
 class Accelerator(Process):
     """Everything distributed, every precision and every checkpoint, for a loop of your own.
 
@@ -99,6 +115,10 @@ class Accelerator(Process):
         devices: processes on this machine, see `open_world`; ``"auto"`` is what the launcher started, else one.
         num_nodes: machines.
         spread: whether ``devices="auto"`` may start a process for each GPU; see `open_world`.
+        timeout: how long a rank may make no progress, until its script ends: ``"DD:HH:MM:SS"``, a timedelta or a dict
+            of its arguments. Then the run ends with exit status 124; the rank that hangs is named, and the Python
+            stacks of all ranks are written. By default this holds only for a rank that waits for others, and nearly as
+            long as a collective may wait (30 minutes).
 
     Attributes:
         strategy: how models are laid out over the processes.
@@ -108,6 +128,7 @@ class Accelerator(Process):
         checkpointer: saves and loads.
         tracking: the trackers that ``log_with`` named.
         rng: the random numbers that ranks share.
+        watchdog: ends the run if a rank hangs; None where nobody watches.
         deepspeed_plugin: None; scripts ask for it before they do something else.
 
     Raises:
@@ -146,6 +167,7 @@ class Accelerator(Process):
         devices: Devices = "auto",
         num_nodes: int = 1,
         spread: bool = False,
+        timeout: Any = None,
         **unknown: Any,
     ) -> None:
         configuration.refuse(
@@ -167,18 +189,18 @@ class Accelerator(Process):
         self.dynamo_plugin = configuration.resolve_compilation(dynamo_plugin, dynamo_backend)
         self.precision, self.mixed_precision = configuration.resolve_precision(mixed_precision, handlers["autocast"])
         self.fsdp_plugin, self.parallelism_config = fsdp_plugin, parallelism_config
-        self.profile_handler = handlers["profile"]
-        sources = tracker_sources(log_with, self.project_configuration)
-        group = (handlers["group"] or InitProcessGroupKwargs()).options()
+        self.profile_handler, sources = handlers["profile"], tracker_sources(log_with, self.project_configuration)
+        limit, group = configuration.resolve_timeout(timeout), (handlers["group"] or InitProcessGroupKwargs()).options()
         kind, devices = resolve_devices(strategy, configuration.resolve_device(accelerator, cpu), devices)
         world = open_world(kind, devices, num_nodes, spread=spread, **group)
         self.strategy = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
         self.strategy.attach(world, self.precision)
         super().__init__(world, self.strategy.data_world)
         scaler = configuration.build_scaler(handlers["scaler"], self.precision, world.device)
-        self._begin(scaler, Trackers(world, sources))
+        self._begin(scaler, Trackers(world, sources), watch(world, limit))
 
-    def _begin(self, scaler: torch.amp.GradScaler | None, trackers: Trackers) -> None:
+    def _begin(self, scaler: torch.amp.GradScaler | None, trackers: Trackers, watchdog: Watchdog | None) -> None:
+        self.watchdog = watchdog
         self.models: list[nn.Module] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[Any] = []
@@ -201,6 +223,8 @@ class Accelerator(Process):
         self.tracking = trackers
         self.dataloader_config.announce_differences()
         register_accelerator(self)
+        if watchdog is not None:
+            watchdog.follow(self, _locate, _find_directory)
 
     # -- preparing -----------------------------------------------------------------------------------------------
 

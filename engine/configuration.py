@@ -365,6 +365,15 @@ def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> 
             raise ValueError(f"{name}= is not part of Treadle: {reasons[name]}")
 
 
+def resolve_timeout(timeout: Any) -> float | None:
+    """Return the seconds that a rank may make no progress; None for none of the user's own.
+
+    Raises:
+        TypeError, ValueError: see `parse_duration`.
+    """
+    return None if timeout is None else parse_duration("timeout", timeout).total_seconds()
+
+
 def resolve_device(accelerator: str, cpu: bool) -> str:
     """Return the kind of device to compute on.
 

@@ -71,6 +71,7 @@ class TrainerSettings:
     enable_autolog_hparams: bool = True
     default_root_dir: str | Path | None = None
     on_nonfinite: str = "raise"
+    timeout: str | timedelta | dict[str, int] | None = None
 
     def flags(self) -> dict[str, Any]:
         """The arguments of `Trainer`."""

@@ -56,6 +56,7 @@ from .loop import (
 from .profiling import Profiled
 from .settings import Limit, TrainerSettings
 from .states import TrainerStatus
+from .watched import find_directory, locate
 
 
 class Trainer(LightningAliases):
@@ -109,6 +110,7 @@ class Trainer(LightningAliases):
         default_root_dir: where logs and checkpoints go that are given no place.
         on_nonfinite: a loss that is not finite on any process: ``"raise"``, ``"skip"`` the step on all processes
             (which waits for the device in every step), or ``"ignore"``. With float16 the loss scaler decides.
+        timeout: how long a rank may make no progress, as ``max_time``; see `Accelerator`.
 
     Attributes:
         accelerator: the `Accelerator` underneath.
@@ -170,6 +172,7 @@ class Trainer(LightningAliases):
         enable_autolog_hparams: bool = True,
         default_root_dir: str | Path | None = None,
         on_nonfinite: str = "raise",
+        timeout: str | timedelta | dict[str, int] | None = None,
         **unknown: Any,
     ) -> None:
         report_uncaught()  # also what is wrong with the flags
@@ -243,7 +246,10 @@ class Trainer(LightningAliases):
             gradient_accumulation_steps=arguments.check_int("accumulate_grad_batches", accumulate_grad_batches, 1),
             spread=True,
             dynamo_plugin=arguments.parse_compilation(compile),
+            timeout=timeout,
         )
+        if self.accelerator.watchdog is not None:
+            self.accelerator.watchdog.follow(self, locate, find_directory)
         arguments.set_sync_batchnorm(self.accelerator.strategy, sync_batchnorm)
         self.profiler = choose_profiler(profiler)
         self.profiled: Profiled | None = None

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from . import process_group
 from .launch_environment import LaunchEnvironment
 from .open_world import make_world, open_world
+from .watchdog import dismiss
 from .world import World
 
 
@@ -55,6 +56,7 @@ def backend_of(world: World) -> str | None:
 
 def disconnect() -> None:
     """End the process group, where there is one. The next World makes a new one."""
+    dismiss()
     if dist.is_initialized():
         process_group.await_gloo_threads()
         dist.destroy_process_group()

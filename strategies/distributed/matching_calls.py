@@ -76,7 +76,7 @@ def _read(place: str) -> int | None:
         return None
 
 
-def _identify_host() -> str:
+def identify_host() -> str:
     """Return what tells machines, and containers with processes of their own, from each other."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -105,7 +105,7 @@ class Arrivals:
         self._near = {*range(min(size, _MOST_LOOKED_AT)), *range(first, min(size, first + local_size))} - {rank}
         self._count = shared_count()
         self._number, self._before = 0, int(self._count.values[0])  # of the last call: its number, and the count then
-        self._host = _identify_host()
+        self._host = identify_host()
         self._announce("")
         self._store.set(f"place of {rank}", json.dumps([self._host, self._count.place]))
         atexit.register(self.leave)

@@ -11,7 +11,7 @@ from ..launch import supervisor
 from .collective_debug import DebugWorld
 from .devices import Devices, device_of, device_type, parse_devices
 from .launch_environment import DebugEnvironment, LaunchEnvironment
-from .os_process import die_with_parent
+from .os_process import die_with_parent, share_scratch
 from .world import World
 
 
@@ -64,6 +64,7 @@ def open_world(
         return make_world(device=device_of(kind, device_indices[0]))
     if launched.supervisor is not None:
         die_with_parent(launched.supervisor)
+        share_scratch()
     if device_indices is None:
         device_indices = list(range(launched.local_world_size))
     launched.check(devices, len(device_indices), num_nodes)

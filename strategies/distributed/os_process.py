@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing.process
 import os
 import signal
 import sys
+import tempfile
 
 
 def is_alive(pid: int) -> bool:
@@ -38,3 +41,32 @@ def die_with_parent(supervisor_pid: int) -> None:
     # The supervisor may have died before that call took effect, or before this process got here at all.
     if os.getppid() != supervisor_pid and not is_alive(supervisor_pid):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def share_scratch() -> None:
+    """Have multiprocessing make its sockets, which data workers use, in a folder that the supervisor removes.
+
+    Otherwise a rank that is killed leaves a `pymp-...` folder. Does nothing in a process that no supervisor of ours
+    started, or that has made its folder already.
+    """
+    scratch = os.environ.get("TREADLE_SCRATCH")
+    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]  # what get_temp_dir reads
+    if scratch is not None and config.get("tempdir") is None:
+        os.makedirs(scratch, mode=0o700, exist_ok=True)  # by the first rank
+        config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=scratch)
+
+
+def mark_stage(running: bool) -> None:
+    """Tell the supervisor that a stage runs in this rank, or has ended: to leave within one is a failure.
+
+    Writes one byte into a file of the supervisor's which has no name, see `Stages`. Does nothing elsewhere.
+    """
+    path, local_rank = os.environ.get("TREADLE_STAGES"), os.environ.get("LOCAL_RANK", "")
+    if path is None or not local_rank.isdecimal():
+        return
+    with contextlib.suppress(OSError):  # a program that outlives the supervisor, or in another container
+        descriptor = os.open(path, os.O_WRONLY)
+        try:
+            os.pwrite(descriptor, b"\1" if running else b"\0", int(local_rank))
+        finally:
+            os.close(descriptor)

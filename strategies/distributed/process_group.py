@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ...common.version import __version__
 from .matching_calls import forget_arrivals
 from .tracebacks import forget_store, report_uncaught
+from .watchdog import dismiss
 
 
 def connect(
@@ -123,6 +124,7 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
 
 def disconnect(store: dist.Store | None = None) -> None:
     """End the process group, so that the next `connect` makes another."""
+    dismiss()
     forget_arrivals()
     forget_store()
     await_gloo_threads()

@@ -18,6 +18,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -41,6 +42,14 @@ class PeerFailed(RuntimeError):
     """Raised on ranks that did not fail themselves, with the rank and the words of the first that did."""
 
 
+_LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Socket closed", re.IGNORECASE)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Tell whether an error follows from another rank's end, so that whoever knows of that is to speak first."""
+    return isinstance(error, PeerFailed) or (isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None)
+
+
 class Store(Protocol):
     """The part of a torch store that is used here."""
 
@@ -52,6 +61,9 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes:
         """Return the value of a key."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Tell whether all keys are set."""
 
     def wait(self, keys: list[str], timeout: Any) -> None:
         """Wait until all keys are set; raises a RuntimeError after the timeout."""
@@ -140,9 +152,11 @@ class Uncaught:
     def _claim(self, error: BaseException, words: str) -> dict[str, Any] | None:
         assert self.store is not None
         patience = timedelta(seconds=PATIENCE)
-        if isinstance(error, PeerFailed):
+        if is_consequence(error):
+            end = time.monotonic() + PATIENCE  # the rank that failed comes first
             with contextlib.suppress(RuntimeError):
-                self.store.wait(["error"], patience)  # the rank that failed comes first
+                while not self.store.check(["error"]) and time.monotonic() < end:  # torch warns where a wait times out
+                    time.sleep(0.01)
         try:
             if self.store.add("errors", 1) == 1:
                 self.store.set("error", json.dumps({"words": words, "host": socket.gethostname(), "pid": os.getpid()}))
@@ -165,7 +179,7 @@ def hide_frames(error: BaseException) -> None:
         return
     frames = [frame for link in _collect_links(error) for frame, _ in traceback.walk_tb(link.__traceback__)]
     for frame in itertools.chain(frames, (frame for frame, _ in traceback.walk_stack(None))):
-        if _find_owner(frame) is not None and frame.f_code.co_name != "<module>":
+        if find_owner(frame) is not None and frame.f_code.co_name != "<module>":
             frame.f_locals["__tracebackhide__"] = True
 
 
@@ -224,10 +238,10 @@ def _map_owners(error: BaseException, trace: TracebackType | None) -> dict[str, 
     """The framework by file, of all frames that are a framework's."""
     traces = [trace, *(link.__traceback__ for link in _collect_links(error))]
     frames = (frame for tb in traces for frame, _ in traceback.walk_tb(tb))
-    return {frame.f_code.co_filename: owner for frame in frames if (owner := _find_owner(frame)) is not None}
+    return {frame.f_code.co_filename: owner for frame in frames if (owner := find_owner(frame)) is not None}
 
 
-def _find_owner(frame: FrameType) -> str | None:
+def find_owner(frame: FrameType) -> str | None:
     """The framework that a frame belongs to."""
     name = frame.f_globals.get("__name__", "")
     if name == "__main__":  # python -m

@@ -20,10 +20,16 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from ..distributed import HUNG
 from .rendezvous import SIGNALS, Job, Place
+from .stages import Stages
 
-_PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+# Ranks save and leave when they get one of these.
+_PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
+_STOPPED = (128 + 1, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were asked to leave; 1: SIGHUP
 _POLL = 0.01  # seconds; two failures closer than this can't be told apart, and a rank's death throes take longer
+_HUNG_GRACE = 0.5  # seconds
+_LEFT_EARLY = 256  # no exit status of the system's
 _END, _DONE, _LEFT = "treadle/end", "treadle/done", "treadle/left"  # what the machines' agents tell each other
 
 
@@ -43,19 +49,22 @@ class Agent(LocalElasticAgent):
     only since torch 2.13. It does not learn of a failure on another machine until its own ranks fail by that.
     """
 
-    def __init__(self, spec: WorkerSpec, job: Job) -> None:
+    def __init__(self, spec: WorkerSpec, job: Job, stages: Stages) -> None:
         # A log directory only where asked for: a killed supervisor would leave it behind.
         redirects, tee = Std.from_str(job.redirects), Std.from_str(job.tee)
         super().__init__(spec, DefaultLogsSpecs(log_dir=job.log_dir or os.devnull, redirects=redirects, tee=tee))
         self.job = job
+        self.stages = stages
         self.grace = job.grace
         self.looks = max(1, round(job.monitor_interval / _POLL))
         self.closing = False
-        self.ends: dict[int, int] = {}  # local rank: exit code, in the order of time
+        # Local rank: exit code, in the order of time; `_LEFT_EARLY` for an exit with 0 from within a stage.
+        self.ends: dict[int, int] = {}
 
     def _start_workers(self, worker_group: Any) -> Any:
         self.closing = False
         self.ends.clear()
+        self.stages.clear()
         return super()._start_workers(worker_group)
 
     def _restart_workers(self, worker_group: Any) -> None:
@@ -81,8 +90,10 @@ class Agent(LocalElasticAgent):
             else:
                 self.tell(_convert_to_status(failed[0]), f"{self.first_failure()} on {socket.gethostname()}")
             # A rank that was asked to stop did so in order, and the others may still be saving.
-            stopped = failed[0] in (128 + signal.SIGTERM, 128 + signal.SIGINT)
-            self._close(signal.SIGTERM, self.grace if stopped else self.job.failure_grace)
+            stopped = failed[0] in _STOPPED
+            seconds = self.grace if stopped else self.job.failure_grace
+            # The watchdogs of the others have ended them by now, or can't.
+            self._close(signal.SIGTERM, min(seconds, _HUNG_GRACE) if failed[0] == HUNG else seconds)
         return super()._monitor_workers(worker_group)
 
     def _exit_barrier(self) -> None:
@@ -114,7 +125,7 @@ class Agent(LocalElasticAgent):
         # Within one look a killed rank comes first: it is what makes others raise.
         for rank, code in sorted(codes.items(), key=lambda end: end[1] is None or end[1] >= 0):
             if code is not None:
-                self.ends[rank] = code
+                self.ends[rank] = _LEFT_EARLY if code == 0 and self.stages.is_running(rank) else code
         return any(self.ends.values())
 
     @property
@@ -149,7 +160,7 @@ class Agent(LocalElasticAgent):
             ) from None
 
     def _make_elsewhere(self, status: int, text: str) -> Elsewhere:
-        if status not in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+        if status not in _STOPPED:
             self.grace = self.job.failure_grace  # nothing can be saved without the others
         return Elsewhere(status, text)
 
@@ -197,7 +208,7 @@ class Agent(LocalElasticAgent):
         self._note_ends()
 
 
-def run(job: Job, place: Place | None) -> int:
+def run(job: Job, place: Place | None, stages: Stages) -> int:
     """Runs the job under an agent and returns its exit status; the calling process must be in the main thread."""
     if job.nodes is not None and place is not None:
         _say(f"waiting at {place.endpoint} for {_count(job)} machine(s), from {place.local_addr}, run id {job.run_id}")
@@ -205,7 +216,7 @@ def run(job: Job, place: Place | None) -> int:
     elsewhere: Elsewhere | None = None
     with _silence_agent():
         rendezvous = _make_rendezvous(job, place)
-        agent = Agent(_make_spec(job, place, rendezvous), job)
+        agent = Agent(_make_spec(job, place, rendezvous), job, stages)
         try:
             agent.run()
         except SignalException as error:
@@ -326,17 +337,21 @@ def _get_first_line(error: BaseException) -> str:
 
 
 def _convert_to_status(code: int) -> int:
+    if code == _LEFT_EARLY:
+        return 1
     return code if code >= 0 else 128 - code
 
 
 def _convert_signal(number: signal.Signals) -> int:
     """128 + n; SIGUSR1 is a scheduler's early SIGTERM."""
-    return 128 + (signal.SIGTERM if number in _PREEMPTING else number)
+    return 128 + (signal.SIGTERM if number.name == "SIGUSR1" else number)
 
 
 def _describe_ending(code: int) -> str:
+    if code == _LEFT_EARLY:
+        return "exit status 0 before its stage had ended"
     if code >= 0:
-        return f"exit status {code}"
+        return f"exit status {code}" + " (by the watchdog)" * (code == HUNG)
     name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")  # not SIGRTMIN + 1
     return f"killed by {name}"
 

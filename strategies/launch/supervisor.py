@@ -7,9 +7,11 @@ import dataclasses
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from typing import Any, NoReturn
 
 from ..distributed import variables_set
 from .rendezvous import FAILURE_GRACE, GRACE, SIGNALS, Job
+from .stages import Stages
 
 _TEST_RUNNERS = ("pytest", "py.test", "unittest")
 
@@ -57,9 +60,9 @@ def supervise(
     """Runs a command in `nproc` processes of this machine, with torchrun's variables, and waits for all of them.
 
     The calling process is a supervisor and no rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to every
-    rank (those it doesn't ignore itself: `nohup` stays effective). The ranks may save then: more SIGTERMs and SIGUSR1s
-    change nothing, any other second signal kills at once. The first rank to fail ends the others. Every launch listens
-    on a port of its own, which the system picks.
+    rank (those it doesn't ignore itself: `nohup` stays effective). The ranks may save then: more SIGTERMs, SIGUSR1s and
+    SIGHUPs change nothing, any other second signal kills at once. The first rank to fail ends the others. Every launch
+    listens on a port of its own, which the system picks.
 
     `TREADLE_SUPERVISOR` hands each rank this process's id for `die_with_parent`. `OMP_NUM_THREADS`, where unset,
     becomes this process's CPUs divided by `nproc`.
@@ -73,8 +76,9 @@ def supervise(
             can only wait for a rank that is gone.
 
     Returns:
-        0 if every rank exited with 0; else the status of the rank that failed first in time, 128 + n for one killed
-        by signal n; 128 + n if this process got signal n, whatever the ranks then did; 143 for SIGUSR1 too.
+        0 if every rank exited with 0, and none of them within a stage of a Trainer, which counts as 1; else the status
+        of the rank that failed first in time, 128 + n for one killed by signal n; 128 + n if this process got signal
+        n, whatever the ranks then did; 143 for SIGUSR1 too.
 
     Raises:
         ValueError: `nproc` is no positive number, there is no script to run again, or this is not the main thread.
@@ -111,6 +115,11 @@ def supervise_job(job: Job) -> int:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus() // job.nproc)),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled),
     }
+    stages = Stages(job.nproc)
+    variables["TREADLE_STAGES"] = stages.path
+    # For files that ranks can't remove when they are killed. The first rank makes it, as `share_scratch` says.
+    scratch = os.path.join(tempfile.gettempdir(), f"treadle-{uuid.uuid4().hex}")
+    variables["TREADLE_SCRATCH"] = scratch
     place = job.nodes.place() if job.nodes is not None else None
     if place is not None and place.interface is not None:
         variables["GLOO_SOCKET_IFNAME"] = place.interface
@@ -118,7 +127,11 @@ def supervise_job(job: Job) -> int:
     with variables_set(variables), _restore_signals():
         from . import elastic_agent  # a second of imports, which only a supervisor has to pay
 
-        return elastic_agent.run(job, place)
+        try:
+            return elastic_agent.run(job, place, stages)
+        finally:
+            stages.close()
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def has_script() -> bool:

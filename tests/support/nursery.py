@@ -161,20 +161,25 @@ class Nursery:
         self.selector = selectors.DefaultSelector()
         # By what is watched: the end of a process, or of the side that asked for it. An open request stands here twice.
         self.asked: dict[int, tuple[int, int, socket.socket]] = {}
+        # Sessions whose process has ended before others in them, such as data workers, by the side that may kill them.
+        self.left: dict[int, tuple[int, socket.socket]] = {}
 
     def serve(self, usual: Mapping[str, str]) -> None:
         """Answers requests whose environment is the ``usual`` one, as far as torch reads it when it is imported."""
         for watched in (self.listener, self.lifeline):
             self.selector.register(watched, selectors.EVENT_READ)
         while True:
-            ready = {key.fd for key, _ in self.selector.select()}
+            ready = {key.fd for key, _ in self.selector.select(0.2 if self.left else None)}
             if self.lifeline.fileno() in ready:
-                for pid in {pid for pid, _, _ in self.asked.values()}:
+                for pid in {pid for pid, *_ in (*self.asked.values(), *self.left.values())}:
                     _kill(pid)
                 return
             for descriptor in ready:
                 if descriptor in self.asked:  # not where both ends of a request are ready, and one was seen
                     self.forget(descriptor)
+            for descriptor, (pid, _) in list(self.left.items()):
+                if descriptor in ready or not _has_group(pid):
+                    self.sweep(descriptor)
             if self.listener.fileno() in ready:
                 self.answer(usual)
 
@@ -210,8 +215,23 @@ class Nursery:
         for watched in (pidfd, reply.fileno()):
             self.selector.unregister(watched)
             del self.asked[watched]
-        _say(reply, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         os.close(pidfd)
+        _say(reply, code)
+        if descriptor == pidfd and _has_group(pid):
+            self.left[reply.fileno()] = (pid, reply)
+            self.selector.register(reply, selectors.EVENT_READ)
+            _say(reply, 1)
+        else:
+            _say(reply, 0)
+            reply.close()
+
+    def sweep(self, descriptor: int) -> None:
+        """The rest of a session has ended, or whoever stood for it was killed: then it is killed too."""
+        pid, reply = self.left.pop(descriptor)
+        self.selector.unregister(descriptor)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
         reply.close()
 
     def leave(self, reply: socket.socket) -> None:
@@ -222,7 +242,8 @@ class Nursery:
         os.setsid()
         _say(reply, os.getpid())
         self.selector.close()
-        for other in (self.listener, self.lifeline, reply, *(known for _, _, known in self.asked.values())):
+        known = [side for *_, side in (*self.asked.values(), *self.left.values())]
+        for other in (self.listener, self.lifeline, reply, *known):
             other.close()
         for pidfd in {pidfd for _, pidfd, _ in self.asked.values()}:
             os.close(pidfd)
@@ -257,6 +278,15 @@ def _kill(pid: int) -> None:
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
+
+
+def _has_group(pid: int) -> bool:
+    """Whether a process is left in the group of a process that has ended; its number is not given to another then."""
+    try:
+        os.killpg(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:

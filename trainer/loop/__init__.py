@@ -8,12 +8,14 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .automatic import Steps
+    from .closure import ClosureSteps
     from .dataloaders import KIND_OF_STAGE, Sources
     from .evaluation_loop import Evaluation, EvaluationLoop, check_step, predictions_in_order
-    from .fit_loop import choose_steps
+    from .fit_loop import FitLoop, choose_steps
     from .fit_setup import Fit, configure, prepare_training, validate, wrap
     from .hook_table import Hooks, callback_overrides, count_positional, name_of, task_overrides
     from .lr_schedulers import Schedules
+    from .manual import ManualSteps
     from .preemption import Preempted, Preemption
     from .progress import Phase, Progress
     from .run_summary import RunSummary, describe_results

@@ -11,22 +11,28 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ...common.messages import announce, warn
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
-EXIT_STATUS = 128 + 15  # what a shell says of a program that SIGTERM ended
-_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+# SIGHUP: the terminal has closed. Where processes get different signals, the one that stands last here counts.
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _REQUEUE_LIMIT = 30  # seconds; the scheduler's own limit for an answer is 10 by default
 
 
 class Preempted(SystemExit):
-    """SIGTERM or SIGUSR1 ended ``fit``, after the run was saved. The exit status is 143 for both."""
+    """A signal ended ``fit``, after the run was saved.
+
+    The exit status is what a shell says of a program that the signal ended: 143 for SIGTERM, 129 for SIGHUP. It is 143
+    for SIGUSR1 too, which schedulers send some time before SIGTERM.
+    """
 
 
 class Preemption:
-    """Notes the first SIGTERM or SIGUSR1 while training runs; the loop saves and leaves at its next step boundary.
+    """Notes the first SIGTERM, SIGUSR1 or SIGHUP while training runs; the loop saves and leaves after the step.
 
     The handler only sets a flag, so a signal never breaks a step or a save, whether it comes once or again. On several
     processes the flag travels with the votes of each step: all leave after the same one, whoever got the signal.
@@ -44,6 +50,7 @@ class Preemption:
         self.caught: signal.Signals | None = None
         self._trainer = trainer
         self._replaced: dict[signal.Signals, Callable[..., Any] | int] = {}
+        self._pid = os.getpid()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -53,7 +60,7 @@ class Preemption:
         where Python can't set handlers, nothing is caught. A signal that came after the last step ends the process, as
         it would have without Treadle.
         """
-        self.caught = None
+        self.caught, self._pid = None, os.getpid()
         agreement = self._trainer.accelerator.agreement
         agreement.signal_vote = agreement.signaled = False
         if threading.current_thread() is not threading.main_thread():
@@ -76,6 +83,11 @@ class Preemption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         caught = signal.Signals(number)
+        if os.getpid() != self._pid:  # a child that was forked within fit
+            if caught is signal.SIGTERM:  # from whoever started it, such as `Process.terminate`
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return  # to the whole process group; data workers are needed for the step in progress
         if self.caught is None:
             self.caught = caught
             self._trainer.accelerator.agreement.signal()
@@ -90,17 +102,22 @@ class Preemption:
             Preempted: always.
         """
         trainer = self._trainer
-        name = self.caught.name if self.caught is not None else "a signal to another rank"
+        rating = torch.tensor(-1 if self.caught is None else _SIGNALS.index(self.caught))
+        caught = _SIGNALS[int(trainer.accelerator.world.all_reduce(rating, "max"))]
         saving = [c for c in trainer.checkpoint_callbacks if c.saves and not c.save_weights_only]
         step = trainer.progress.step
         if saving:
             path = saving[0].save_now(trainer)
-            announce(f"{name}: the run as of optimizer step {step} is saved as {path}; ckpt_path='auto' resumes it")
+            announce(
+                f"{caught.name}: the run as of optimizer step {step} is saved as {path}; ckpt_path='auto' resumes it"
+            )
         else:
-            warn(f"{name} ends the run at optimizer step {step}, and no ModelCheckpoint saves it.")
-        if trainer.accelerator.world.any(self.caught is getattr(signal, "SIGUSR1", None)) and trainer.is_global_zero:
-            _requeue()
-        raise Preempted(EXIT_STATUS)
+            warn(f"{caught.name} ends the run at optimizer step {step}, and no ModelCheckpoint saves it.")
+        if caught.name == "SIGUSR1":
+            if trainer.is_global_zero:
+                _requeue()
+            caught = signal.SIGTERM
+        raise Preempted(128 + caught)
 
 
 def _requeue() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...strategies.distributed import hide_frames
+from ...strategies.distributed import hide_frames, mark_stage
 from .. import arguments
 from ..checkpointing import CheckpointResolver
 from ..core import DataModule, TaskModule, log_to, task_modules
@@ -85,6 +85,7 @@ class Stage:
         trainer.hooks = trainer.ckpt_path = trainer.opened_checkpoint = trainer.last_step = trainer.steps = None
         trainer.should_stop = trainer.interrupted = False
         trainer.logbook.clear()  # what is read after a stage is that stage's
+        mark_stage(running=True)
         try:
             with trainer.history.spending(_SPENT_ON[self.name]):
                 hooks, sources = self._set_up()
@@ -106,7 +107,10 @@ class Stage:
             self._call_on_exception(error)
             raise
         finally:
-            self._tear_down()
+            try:
+                self._tear_down()
+            finally:
+                mark_stage(running=False)
 
     def _set_up(self) -> tuple[Hooks, Sources]:
         trainer, task, datamodule = self.trainer, self.task, self.datamodule

@@ -1,7 +1,9 @@
 """Signals that ask a run to end: saved at the next step boundary, status 143, and gone on with bit for bit."""
 
+import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -156,6 +158,31 @@ def on_two(folder, strategy, rank):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_signal_to_one_rank_ends_all_after_the_same_step(strategy, rank, tmp_path):
     assert run(on_two, 2, str(tmp_path), strategy, rank) == [rank == 0, rank == 1]
+
+
+def test_a_closed_terminal_has_a_status_of_its_own(tmp_path):
+    first = fit(tmp_path, [Signals(signal.SIGHUP, 5)])
+    assert (first["status"], first["step"], first["flag"]) == (129, 5, False)
+    assert (tmp_path / "preempted.ckpt").exists()
+
+
+class Forks(treadle.Callback):
+    """Starts a child within fit, and sends it a signal of the run and then the one of its parent."""
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 3:
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            child.start()
+            os.kill(child.pid, signal.SIGUSR1)
+            time.sleep(0.2)
+            assert child.is_alive()
+            child.terminate()
+            child.join(10)
+            assert child.exitcode == -signal.SIGTERM
+
+
+def test_a_child_forked_within_fit_can_be_terminated(tmp_path):
+    assert fit(tmp_path, [Forks()])["status"] is None
 
 
 def test_nothing_can_be_saved(tmp_path):

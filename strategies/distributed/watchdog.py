@@ -1,0 +1,534 @@
+"""End a run in which a rank hangs, within a limit, and name the rank, its phase and its step.
+
+Two daemon threads of each process do the work, and nothing is asked of the training:
+
+- The sentry looks at the stack of the main thread once per period. The same stack and the same count of steps and
+  exchanges for as long as the limit means no progress. Then it raises an alarm.
+- The courier tells the store once per period that this process lives, and where it is. When any rank has raised the
+  alarm it writes the stacks of this process into a file, and says in the store whether this rank waits for others.
+
+A rank that does not answer is stopped, or blocked in C code that holds the interpreter. A rank that answers and does
+not wait for another one hangs. One rank reports, and all leave with `HUNG`.
+
+Without a limit of the user's own a rank raises the alarm only while it waits for others, after nearly as long as a
+collective may wait: whatever one rank does alone may take longer, until others need it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .matching_calls import identify_host, shared_count
+from .os_process import is_alive
+from .tracebacks import find_owner
+
+if TYPE_CHECKING:
+    from .world import World
+
+HUNG = 124  # as that of timeout(1)
+_PERIOD = 1.0  # seconds; at most a fifth of the limit
+_ANSWER = 1.0  # seconds that the ranks have to answer an alarm
+_REPORT = 2.0  # seconds that the others wait for the report
+_DUMP = getattr(signal, "SIGRTMIN", None)  # asks a silent rank for its stacks: no handler in Python is needed
+_WAITING_FILES = ("/torch/distributed/", "/torch/autograd/graph.py", "/strategies/distributed/")
+_DEBUGGERS = ("bdb", "pdb")
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+_phases: dict[CodeType, str] = {}
+_loops: set[CodeType] = set()
+
+
+def name_phase(phase: str, *functions: Callable[..., Any], loop: bool = False) -> None:
+    """Say what a process does while one of Treadle's ``functions`` runs.
+
+    Args:
+        phase: a word or two, such as ``"backward"``.
+        loop: they call hooks, which are phases of their own.
+    """
+    codes = [function.__code__ for function in functions]
+    _phases.update(dict.fromkeys(codes, phase))
+    _loops.update(codes if loop else ())
+
+
+def main_stack() -> list[FrameType]:
+    """Return the frames of the main thread, outermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def describe_phase(frames: Iterable[FrameType]) -> str:
+    """Return what a process does: the innermost phase that `name_phase` knows, or the hook that is called in it."""
+    phase, looping = "script", False
+    for frame in frames:
+        code = frame.f_code
+        if code in _phases:
+            phase = _phases[code]
+        elif looping and (code.co_name.startswith("on_") or find_owner(frame) is None):
+            phase = code.co_qualname
+        looping = code in _loops
+    return phase
+
+
+def is_waiting(frames: list[FrameType]) -> bool:
+    """Tell whether the main thread waits for other ranks."""
+    file = frames[-1].f_code.co_filename.replace(os.sep, "/") if frames else ""
+    return any(part in file for part in _WAITING_FILES)
+
+
+class Watchdog:
+    """Watches one process, and through the store all others.
+
+    Args:
+        world: all processes.
+        limit: seconds without progress.
+        strict: hold every rank to the limit until its script ends; else only those that wait for others.
+    """
+
+    def __init__(self, world: World, limit: float, strict: bool) -> None:
+        self.rank, self.size = world.rank, world.size
+        self.limit, self.strict = limit, strict
+        self._owner: Callable[[], Any] = lambda: None
+        self._locate: Callable[[Any], tuple[str, Any]] = lambda owner: ("", None)
+        self._find_directory: Callable[[Any], Any] = str
+        self.period = min(_PERIOD * max(1.0, world.size / 500), limit / 5)
+        self._count = shared_count()
+        self._pid = os.getpid()
+        self._ended = threading.Event()
+        self._alarmed = threading.Event()
+        self._signature: Any = None
+        self._since = time.monotonic()
+        self._answered_at = time.monotonic()  # when the store answered last
+        self._round = 0
+        self._host = identify_host()
+        self._dumps = _open_dumps()
+        self._store = _connect(world) if world.size > 1 else None
+        self._threads = [threading.Thread(target=self._watch, name="treadle watchdog", daemon=True)]
+        if self._store is not None:
+            self._threads.append(threading.Thread(target=self._tell, name="treadle courier", daemon=True))
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.leave)
+
+    def follow(
+        self, owner: Any, locate: Callable[[Any], tuple[str, Any]], find_directory: Callable[[Any], Any]
+    ) -> None:
+        """Report on what ``owner`` runs, as long as it exists.
+
+        Args:
+            owner: an Accelerator or a Trainer.
+            locate: returns how far its run is, in words, and anything that is another whenever it has moved.
+            find_directory: returns the directory of its run, None for the working directory.
+        """
+        self._owner, self._locate, self._find_directory = weakref.ref(owner), locate, find_directory
+
+    def _ask_owner(self, question: Callable[[Any], Any]) -> Any:
+        owner = self._owner()
+        try:
+            return owner and question(owner)
+        except Exception:  # it reads what the main thread may be changing
+            return None
+
+    # -- the sentry ----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        woke = time.monotonic()
+        while not self._ended.wait(self.period):
+            now = time.monotonic()
+            if now - woke > 2 * self.period + 1.0:  # this whole process was stopped, or its machine was
+                self._since = self._answered_at = now
+            woke = now
+            frames = main_stack()
+            signature = self._sign(frames)
+            if signature != self._signature or _is_debugged(frames):
+                self._signature, self._since = signature, now
+            elif now - self._since >= self.limit and (self.strict or is_waiting(frames)):
+                self._alarm()
+            if self._store is not None and now - self._answered_at > self.limit:
+                self._leave_alone()
+            del frames
+
+    def _sign(self, frames: list[FrameType]) -> Any:
+        stack = [(id(frame.f_code), frame.f_lasti) for frame in frames]
+        return int(self._count.values[0]), self._ask_owner(self._locate), stack
+
+    def _alarm(self) -> None:
+        if self._store is not None:
+            self._alarmed.set()
+            return
+        folder = self._write_stacks(_name_folder(), self.rank)
+        _say(f"no progress for {self.limit:g} s: {self._describe(main_stack())}; stacks: {folder}")
+        self._exit()
+
+    def _leave_alone(self) -> None:
+        """The store does not answer, so nobody can be asked."""
+        folder = self._write_stacks(_name_folder(), self.rank)
+        _say(
+            f"rank {self.rank} of {self.size} leaves: the process that keeps the store of the run, rank 0 or the "
+            f"launcher, has not answered for {self.limit:g} s and may be stopped; stacks: {folder}"
+        )
+        self._exit()
+
+    # -- the courier ---------------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        assert self._store is not None
+        with contextlib.suppress(RuntimeError):  # who kept the store is gone: the collectives will say so
+            number, neighbour = 0, Pulse((self.rank + 1) % self.size)
+            while not self._ended.is_set():
+                number += 1
+                self._store.set(f"beat of {self.rank}", json.dumps([number, *self._introduce()]))
+                if neighbour.silent(self._read_beat(neighbour.rank)) > self.limit and not self._has_ended(
+                    neighbour.rank
+                ):
+                    self._alarmed.set()
+                alarmed = self._store.check([f"alarm {self._round}"])
+                self._answered_at = time.monotonic()
+                if alarmed or self._alarmed.is_set():
+                    self._answer()
+                self._alarmed.wait(self.period)  # `leave` sets it too
+        self._answered_at = float("inf")
+
+    def _read_beat(self, rank: int) -> str | None:
+        return self._read(f"beat of {rank}")
+
+    def _has_ended(self, rank: int) -> bool:
+        """Tell whether a rank has said so, or is gone from this machine; whether it may be is its launcher's affair."""
+        assert self._store is not None
+        if self._store.check([f"{rank} has ended"]):
+            return True
+        beat = self._read_beat(rank)
+        return beat is not None and json.loads(beat)[1] == self._host and not is_alive(json.loads(beat)[2])
+
+    def _introduce(self) -> list[Any]:
+        frames = main_stack()
+        return [self._host, self._pid, self._dumps, self._describe(frames)]
+
+    def _describe(self, frames: list[FrameType]) -> str:
+        user = next(filter(_is_users, reversed(frames)), None)
+        line = f"{user.f_code.co_filename}:{user.f_lineno}" if user else ""
+        place, _ = self._ask_owner(self._locate) or ("", None)
+        return ", ".join(filter(None, [f"in {describe_phase(frames)}", place, line]))
+
+    def _answer(self) -> None:
+        store, rank = self._store, self.rank
+        assert store is not None
+        if store.add(f"alarms {self._round}", 1) == 1:
+            store.set(f"alarm {self._round}", _name_folder())
+        folder_name = store.get(f"alarm {self._round}").decode()
+        frames = main_stack()
+        now = time.monotonic()
+        # The sentry may have seen a last sign of life before this alarm, or the rank has gone on since.
+        moved = self._alarmed.is_set() and self._sign(frames) != self._signature
+        self._write_stacks(folder_name, rank)
+        words = [is_waiting(frames), moved, int(self._count.values[0]), self._describe(frames), now - self._since]
+        del frames
+        store.set(f"answer {self._round} of {rank}", json.dumps(words))
+        answers = self._collect_answers()
+        self._answered_at = time.monotonic()
+        if store.add(f"reporters {self._round}", 1) == 1:
+            self._report(answers, folder_name)
+        if self._read(f"report {self._round}", _REPORT) == "go on":
+            self._round += 1
+            self._alarmed.clear()
+            self._since = time.monotonic()
+            return
+        self._end_silent(answers)
+        if rank not in self._blame(answers):
+            time.sleep(0.3)  # the one that hangs leaves first
+        self._exit()
+
+    def _collect_answers(self) -> dict[int, Any]:
+        """Return what each rank has answered, None for a silent one; without those that have ended."""
+        assert self._store is not None
+        end = time.monotonic() + _ANSWER
+        missing = list(range(self.size))
+        while missing and time.monotonic() < end:
+            time.sleep(0.02)
+            missing = [
+                rank
+                for rank in missing
+                if not self._store.check([f"answer {self._round} of {rank}"]) and not self._has_ended(rank)
+            ]
+        answers: dict[int, Any] = {}
+        for rank in range(self.size):
+            answer = self._read(f"answer {self._round} of {rank}")
+            if answer is not None:
+                answers[rank] = json.loads(answer)
+            elif not self._has_ended(rank):
+                answers[rank] = None
+        return answers
+
+    def _blame(self, answers: dict[int, Any]) -> list[int]:
+        """Return the ranks that others wait for: the silent ones; else of those that wait for nobody the last."""
+        if silent := [rank for rank, answer in answers.items() if answer is None]:
+            return silent
+        busy = {rank: count for rank, (waiting, _, count, *_) in answers.items() if not waiting}
+        return [rank for rank, count in busy.items() if count == min(busy.values())]
+
+    def _report(self, answers: dict[int, Any], folder_name: str) -> None:
+        assert self._store is not None
+        if None not in answers.values() and any(moved for _, moved, *_ in answers.values()):
+            self._store.set(f"report {self._round}", "go on")
+            return
+        blamed = self._blame(answers)
+        lines = []
+        for rank in blamed:
+            what = f"has made no progress for {self.limit:g} s"
+            where = answers[rank][3] if answers[rank] else ""
+            if answers[rank] is None:
+                what, where = self._explain_silence(rank)
+                where += self._fetch_stacks(rank, folder_name)
+            lines.append(f"rank {rank} of {self.size} {what}: {where}")
+        if not blamed:
+            lines.append(f"all ranks have waited for each other for {self.limit:g} s, in calls that do not match")
+        for rank, answer in answers.items():
+            if rank not in blamed and answer is not None:
+                lines.append(f"rank {rank} {'waits' if answer[0] else 'is'} {answer[3]}")
+        _say("\n".join([*lines, f"stacks of all ranks: {self._resolve(folder_name)}"]))
+        self._store.set(f"report {self._round}", "end")
+
+    def _explain_silence(self, rank: int) -> tuple[str, str]:
+        beat = self._read_beat(rank)
+        if beat is None:
+            return "has never been heard of", "it hangs in its start"
+        _, host, pid, _, where = json.loads(beat)
+        state = _read_state(pid) if host == self._host else ""
+        reason = {"T": "is stopped by a signal (SIGSTOP)", "t": "is stopped by a debugger"}.get(
+            state, "is silent, stopped or blocked in C code that holds the interpreter"
+        )
+        return f"{reason}, process {pid}", f"last seen {where}"
+
+    def _fetch_stacks(self, rank: int, folder_name: str) -> str:
+        """Have a silent rank of this machine write its stacks, which takes no Python of its own; returns its line."""
+        beat = self._read_beat(rank)
+        if beat is None or _DUMP is None:
+            return ""
+        _, host, pid, dumps, _ = json.loads(beat)
+        if host != self._host or not dumps:
+            return ""
+        stacks = b""
+        with contextlib.suppress(OSError):
+            stopped = _read_state(pid) == "T"
+            os.kill(pid, _DUMP)
+            if stopped:
+                os.kill(pid, signal.SIGCONT)
+            end = time.monotonic() + 0.5
+            while not (stacks := Path(dumps).read_bytes()).rstrip() and time.monotonic() < end:
+                time.sleep(0.002)
+            if stopped:
+                os.kill(pid, signal.SIGSTOP)
+            (self._resolve(folder_name) / f"rank-{rank}.txt").write_bytes(stacks)
+        # faulthandler's order: the main thread last, its innermost frame first.
+        place = re.search(r'File "(.*)", line (\d+)', stacks.decode(errors="replace").rpartition("hread 0x")[2])
+        return f"; its main thread stands at {place[1]}:{place[2]}" if place else ""
+
+    def _end_silent(self, answers: dict[int, Any]) -> None:
+        """Kill the silent ranks of this machine, where no supervisor of ours does: torchrun would give them 30 s."""
+        if "TREADLE_SUPERVISOR" in os.environ:
+            return
+        for rank in [rank for rank, answer in answers.items() if answer is None]:
+            beat = self._read_beat(rank)
+            if beat is not None and (words := json.loads(beat))[1] == self._host and is_alive(words[2]):
+                with contextlib.suppress(OSError):
+                    os.kill(words[2], signal.SIGKILL)
+
+    def _read(self, key: str, seconds: float = 0.0) -> str | None:
+        assert self._store is not None
+        end = time.monotonic() + seconds
+        while not self._store.check([key]):
+            if time.monotonic() >= end:
+                return None
+            time.sleep(0.01)
+        return self._store.get(key).decode()
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _resolve(self, folder_name: str) -> Path:
+        return Path(self._ask_owner(self._find_directory) or ".", folder_name).absolute()
+
+    def _write_stacks(self, folder_name: str, rank: int) -> Path:
+        folder = self._resolve(folder_name)
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        text = "\n".join(
+            f"{names.get(ident, 'a thread of C code')}:\n{''.join(traceback.format_stack(frame))}"
+            for ident, frame in sys._current_frames().items()
+            if ident != threading.get_ident()
+        )
+        with contextlib.suppress(OSError):  # the disk may be what hangs, or full
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"rank-{rank}.txt").write_text(text)
+        return folder
+
+    def _exit(self) -> None:
+        """Leave at once: the main thread can't be asked to."""
+        flushing = threading.Thread(target=sys.stdout.flush, daemon=True)  # the main thread may hold its lock
+        flushing.start()
+        flushing.join(0.5)
+        for child in multiprocessing.active_children():  # data workers
+            child.kill()
+        temporary = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        os._exit(HUNG)
+
+    def leave(self) -> None:
+        """The script ends well, or with an error of its own. With a limit, see that the others end too."""
+        atexit.unregister(self.leave)
+        if os.getpid() != self._pid or self._ended.is_set():
+            return
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"{self.rank} has ended", "")
+                if self.strict and not hasattr(sys, "last_value"):
+                    self._await_others()
+        self._ended.set()
+        self._alarmed.set()
+        for thread in self._threads:
+            thread.join(2 * self.period + 1.0)
+
+    def _await_others(self) -> None:
+        """Wait for ranks that live. A silent one can't notice that itself."""
+        pulses = [Pulse(rank) for rank in range(self.size) if rank != self.rank]
+        while not self._alarmed.is_set():
+            self._since = time.monotonic()  # to wait here is no lack of progress
+            pulses = [pulse for pulse in pulses if not self._has_ended(pulse.rank)]
+            if not pulses:
+                return
+            if any(pulse.silent(self._read_beat(pulse.rank)) > self.limit for pulse in pulses):
+                self._alarm()
+            time.sleep(min(0.1, self.period))
+        time.sleep(_ANSWER + _REPORT + 2.0)  # the courier ends this process
+
+
+class Pulse:
+    """The beats of one rank, as another sees them.
+
+    Args:
+        rank: whose.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._newest: str | None = None
+        self._since = time.monotonic()
+
+    def silent(self, beat: str | None) -> float:
+        """Return the seconds since the rank's last new beat.
+
+        Args:
+            beat: the newest that it has left in the store, None where it has left none.
+        """
+        now = time.monotonic()
+        if beat != self._newest:
+            self._newest, self._since = beat, now
+        return now - self._since
+
+
+_current: list[Watchdog] = []
+
+
+def watch(world: World, limit: float | None) -> Watchdog | None:
+    """Watch this process; a process has one watchdog, and the newest limit holds.
+
+    Args:
+        world: all processes.
+        limit: seconds without progress; None: nearly as long as a collective may wait, for ranks that wait for others.
+
+    Raises:
+        ValueError: for a limit of the user's own where this torch can't hold several processes to it.
+    """
+    strict = limit is not None
+    if world.size > 1 and dist.get_backend() == "fake":
+        return None
+    if world.size > 1 and not hasattr(dist.Store, "clone"):  # since torch 2.8
+        if strict:
+            raise ValueError(
+                f"timeout= of a run of {world.size} processes needs torch 2.8 or newer; this is {torch.__version__}. "
+                "Leave it out: collectives have a limit of their own, InitProcessGroupKwargs(timeout=...)."
+            )
+        return None
+    if limit is None:
+        limit = world.timeout.total_seconds()
+        limit -= min(30.0, limit / 10)  # before the collective fails
+    if _current and _current[0].size == world.size and _current[0]._pid == os.getpid():
+        _current[0].limit, _current[0].strict = limit, strict
+        return _current[0]
+    if world.size == 1 and not strict:
+        return None
+    dismiss()
+    _current.append(Watchdog(world, limit, strict))
+    return _current[0]
+
+
+def dismiss() -> None:
+    """The process group ends, and its store."""
+    for watchdog in _current:
+        watchdog.leave()
+    _current.clear()
+
+
+def _connect(world: World) -> dist.Store:
+    """A connection to the store of the process group that no other thread uses: a call of one may wait for long."""
+    base: Any = dist.distributed_c10d._get_default_store()  # private, but in every torch from 1.x to 2.13
+    return dist.PrefixStore("treadle watchdog", base.clone())
+
+
+def _open_dumps() -> str:
+    """A file without a name, into which a signal writes the stacks of this process; returns where others read it."""
+    if _DUMP is None or not hasattr(os, "memfd_create"):
+        return ""
+    descriptor = os.memfd_create("treadle stacks")
+    faulthandler.register(_DUMP, file=descriptor, all_threads=True)
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _read_state(pid: int) -> str:
+    """Return the letter that /proc has for the state of a process; "" where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _is_users(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")) and find_owner(frame) is None
+
+
+def _is_debugged(frames: Iterable[FrameType]) -> bool:
+    return any(frame.f_globals.get("__name__") in _DEBUGGERS for frame in frames)
+
+
+def _name_folder() -> str:
+    return f"stacks-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # not by sys.stderr, whose lock the main thread may hold
+        os.write(2, "".join(f"treadle: {line}\n" for line in text.splitlines()).encode())

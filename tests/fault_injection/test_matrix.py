@@ -1,0 +1,86 @@
+"""A fault at every point of a training, and every signal to every process: how the job ends.
+
+`make test-faults` runs all of both matrices and prints them as tables. The default suite runs a few cells.
+"""
+
+import dataclasses
+import functools
+import itertools
+import sys
+
+import pytest
+from strikes import FAILING, HANGING, POINTS, SIGNALS, FaultCell, SignalCell, strike, weights
+
+pytestmark = [pytest.mark.guarantee, pytest.mark.skipif(sys.platform != "linux", reason="/proc as on Linux")]
+
+ACTIONS = (*FAILING, *HANGING)
+
+
+def spread(strategy, launcher):
+    """Each point and each action once or more, in alternating ranks."""
+    pairs = ((POINTS[n % len(POINTS)], ACTIONS[n % len(ACTIONS)]) for n in range(len(POINTS) * 2 + 2))
+    return [FaultCell(p, a, n % 2, strategy, launcher) for n, (p, a) in enumerate(pairs)]
+
+
+FAULTS = [
+    *(FaultCell(point, action, rank) for rank, point, action in itertools.product((0, 1), POINTS, ACTIONS)),
+    *spread("fsdp", "local"),
+    *spread("ddp", "torchrun"),
+    *spread("ddp", "treadle launch"),
+    *spread("fsdp", "torchrun"),
+]
+FEW_FAULTS = {  # hanging ranks: see test_watchdog.py
+    FaultCell("teardown", "exit 0", 0),
+    FaultCell("mid-epoch", "exit 0", 1, "fsdp"),
+    FaultCell("save", "SIGKILL", 1, launcher="treadle launch"),
+}
+SIGNALLED = [
+    SignalCell(name, target, times, point)
+    for target, times, point, name in itertools.product(
+        ("supervisor", "rank 1", "all"), (1, 2), ("training", "validation", "save"), SIGNALS
+    )
+]
+FEW_SIGNALLED = {
+    SignalCell("TERM", "supervisor", 2, "training"),
+    SignalCell("USR1", "rank 1", 1, "validation", "fsdp"),
+    SignalCell("HUP", "all", 2, "save", launcher="treadle launch"),
+}
+
+
+def mark(cells, few):
+    """The cells, and the few that the default suite runs; the others are marked."""
+    others = [cell for cell in cells if cell not in few]
+    return [*sorted(few, key=str), *(pytest.param(cell, marks=pytest.mark.faults) for cell in others)]
+
+
+def describe(cell):
+    return "-".join(str(value) for value in dataclasses.astuple(cell)).replace(" ", "_")
+
+
+@functools.cache
+def undisturbed(strategy, root):
+    folder = root / f"undisturbed-{strategy}"
+    assert strike(folder, {"strategy": strategy}, "local").status == 0
+    return weights(folder)
+
+
+def summarize(outcome, wrong):
+    return {"seconds": outcome.seconds, "status": outcome.status, "linger": outcome.linger, "wrong": wrong}
+
+
+@pytest.mark.parametrize("cell", mark(FAULTS, FEW_FAULTS), ids=describe)
+def test_a_fault_ends_the_job_and_is_named(cell, tmp_path, record_property):
+    outcome = strike(tmp_path, cell.plan, cell.launcher)
+    wrong = cell.faults_of(outcome)
+    record_property("fault", (dataclasses.asdict(cell), summarize(outcome, wrong)))
+    assert not wrong, outcome.err
+
+
+@pytest.mark.parametrize("cell", mark(SIGNALLED, FEW_SIGNALLED), ids=describe)
+def test_a_signal_saves_the_run_which_then_resumes(cell, tmp_path, tmp_path_factory, record_property):
+    outcome = strike(tmp_path, cell.plan, cell.launcher, cell)
+    resumed = strike(tmp_path, {"strategy": cell.strategy}, cell.launcher)
+    same = resumed.status == 0 and weights(tmp_path) == undisturbed(cell.strategy, tmp_path_factory.getbasetemp())
+    wrong = cell.faults_of(outcome, resumed, same)
+    record_property("signal", (dataclasses.asdict(cell), summarize(outcome, wrong)))
+    assert not wrong, outcome.err

@@ -1,0 +1,113 @@
+"""A rank that hangs ends the run within the limit and is named; one that works, however long, is left alone."""
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from processes import run, script
+from strikes import FaultCell, strike
+from treadle.strategies.distributed.watchdog import describe_phase, main_stack
+
+import treadle
+
+pytestmark = [pytest.mark.guarantee, pytest.mark.skipif(sys.platform != "linux", reason="/proc as on Linux")]
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        (FaultCell("mid-epoch", "SIGSTOP", 1), ["is stopped by a signal (SIGSTOP)", "rank 0 waits in backward"]),
+        (FaultCell("validation", "in C", 0), ["is silent", "its main thread stands at .*struck_job.py"]),
+        (FaultCell("save", "lock", 0, "fsdp", "torchrun"), ["has made no progress for 2 s: in save", "optimizer step"]),
+        (FaultCell("after fit", "SIGSTOP", 1), ["is stopped", "in script"]),
+    ],
+    ids=lambda value: value.action if isinstance(value, FaultCell) else "",
+)
+def test_a_rank_that_hangs_is_named_and_ends_the_run(cell, words, tmp_path):
+    outcome = strike(tmp_path, {**cell.plan, "timeout": 2}, cell.launcher)
+    assert outcome.seconds is not None, outcome.err
+    assert 2 < outcome.seconds < 7
+    assert outcome.status in cell.statuses
+    assert outcome.orphans == []
+    line = re.search(cell.cause, outcome.err, re.MULTILINE)
+    assert line is not None, outcome.err
+    report = outcome.err[line.start() :]
+    for word in words:
+        assert re.search(word.replace("(", r"\(").replace(")", r"\)"), report), report
+    (folder,) = tmp_path.glob("**/stacks-*")
+    assert {file.name for file in folder.iterdir()} == {"rank-0.txt", "rank-1.txt"}
+    assert "struck_job.py" in (folder / f"rank-{cell.rank}.txt").read_text()
+
+
+ALONE = """
+import time, torch, treadle
+from torch.utils.data import DataLoader
+
+accelerator = treadle.Accelerator(cpu=True, timeout={"seconds": 1}, project_dir="here")
+model, optimizer = torch.nn.Linear(1, 1), None
+model, loader = accelerator.prepare(model, DataLoader(torch.ones(4, 1)))
+for batch in loader:
+    accelerator.backward(model(batch).sum())
+    time.sleep(0.6)  # twice as long as the limit over all, and progress in between
+print("worked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_one_process_that_hangs_ends(tmp_path):
+    (tmp_path / "train.py").write_text(ALONE.replace('"here"', repr(str(tmp_path))))
+    start = time.monotonic()
+    done = script(tmp_path / "train.py")
+    assert done.returncode == 124, done.stderr
+    assert "worked" in done.stdout
+    assert time.monotonic() - start < 20
+    assert re.search(r"treadle: no progress for 1 s: in script, optimizer step 1, .*train.py:12; stacks", done.stderr)
+
+
+def test_without_a_limit_one_process_has_no_watchdog():
+    assert treadle.Accelerator(cpu=True).watchdog is None
+
+
+def test_a_limit_is_a_duration():
+    with pytest.raises(TypeError, match="timeout=5 must be 'DD:HH:MM:SS'"):
+        treadle.Trainer(accelerator="cpu", timeout=5)
+
+
+def slow_alone():
+    """Return the phase after the ranks have worked alone, and then exchanged, for twice the limit each."""
+    accelerator = treadle.Accelerator(cpu=True)
+    assert accelerator.watchdog is not None
+    assert not accelerator.watchdog.strict
+    accelerator.gather(torch.ones(1))  # the first one connects the ranks, which takes its time on a busy machine
+    accelerator.watchdog.limit = 1.5
+    time.sleep(2.5)  # nobody waits
+    end = time.monotonic() + 2.5
+    while time.monotonic() < end:  # exchanges are progress
+        accelerator.gather(torch.ones(1))
+        time.sleep(0.1)
+    return describe_phase(main_stack())
+
+
+def test_by_default_only_those_that_wait_for_others_are_held_to_the_limit():
+    assert run(slow_alone, 2) == ["script", "script"]
+
+
+def test_a_stop_of_the_whole_job_is_no_hang(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, time, treadle\n"
+        "accelerator = treadle.Accelerator(cpu=True, timeout={'seconds': 3})\n"
+        "open('pid.part', 'w').write(str(os.getpid()))\nos.rename('pid.part', 'pid')\n"
+        "time.sleep(1.5)\nprint('done')\n"
+    )
+    process = subprocess.Popen([sys.executable, "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    while not (tmp_path / "pid").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(19)
+    time.sleep(5)
+    process.send_signal(18)
+    assert process.communicate()[0] == "done\n"
+    assert process.returncode == 0

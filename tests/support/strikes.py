@@ -1,0 +1,362 @@
+"""Strike a training at one point, by a fault in one rank or by signals from outside, and observe how the job ends.
+
+`strike` runs ``struck_job.py`` under a launcher in a folder of its own and returns an `Outcome`; `FaultCell` and
+`SignalCell` say what is struck and what the outcome has to be; `fault_table` and `signal_table` print many of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import struck_job
+from processes import clean_environment, programs
+from treadle.engine.checkpoint import CheckpointStore
+from treadle.engine.checkpoint import store as checkpoint
+
+FAILING = ("raise", "exit 0", "exit 3", "SIGKILL", "SIGSEGV")
+HANGING = ("SIGSTOP", "sleep", "lock", "in C")
+POINTS = (*struck_job.POINTS, "after fit")
+SAVED = dict(zip(POINTS, (0, 0, 4, 4, 8, 4, 12, 12), strict=True))  # step of the newest checkpoint that has to be there
+COMMANDS = {
+    "local": ("python",),
+    "torchrun": ("torchrun", "--standalone", "--nproc-per-node", "2"),
+    "treadle launch": ("treadle", "launch", "--nproc-per-node", "2"),
+}
+LIMIT = 5.0  # seconds: of the failing ranks' end, and `Trainer(timeout=)` for the hanging ones'
+SLACK = 5.0
+BOUND = 20.0  # seconds after which a job counts as hung, and is killed
+START = 60.0  # seconds that a job may take to come to the point, on a busy machine
+WATCHDOG_STATUS = 124  # that of timeout(1)
+SIGNALS = ("TERM", "USR1", "INT", "HUP")
+STATUS_OF_SIGNAL = {"TERM": 143, "USR1": 143, "INT": 130, "HUP": 129}
+
+
+@dataclass
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        seconds: from the fault or the first signal to the end of the launcher; None if it never came.
+        status: of the launcher, as a shell says it.
+        steps: optimizer steps that were complete when it was struck.
+        orphans: processes that lived 2 s longer than the launcher: their pids and roles.
+        linger: seconds for which some process lived longer than the launcher.
+        leftovers: files that nobody needs any more.
+        newest: step of the newest checkpoint, None without one.
+        broken: checkpoints that can't be loaded.
+        err: what was printed.
+        finished: ranks that came to the end of the script.
+    """
+
+    seconds: float | None = None
+    status: int | None = None
+    steps: int = 0
+    orphans: list[str] = field(default_factory=list)
+    linger: float = 0.0
+    leftovers: list[str] = field(default_factory=list)
+    newest: int | None = None
+    broken: list[str] = field(default_factory=list)
+    err: str = ""
+    finished: list[int] = field(default_factory=list)
+
+    @property
+    def hung(self) -> bool:
+        return self.seconds is None
+
+
+@dataclass(frozen=True)
+class FaultCell:
+    """One fault in one rank."""
+
+    point: str
+    action: str
+    rank: int
+    strategy: str = "ddp"
+    launcher: str = "local"
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return {"point": self.point, "action": self.action, "rank": self.rank, "strategy": self.strategy}
+
+    @property
+    def statuses(self) -> set[int]:
+        """The exit statuses that are right; torchrun has one for all failures."""
+        if self.action == "exit 0" and self.point == "after fit":
+            return {0}  # every rank has finished the run; how a script ends after it is its own affair
+        if self.launcher == "torchrun":
+            return {1}
+        if self.action in HANGING:
+            return {WATCHDOG_STATUS}
+        return {{"raise": 1, "exit 0": 1, "exit 3": 3, "SIGKILL": 137, "SIGSEGV": 139}[self.action]}
+
+    @property
+    def cause(self) -> str:
+        """A pattern for the line that names the first cause."""
+        rank = self.rank
+        if self.action == "raise":
+            return r"^(\S*: )?RuntimeError: the planned fault"
+        if self.action in HANGING:
+            return rf"rank {rank} of 2 .*(stopped|hung|no progress|silent).*"
+        if self.launcher == "torchrun":
+            code = {"exit 0": "0", "exit 3": "3", "SIGKILL": "-9", "SIGSEGV": "-11"}[self.action]
+            return rf"rank +: {rank} .*\n *exitcode +: {code} "
+        ending = {"exit 0": "exit status 0", "exit 3": "exit status 3"}.get(self.action, f"killed by {self.action}")
+        return rf"rank {rank} of 2 (failed first: {ending}|.*left)"
+
+    def faults_of(self, outcome: Outcome) -> list[str]:
+        """What is wrong with the outcome; nothing, if the guarantees hold."""
+        found = []
+        limit = LIMIT + SLACK if self.action in HANGING else LIMIT
+        if outcome.hung:
+            found.append("HUNG")
+        elif outcome.seconds > limit:
+            found.append("late")
+        if outcome.status not in self.statuses and not outcome.hung:
+            found.append(f"exit {outcome.status}")
+        if outcome.orphans:
+            found.append(f"{len(outcome.orphans)} orphans")
+        if outcome.leftovers and not outcome.hung:  # else they are of the test's own kill
+            found.append(_summarize_leftovers(outcome))
+        if outcome.broken:
+            found.append("broken checkpoint")
+        if (outcome.newest or 0) < SAVED[self.point]:
+            found.append(f"checkpoint {outcome.newest}, not {SAVED[self.point]}")
+        if outcome.status != 0 and not outcome.hung:
+            found += self._faults_of_cause(outcome)
+        return found
+
+    def _faults_of_cause(self, outcome: Outcome) -> list[str]:
+        causes = list(re.finditer(self.cause, outcome.err, re.MULTILINE))
+        if not causes:
+            return ["cause not named"]
+        found = [f"cause {len(causes)} times"] if len(causes) > 1 else []
+        before = [line for line in outcome.err[: causes[0].start()].splitlines() if _is_error(line)]
+        return [*found, f"first said: {before[0][:70]}"] if before else found
+
+
+def _summarize_leftovers(outcome: Outcome) -> str:
+    kinds = {"pymp": "multiprocessing's temp folder", ".": "part of a checkpoint"}
+    names = {next((words for start, words in kinds.items() if n.startswith(start)), n) for n in outcome.leftovers}
+    return f"left {', '.join(sorted(names))}"
+
+
+def _is_error(line: str) -> bool:
+    pattern = r"(\[?rank\d+\]?:? *)?(\w+\.)*(?!ChildFailedError)\w*(Error|Exception|PeerFailed)\b"
+    return bool(re.match(pattern, line)) or "failed first" in line
+
+
+@dataclass(frozen=True)
+class SignalCell:
+    """A signal to some processes, while the run is in some phase."""
+
+    name: str
+    target: str
+    times: int
+    point: str
+    strategy: str = "ddp"
+    launcher: str = "local"
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        point = "mid-epoch" if self.point == "training" else self.point
+        asked = self.name == "INT"  # Ctrl-C saves where that is asked for
+        plan = {"point": point, "action": "wait", "rank": 1, "strategy": self.strategy, "save_on_exception": asked}
+        return plan | ({"rank": 0} if self.point == "save" else {})
+
+    @property
+    def status(self) -> int:
+        return 1 if self.launcher == "torchrun" else STATUS_OF_SIGNAL[self.name]
+
+    def send(self, process: subprocess.Popen[Any], ranks: Mapping[int, int]) -> None:
+        number = getattr(signal, f"SIG{self.name}")
+        pids = {"supervisor": [process.pid], "rank 1": [ranks[1]], "all": [process.pid, *ranks.values()]}[self.target]
+        for turn in range(self.times):
+            if turn:
+                time.sleep(0.2)
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def faults_of(self, outcome: Outcome, resumed: Outcome, same: bool) -> list[str]:
+        found = []
+        if outcome.hung:
+            found.append("HUNG")
+        elif outcome.seconds > 2 * LIMIT:
+            found.append("late")
+        if outcome.status != self.status and not outcome.hung:
+            found.append(f"exit {outcome.status}")
+        if (lost := outcome.steps - (outcome.newest or 0)) > 0 and not (self.name == "INT" and self.times == 2):
+            found.append(f"{lost} steps lost")
+        if outcome.orphans:
+            found.append(f"{len(outcome.orphans)} orphans")
+        if outcome.leftovers and not outcome.hung:  # else they are of the test's own kill
+            found.append(_summarize_leftovers(outcome))
+        if outcome.broken:
+            found.append("broken checkpoint")
+        if resumed.status != 0:
+            found.append("resume fails")
+        elif not same:
+            found.append("resumed run differs")
+        return found
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def strike(
+    folder: Path, plan: Mapping[str, Any], launcher: str, cell: SignalCell | None = None, *, bound: float = BOUND
+) -> Outcome:
+    """Run the job in ``folder`` as ``plan`` says until it ends, or is killed ``bound`` seconds after it was struck."""
+    folder.mkdir(exist_ok=True)
+    for name in ("fired", "fired.part", "sent", "done-0", "done-1"):
+        (folder / name).unlink(missing_ok=True)
+    (folder / "strike.json").write_text(json.dumps({"timeout": LIMIT, **plan}))
+    struck = "point" in plan
+    temporary = Path(tempfile.mkdtemp(prefix="strike-"))
+    env = clean_environment({"TMPDIR": str(temporary)})
+    env["PATH"] = f"{programs()}{os.pathsep}{env['PATH']}"
+    program, *options = COMMANDS[launcher]
+    command = [str(programs() / program), *options, struck_job.__file__]
+    outcome = Outcome()
+    with (folder / "out.txt").open("a") as out, (folder / "err.txt").open("w") as err:
+        process = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=err, start_new_session=True)
+        try:
+            start = time.monotonic()
+            while struck and not (folder / "fired").exists():
+                if process.poll() is not None or time.monotonic() - start > START:
+                    raise AssertionError(f"{plan}: not struck in {folder}\n{(folder / 'err.txt').read_text()}")
+                time.sleep(0.005)
+            if struck:
+                words = json.loads((folder / "fired").read_text())
+                start, outcome.steps = words["time"], words["steps"]
+            if cell is not None:
+                start = time.monotonic()
+                cell.send(process, read_ranks(folder))
+                (folder / "sent").touch()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(max(0.1, start + (bound if struck else START) - time.monotonic()))
+                outcome.seconds = time.monotonic() - start
+                outcome.status = code if code >= 0 else 128 - code
+            _look_for_orphans(folder, outcome)
+        finally:
+            kill_all(folder, process)
+    outcome.err = (folder / "err.txt").read_text()
+    outcome.finished = [rank for rank in (0, 1) if (folder / f"done-{rank}").exists()]
+    _look_at_disk(folder, temporary, outcome)
+    return outcome
+
+
+def read_ranks(folder: Path) -> dict[int, int]:
+    """The ranks' pids, as they have written them down; data workers inherit RANK and are left out by their parent."""
+    found: dict[int, int] = {}
+    for file in sorted((folder / "pids").iterdir(), key=lambda file: file.stat().st_mtime):
+        role = file.read_text()
+        if role in ("0", "1"):
+            found.setdefault(int(role), int(file.name))
+    return found
+
+
+def living(folder: Path) -> dict[int, str]:
+    """Processes whose working directory is ``folder``, as that of every process of the job is: command by pid."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            if os.readlink(entry / "cwd") != str(folder):
+                continue
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            if state not in "ZX":
+                role = folder / "pids" / entry.name
+                found[int(entry.name)] = role.read_text() if role.exists() else (entry / "comm").read_text().strip()
+    return found
+
+
+def kill_all(folder: Path, process: subprocess.Popen[Any]) -> None:
+    """End every process of the job, whatever state it is in."""
+    for _ in range(200):
+        pids = living(folder)
+        if not pids:
+            break
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    process.wait(10)
+
+
+def _look_for_orphans(folder: Path, outcome: Outcome) -> None:
+    if outcome.hung:
+        return
+    end = time.monotonic()
+    while (pids := living(folder)) and time.monotonic() - end < 2.0:
+        outcome.linger = time.monotonic() - end
+        time.sleep(0.02)
+    outcome.orphans = [f"{role} ({pid})" for pid, role in pids.items()]
+
+
+def _look_at_disk(folder: Path, temporary: Path, outcome: Outcome) -> None:
+    store = CheckpointStore(folder / "ckpt")
+    path, outcome.broken = store.latest()
+    outcome.newest = None if path is None else checkpoint.read_manifest(path).step
+    hidden = [file.name for file in (folder / "ckpt").glob(".*")]
+    files = [name for name in sorted(os.listdir(temporary)) if not name.startswith("torchelastic_")]  # torchrun's
+    pids = "|".join(file.name for file in (folder / "pids").iterdir())
+    shared = [name for name in os.listdir("/dev/shm") if re.search(rf"_({pids})_", name)]
+    outcome.leftovers = hidden + files + shared
+    shutil.rmtree(temporary)
+
+
+def weights(folder: Path) -> list[Any]:
+    """What the ranks had at the end of the run."""
+    return [json.loads((folder / f"done-{rank}").read_text()) for rank in (0, 1)]
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def fault_table(rows: Iterable[tuple[FaultCell, Mapping[str, Any]]]) -> str:
+    """A table of markdown: one row per launcher, strategy, rank and point; one column per action."""
+    table: dict[tuple[Any, ...], dict[str, str]] = {}
+    for cell, words in rows:
+        key = (cell.launcher, cell.strategy, cell.rank, cell.point)
+        text = "HUNG" if words["seconds"] is None else f"{words['seconds']:.1f} s, {words['status']}"
+        wrong = [word for word in words["wrong"] if word != "HUNG"]
+        table.setdefault(key, {})[cell.action] = text + "".join(f"; **{word}**" for word in wrong)
+    actions = [a for a in (*FAILING, *HANGING) if any(a in row for row in table.values())]
+    keys = sorted(table, key=lambda key: (*key[:3], POINTS.index(key[3])))
+    return _markdown(
+        ["launcher", "strategy", "rank", "point", *actions],
+        [[*map(str, key), *(table[key].get(action, "") for action in actions)] for key in keys],
+    )
+
+
+def signal_table(rows: Iterable[tuple[SignalCell, Mapping[str, Any]]]) -> str:
+    """A table of markdown: one row per target, number of signals and point; one column per signal."""
+    table: dict[tuple[Any, ...], dict[str, str]] = {}
+    for cell, words in rows:
+        key = (cell.launcher, cell.strategy, cell.target, cell.times, cell.point)
+        ending = "HUNG" if words["seconds"] is None else f"{words['seconds']:.1f} s, {words['status']}"
+        wrong = [word for word in words["wrong"] if word != "HUNG"]
+        table.setdefault(key, {})[cell.name] = f"{ending}" + "".join(f"; **{word}**" for word in wrong)
+    names = [n for n in SIGNALS if any(n in row for row in table.values())]
+    return _markdown(
+        ["launcher", "strategy", "to", "times", "in", *names],
+        [[*map(str, key), *(table[key].get(name, "") for name in names)] for key in sorted(table)],
+    )
+
+
+def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
