@@ -34,7 +34,8 @@ test-resume: install
 
 # Every fault and every signal at every point of a training, with tables of how the job ended. Jobs that hang cost no CPU.
 test-faults: install
-	$(BIN)/python -m pytest -n 3 -q --tb short tests/fault_injection/test_matrix.py $(ARGS)
+	$(BIN)/python -m pytest -n 3 -q --tb short tests/fault_injection/test_matrix.py \
+	  tests/strategies/distributed/test_watchdog.py $(ARGS)
 
 # A SLURM cluster of two nodes on this machine, made for the tests and ended with them.
 test-slurm: install
