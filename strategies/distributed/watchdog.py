@@ -342,6 +342,8 @@ class Watchdog:
             end = time.monotonic() + 0.5
             while not (stacks := Path(dumps).read_bytes()).rstrip() and time.monotonic() < end:
                 time.sleep(0.002)
+            time.sleep(0.05)  # it comes thread by thread
+            stacks = Path(dumps).read_bytes()
             if stopped:
                 os.kill(pid, signal.SIGSTOP)
             (self._resolve(folder_name) / f"rank-{rank}.txt").write_bytes(stacks)
