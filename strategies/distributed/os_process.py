@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing.process
 import os
 import signal
 import sys
-import tempfile
+from pathlib import Path
 
 
 def is_alive(pid: int) -> bool:
@@ -18,6 +17,19 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def read_start_time(pid: int) -> str | None:
+    """Return when the system started a process, in its own measure; "" where it does not say, None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        state, *rest = text.rpartition(")")[2].split()
+        return None if state in "ZX" else rest[18]  # an ended process waits for its parent to take note
+    except (OSError, ValueError, IndexError):
+        pass
+    with contextlib.suppress(OverflowError):
+        return "" if is_alive(pid) else None
+    return None
 
 
 def die_with_parent(supervisor_pid: int) -> None:
@@ -41,19 +53,6 @@ def die_with_parent(supervisor_pid: int) -> None:
     # The supervisor may have died before that call took effect, or before this process got here at all.
     if os.getppid() != supervisor_pid and not is_alive(supervisor_pid):
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def share_scratch() -> None:
-    """Have multiprocessing make its sockets, which data workers use, in a folder that the supervisor removes.
-
-    Otherwise a rank that is killed leaves a `pymp-...` folder. Does nothing in a process that no supervisor of ours
-    started, or that has made its folder already.
-    """
-    scratch = os.environ.get("TREADLE_SCRATCH")
-    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]  # what get_temp_dir reads
-    if scratch is not None and config.get("tempdir") is None:
-        os.makedirs(scratch, mode=0o700, exist_ok=True)  # by the first rank
-        config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=scratch)
 
 
 def mark_stage(running: bool) -> None:

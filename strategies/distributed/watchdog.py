@@ -23,7 +23,6 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import sys
 import sysconfig
@@ -40,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from . import scratch
 from .matching_calls import identify_host, shared_count
 from .os_process import is_alive
 from .tracebacks import find_owner
@@ -390,14 +390,12 @@ class Watchdog:
 
     def _exit(self) -> None:
         """Leave at once: the main thread can't be asked to."""
-        flushing = threading.Thread(target=sys.stdout.flush, daemon=True)  # the main thread may hold its lock
-        flushing.start()
-        flushing.join(0.5)
         for child in multiprocessing.active_children():  # data workers
             child.kill()
-        temporary = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        for work in (sys.stdout.flush, scratch.leave):  # the main thread may hold the lock, the disk may be what hangs
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            thread.join(0.5)
         os._exit(HUNG)
 
     def leave(self) -> None:

@@ -7,17 +7,15 @@ import dataclasses
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from ..distributed import variables_set
+from ..distributed import sweep, variables_set
 from .rendezvous import FAILURE_GRACE, GRACE, SIGNALS, Job
 from .stages import Stages
 
@@ -117,9 +115,6 @@ def supervise_job(job: Job) -> int:
     }
     stages = Stages(job.nproc)
     variables["TREADLE_STAGES"] = stages.path
-    # For files that ranks can't remove when they are killed. The first rank makes it, as `share_scratch` says.
-    scratch = os.path.join(tempfile.gettempdir(), f"treadle-{uuid.uuid4().hex}")
-    variables["TREADLE_SCRATCH"] = scratch
     place = job.nodes.place() if job.nodes is not None else None
     if place is not None and place.interface is not None:
         variables["GLOO_SOCKET_IFNAME"] = place.interface
@@ -131,7 +126,7 @@ def supervise_job(job: Job) -> int:
             return elastic_agent.run(job, place, stages)
         finally:
             stages.close()
-            shutil.rmtree(scratch, ignore_errors=True)
+            sweep(os.getpid())
 
 
 def has_script() -> bool:
