@@ -1,4 +1,4 @@
-"""Loader workers that end with their rank."""
+"""Loader workers that live as long as their rank: they end with it, and not by signals meant for it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 
-class EndWithRank:
-    """A ``worker_init_fn`` that lets the worker end as soon as its rank is gone, and calls the user's.
+class LiveWithRank:
+    """A ``worker_init_fn`` that ties the worker's life to that of its rank, and calls the user's.
 
-    torch's workers look for their parent every 5 s. A thread that waits for the parent's end takes no time, unlike
-    Linux's death signal it doesn't fire when only the thread that started the worker has ended, and it works on every
-    system.
+    Launchers and terminals signal whole process groups. A rank that gets SIGTERM completes its step and saves, for
+    which it needs its workers, and torch's end with SIGTERM; so they are a process group of their own.
+
+    When the rank is gone they end at once: torch's own look for their parent every 5 s. A thread that waits for the
+    parent's end takes no time and works on every system, and unlike Linux's death signal it doesn't fire when only
+    the thread that started the worker has ended.
 
     Args:
         init: the user's ``worker_init_fn``, or None.
@@ -27,6 +30,8 @@ class EndWithRank:
 
     def __call__(self, worker_id: int) -> None:
         """Prepare the worker; runs in it."""
+        if hasattr(os, "setpgid"):
+            os.setpgid(0, 0)
         rank = multiprocessing.parent_process()
         if rank is not None:
             threading.Thread(target=_end_with, args=(rank.sentinel,), name="treadle parent", daemon=True).start()

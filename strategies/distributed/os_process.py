@@ -19,6 +19,15 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+def identify_host() -> str:
+    """Return what tells machines, and containers with processes of their own, from each other."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
 def read_start_time(pid: int) -> str | None:
     """Return when the system started a process, in its own measure; "" where it does not say, None if there is none."""
     try:
@@ -30,6 +39,21 @@ def read_start_time(pid: int) -> str | None:
     with contextlib.suppress(OverflowError):
         return "" if is_alive(pid) else None
     return None
+
+
+def kill_session(leader: int) -> None:
+    """Kill a process that leads a session, or did, and all others of that session, whatever group they are in."""
+    pids = {leader} if is_alive(leader) else set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has just ended
+            state, _, _, session, *_ = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if int(session) == leader and state not in "ZX":
+                pids.add(int(entry.name))
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # where there is no /proc
+        os.killpg(leader, signal.SIGKILL)
 
 
 def die_with_parent(supervisor_pid: int) -> None:

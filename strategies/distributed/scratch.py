@@ -15,11 +15,14 @@ import multiprocessing.util
 import os
 import re
 import shutil
+import signal
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from .os_process import read_start_time
 
@@ -124,6 +127,22 @@ def leave() -> None:
         sweep(entry.job)
     else:
         _drop_root()
+
+
+def leave_on_sigterm() -> None:
+    """From now on remove this rank's folder where SIGTERM ends it: a launcher sends one once another rank has failed.
+
+    Not before a rank fails: a handler in Python has to wait for what runs in C, which the system's own doesn't.
+    """
+    handled = threading.current_thread() is threading.main_thread()
+    if handled and _opened and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end_by_signal)
+
+
+def _end_by_signal(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    leave()
+    signal.raise_signal(number)
 
 
 def sweep(job: int | None = None) -> None:

@@ -40,8 +40,8 @@ import torch
 import torch.distributed as dist
 
 from . import scratch
-from .matching_calls import identify_host, shared_count
-from .os_process import is_alive
+from .matching_calls import shared_count
+from .os_process import identify_host, is_alive
 from .tracebacks import find_owner
 
 if TYPE_CHECKING:

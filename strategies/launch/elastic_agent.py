@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from ..distributed import HUNG
+from ..distributed import HUNG, kill_session
 from .rendezvous import SIGNALS, Job, Place
 from .stages import Stages
 
@@ -195,8 +195,7 @@ class Agent(LocalElasticAgent):
         """Kills what the ranks had started, such as data workers."""
         if self._pcontext is not None:
             for pid in self._pcontext.pids().values():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)  # each rank leads a session of its own
+                kill_session(pid)
 
     def finish(self, sweep: bool) -> None:
         """Leaves no process behind; after a failure not even what the ranks had started."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...strategies.distributed import hide_frames, mark_stage
+from ...strategies.distributed import hide_frames, leave_on_sigterm, mark_stage
 from .. import arguments
 from ..checkpointing import CheckpointResolver
 from ..core import DataModule, TaskModule, log_to, task_modules
@@ -104,6 +104,7 @@ class Stage:
             self.failure = error
             trainer.status = TrainerStatus.INTERRUPTED
             trainer.interrupted = isinstance(error, KeyboardInterrupt)
+            leave_on_sigterm()
             self._call_on_exception(error)
             raise
         finally:
@@ -193,9 +194,12 @@ class Stage:
             TaskModule.untoggle_optimizer(module)  # an error may have come in between
         trainer.accelerator.close_loaders()
         trainer.logbook.call("finalize", "success" if failure is None else "failed")
-        if errors and failure is None:
-            hide_frames(errors[0])
-            raise errors[0]
+        if failure is None:
+            for error in errors[:1]:
+                hide_frames(error)
+            # A rank that left without an error would otherwise go unnoticed: torchrun takes its exit status, 0, for
+            # success.
+            trainer.accelerator.world.raise_together(errors[0] if errors else None)
 
 
 def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, Any]:
