@@ -77,19 +77,3 @@ def die_with_parent(supervisor_pid: int) -> None:
     # The supervisor may have died before that call took effect, or before this process got here at all.
     if os.getppid() != supervisor_pid and not is_alive(supervisor_pid):
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def mark_stage(running: bool) -> None:
-    """Tell the supervisor that a stage runs in this rank, or has ended: to leave within one is a failure.
-
-    Writes one byte into a file of the supervisor's which has no name, see `Stages`. Does nothing elsewhere.
-    """
-    path, local_rank = os.environ.get("TREADLE_STAGES"), os.environ.get("LOCAL_RANK", "")
-    if path is None or not local_rank.isdecimal():
-        return
-    with contextlib.suppress(OSError):  # a program that outlives the supervisor, or in another container
-        descriptor = os.open(path, os.O_WRONLY)
-        try:
-            os.pwrite(descriptor, b"\1" if running else b"\0", int(local_rank))
-        finally:
-            os.close(descriptor)

@@ -21,7 +21,16 @@ import torch
 import torch.distributed as dist
 
 from ...common.validation import check_int, choose
-from ..distributed import LaunchEnvironment, World, die_with_parent, format_error, hide_frames, kill_session, process_group, sweep
+from ..distributed import (
+    LaunchEnvironment,
+    World,
+    die_with_parent,
+    format_error,
+    hide_frames,
+    kill_session,
+    process_group,
+    sweep,
+)
 from .supervisor import FAILURE_GRACE
 
 _ANY_PORT = "29500"  # Accelerate's default, which two notebooks would share

@@ -138,6 +138,10 @@ class FaultCell:
 
     def _faults_of_cause(self, outcome: Outcome) -> list[str]:
         causes = list(re.finditer(self.cause, outcome.err, re.MULTILINE))
+        if not causes and self.launcher == "torchrun":  # which may end the other rank before that can say anything
+            code = {"exit 0": "0", "exit 3": "3", "SIGKILL": "-9", "SIGSEGV": "-11"}.get(self.action, "none")
+            words = rf"Root Cause(.*\n)*  rank +: {self.rank} .*\n *exitcode +: {code} "
+            causes = list(re.finditer(words, outcome.err))
         if not causes:
             return ["cause not named"]
         found = [f"cause {len(causes)} times"] if len(causes) > 1 else []
