@@ -213,6 +213,7 @@ class _Launch:
         sys.stderr.flush()
         ranks: list[Any] = []
         pipes: list[Connection] = []
+        stores: list[dist.TCPStore] = []
         try:
             with _block_interrupt():
                 for local_rank in range(self.count):
@@ -224,18 +225,23 @@ class _Launch:
                     theirs.close()
                     pipes.append(ours)
             # After the forks, which could not hold its threads.
-            store = dist.TCPStore(
-                self.host,
-                self.port,
-                is_master=self.node == 0,
-                timeout=timedelta(seconds=self.patience),
-                wait_for_workers=False,
+            stores.append(
+                dist.TCPStore(
+                    self.host,
+                    self.port,
+                    is_master=self.node == 0,
+                    timeout=timedelta(seconds=self.patience),
+                    wait_for_workers=False,
+                )
             )
             for pipe in pipes:
-                pipe.send(store.port)
+                pipe.send(stores[0].port)
             self._wait(ranks, pipes)
         finally:
             _end(ranks)
+            # A rank's error refers to this frame and to the copy of its variables that `hide_frames` made, in a cycle.
+            # A rank of the next attempt that collected the store would wait for its threads, which it doesn't have.
+            stores.clear()
             sweep(os.getpid())
 
     def _wait(self, ranks: list[Any], pipes: list[Connection]) -> None:

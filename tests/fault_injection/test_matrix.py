@@ -17,22 +17,24 @@ ACTIONS = (*FAILING, *HANGING)
 
 
 def spread(strategy, launcher):
-    """Each point and each action once or more, in alternating ranks."""
-    pairs = ((POINTS[n % len(POINTS)], ACTIONS[n % len(ACTIONS)]) for n in range(len(POINTS) * 2 + 2))
-    return [FaultCell(p, a, n % 2, strategy, launcher) for n, (p, a) in enumerate(pairs)]
+    """Each action at each point, in alternating ranks."""
+    pairs = enumerate(itertools.product(POINTS, ACTIONS))  # an odd number of actions, so that ranks alternate in both
+    return [FaultCell(point, action, n % 2, strategy, launcher) for n, (point, action) in pairs]
 
 
 FAULTS = [
     *(FaultCell(point, action, rank) for rank, point, action in itertools.product((0, 1), POINTS, ACTIONS)),
     *spread("fsdp", "local"),
     *spread("ddp", "torchrun"),
-    *spread("ddp", "treadle launch"),
     *spread("fsdp", "torchrun"),
+    *spread("ddp", "treadle launch"),
 ]
 FEW_FAULTS = {  # hanging ranks: see test_watchdog.py
     FaultCell("teardown", "exit 0", 0),
-    FaultCell("mid-epoch", "exit 0", 1, "fsdp"),
+    FaultCell("save", "SIGKILL", 0, "fsdp", "local"),
     FaultCell("save", "SIGKILL", 1, launcher="treadle launch"),
+    FaultCell("first step", "exit 3", 0, launcher="torchrun"),
+    FaultCell("teardown", "exit 0", 1, launcher="torchrun"),
 }
 SIGNALLED = [
     SignalCell(name, target, times, point)
