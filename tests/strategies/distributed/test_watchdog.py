@@ -112,3 +112,20 @@ def test_a_stop_of_the_whole_job_is_no_hang(tmp_path):
     process.send_signal(18)
     assert process.communicate()[0] == "done\n"
     assert process.returncode == 0
+
+
+def test_a_watchdog_that_has_ended_holds_no_file(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, treadle\n"
+        "from treadle.strategies.distributed import watch\n"
+        "from treadle.strategies.distributed.watchdog import dismiss\n"
+        "world = treadle.Accelerator(cpu=True).world\n"
+        "counts = []\n"
+        "for _ in range(4):\n"
+        "    watch(world, 5.0)\n"
+        "    dismiss()\n"
+        "    counts.append(len(os.listdir('/proc/self/fd')))\n"
+        "print(len(set(counts)))\n"
+    )
+    done = script(tmp_path / "train.py")
+    assert done.stdout.strip() == "1", done.stderr

@@ -1,0 +1,78 @@
+"""Data workers end with their rank, however that ends, and signals to the rank's process group leave them alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from processes import clean_environment, python, script
+
+pytestmark = [pytest.mark.guarantee, pytest.mark.skipif(sys.platform != "linux", reason="process groups")]
+
+HEAD = """
+import os, signal, time, torch, treadle
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return torch.tensor([index, os.getpid()])
+
+def loader(**options):
+    return treadle.Accelerator(cpu=True).prepare(DataLoader(Slow(), num_workers=2, **options))
+"""
+
+KILLED = """
+batches = iter(loader(persistent_workers=True))
+print(*{int(next(batches)[0, 1]) for _ in range(4)}, flush=True)
+time.sleep(60)
+"""
+
+SIGNALLED = """
+if os.getpgrp() != os.getpid():
+    os.setpgrp()
+caught = []
+signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
+seen = []
+for batch in loader():
+    seen.append(int(batch[0, 0]))
+    if len(seen) == 2:
+        os.killpg(os.getpgrp(), signal.SIGTERM)  # as torchrun does
+print(seen, caught)
+"""
+
+
+def test_workers_end_when_their_rank_is_killed(tmp_path):
+    (tmp_path / "train.py").write_text(HEAD + KILLED)
+    process = subprocess.Popen(
+        [python(), "train.py"], cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, text=True
+    )
+    workers = process.stdout.readline().split()
+    assert len(workers) == 2
+    with open(f"/proc/{workers[0]}/stat") as file:
+        rank = int(file.read().rpartition(")")[2].split()[1])
+    os.kill(rank, signal.SIGKILL)
+    process.wait(10)
+    end = time.monotonic() + 2  # torch's own look for their parent every 5 s
+    while living := [pid for pid in workers if is_running(pid)]:
+        assert time.monotonic() < end, living
+        time.sleep(0.01)
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_signal_to_the_process_group_of_a_rank_leaves_its_workers_alone(tmp_path):
+    (tmp_path / "train.py").write_text(HEAD + SIGNALLED)
+    done = script(tmp_path / "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == f"{list(range(8))} [{int(signal.SIGTERM)}]"

@@ -1,0 +1,97 @@
+"""Who removes what a killed rank left: the last of its job, or the next start; nobody what another job writes."""
+
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+from treadle.strategies.distributed import scratch
+from treadle.strategies.distributed.os_process import read_start_time
+
+pytestmark = [pytest.mark.guarantee, pytest.mark.skipif(sys.platform != "linux", reason="/proc as on Linux")]
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(scratch, "_unfinished", {})
+    root = scratch._find_root()
+    root.mkdir(mode=0o700)
+    return root
+
+
+def leave_behind(root, job, unfinished, pid=None):
+    """What a rank of ``job`` leaves that was killed while it wrote ``unfinished``."""
+    began = "5"
+    if pid is None:
+        process = subprocess.Popen(["true"])
+        process.wait()
+        pid = process.pid
+    else:
+        began = read_start_time(pid)
+    folder = root / f"{job}-{pid}-{began}"
+    folder.mkdir()
+    (folder / "listener-abc").touch()
+    unfinished.mkdir(exist_ok=True)
+    (unfinished / "half").touch()
+    status = unfinished.stat()
+    (folder / f"{status.st_dev}-{status.st_ino}").symlink_to(unfinished)
+    return folder
+
+
+def test_the_end_of_a_job_removes_what_its_ranks_were_writing(root, tmp_path):
+    folder = leave_behind(root, 7, tmp_path / ".last.part")
+    scratch.sweep(7)
+    assert not (tmp_path / ".last.part").exists()
+    assert not folder.exists()
+    assert not root.exists()
+
+
+def test_another_job_leaves_the_directory_which_may_be_written_again(root, tmp_path):
+    leave_behind(root, 7, tmp_path / ".last.part")
+    scratch.sweep()
+    assert (tmp_path / ".last.part" / "half").exists()
+    assert not root.exists()
+
+
+def test_a_directory_that_stands_there_since_is_left_alone(root, tmp_path):
+    part = tmp_path / ".last.part"
+    leave_behind(root, 7, part)
+    part.rename(tmp_path / "last")
+    part.mkdir()
+    scratch.sweep(7)
+    assert part.exists()
+    assert (tmp_path / "last" / "half").exists()
+
+
+def test_a_rank_that_lives_keeps_what_it_has(root, tmp_path):
+    folder = leave_behind(root, 7, tmp_path / ".last.part", pid=os.getppid())
+    scratch.sweep(7)
+    scratch.sweep()
+    assert folder.exists()
+    assert (tmp_path / ".last.part" / "half").exists()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_last_rank_to_leave_removes_what_the_others_left(alone, root, tmp_path, monkeypatch):
+    monkeypatch.setattr(scratch, "_opened", [])
+    monkeypatch.setattr(scratch.multiprocessing.process.current_process(), "_config", {})
+    leave_behind(root, 7, tmp_path / ".last.part")
+    if not alone:
+        leave_behind(root, 7, tmp_path / ".other.part", pid=os.getppid())
+    job = 7
+    scratch._opened.append(scratch._Entry(root / f"7-{os.getpid()}-1", job, os.getpid(), "1", has_left=False))
+    scratch._opened[0].path.mkdir()
+    own = tmp_path / ".own.part"
+    own.mkdir()
+    scratch.note_unfinished(own)
+    scratch.leave()
+    assert (tmp_path / ".last.part").exists() == (not alone)
+    assert own.exists() == (not alone)  # the other may be writing into it
+    assert root.exists() == (not alone)
+
+
+def test_a_root_of_someone_else_is_not_used(root):
+    root.chmod(0o777)
+    assert scratch._find_root() is None
