@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...engine import uneven_counts
 from ...strategies.distributed import hide_frames, mark_stage
 from .. import arguments
 from ..checkpointing import CheckpointResolver
@@ -98,7 +99,8 @@ class Stage:
                 with trainer.init_module():
                     task.configure_model()
                 task.trainer = trainer  # also of the nested tasks that setup or configure_model created
-                with torch.autograd.set_detect_anomaly(True) if trainer.detect_anomaly else nullcontext():
+                anomalies = torch.autograd.set_detect_anomaly(True) if trainer.detect_anomaly else nullcontext()
+                with anomalies, uneven_counts(task, trainer.accelerator.world):
                     return work(task, hooks, sources)
         except BaseException as error:
             self.failure = error
