@@ -185,19 +185,26 @@ class Stage:
             try:
                 clean_up(self.name)
             except Exception as error:
+                self._note_in_teardown(clean_up, error)
                 errors.append(error)
-                if failure is not None:
-                    failure.add_note(f"in the teardown after it, {clean_up!r} raised {type(error).__name__}: {error}")
         for resource in (trainer.steps, trainer.last_step):
             if resource is not None:
                 resource.close()
         for module in task_modules(self.task):
             TaskModule.untoggle_optimizer(module)  # an error may have come in between
         trainer.accelerator.close_loaders()
-        trainer.logbook.call("finalize", "success" if failure is None else "failed")
+        try:
+            trainer.logbook.call("finalize", "success" if failure is None else "failed")
+        except Exception as error:  # of a logger that is strict
+            self._note_in_teardown("a logger's finalize", error)
+            errors.append(error)
         if errors and failure is None:
             hide_frames(errors[0])
             raise errors[0]
+
+    def _note_in_teardown(self, what: Any, error: Exception) -> None:
+        if self.failure is not None:
+            self.failure.add_note(f"in the teardown after it, {what} raised {type(error).__name__}: {error}")
 
 
 def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, Any]:
