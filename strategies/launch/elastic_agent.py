@@ -61,6 +61,14 @@ class Agent(LocalElasticAgent):
         # Local rank: exit code, in the order of time; `_LEFT_EARLY` for an exit with 0 from within a stage.
         self.ends: dict[int, int] = {}
 
+    def _rendezvous(self, worker_group: Any) -> None:
+        handler: Any = worker_group.spec.rdzv_handler
+        if hasattr(handler, "_bootstrap_store_info"):
+            # torch (2.4 to 2.13) keeps the store of the ranks over restarts: with the keys of the killed ranks, and on
+            # some machines with the address of one that has left. None has it made anew, which all machines then see.
+            handler._bootstrap_store_info = handler._shared_tcp_store_server = None
+        super()._rendezvous(worker_group)
+
     def _start_workers(self, worker_group: Any) -> Any:
         self.closing = False
         self.ends.clear()
