@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...strategies.distributed import is_sharded, piece_of
+from ...strategies.distributed import is_sharded, note_unfinished, piece_of
 from ..parameter_names import split_tied
 from . import filesystem
 from .json_codec import check_tensor, decode, encode
@@ -110,6 +110,7 @@ def write_files(folder: Path, files: Files) -> dict[str, filesystem.Entry]:
     entries = {}
     if files:
         filesystem.make_staging_directory(folder)
+        note_unfinished(folder)
     for name, content in files.items():
         path = folder / name
         if isinstance(content, bytes):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...common.messages import warn
 from ...strategies import World
-from ...strategies.distributed import is_sharded, local
+from ...strategies.distributed import forget_unfinished, is_sharded, local
 from ..metrics import metric_state
 from ..optim import PreparedScheduler, optimizer_state
 from ..parameter_names import make_view_key, strip_compile_prefix
@@ -268,8 +268,8 @@ def publish(world: World, target: Path, files: Files, info: dict[str, Any], othe
     """
     entries: dict[str, Any] = {}
     error: Exception | None = None
+    staging = store.beside(target)
     try:
-        staging = store.beside(target)
         if others and (clashing := [name for name in files if os.path.lexists(staging / name)]):
             raise ValueError(f"a save_state pre-hook wrote {clashing[0]}, which is a file of the checkpoint itself.")
         entries = store.write_files(staging, files)
@@ -285,6 +285,8 @@ def publish(world: World, target: Path, files: Files, info: dict[str, Any], othe
             error = error or caught
         with suppress(OSError):  # what is left is cleared away at the next start
             store.discard(target)  # of a commit there is nothing
+    else:
+        forget_unfinished(staging)  # it is rank zero's
     world.raise_together(error)
 
 

@@ -26,6 +26,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ...strategies.distributed import forget_unfinished, note_unfinished
 from . import atomic_swap, filesystem
 from .atomic_swap import UNFINISHED, check_target
 from .manifest import MANIFEST, Manifest, check_files, read_manifest, verify
@@ -116,6 +117,7 @@ def commit(
         if others:
             filesystem.delete(source / UNFINISHED)
         filesystem.fsync(source)
+        forget_unfinished(source)  # it is complete: after a failure below, `recover` decides
         atomic_swap.swap_in(source, target)
     except OSError:
         with suppress(OSError):
@@ -150,6 +152,7 @@ def begin(target: Path | str) -> Path:
     discard(target)
     source = beside(target)
     filesystem.make_staging_directory(source)
+    note_unfinished(source)
     filesystem.write_bytes(
         source / UNFINISHED, b"{}"
     )  # so that it is known for ours, if nothing else of ours gets there
@@ -164,6 +167,7 @@ def discard(target: Path | str) -> None:
     """
     if atomic_swap.is_staged(beside(target)):
         _delete(beside(target))
+    forget_unfinished(beside(target))
 
 
 def find_again(path: Path | str) -> None:

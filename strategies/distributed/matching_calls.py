@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ...common.messages import warn
+from .os_process import identify_host
 
 if TYPE_CHECKING:
     from .world import World
@@ -74,15 +75,6 @@ def _read(place: str) -> int | None:
             return int.from_bytes(file.read(8), "little", signed=True)
     except FileNotFoundError:
         return None
-
-
-def identify_host() -> str:
-    """Return what tells machines, and containers with processes of their own, from each other."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
 
 
 class Arrivals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,8 @@ from ..launch import supervisor
 from .collective_debug import DebugWorld
 from .devices import Devices, device_of, device_type, parse_devices
 from .launch_environment import DebugEnvironment, LaunchEnvironment
-from .os_process import die_with_parent, share_scratch
+from .os_process import die_with_parent
+from .scratch import open_scratch
 from .world import World
 
 
@@ -64,7 +66,7 @@ def open_world(
         return make_world(device=device_of(kind, device_indices[0]))
     if launched.supervisor is not None:
         die_with_parent(launched.supervisor)
-        share_scratch()
+    open_scratch(launched.supervisor or os.getppid())
     if device_indices is None:
         device_indices = list(range(launched.local_world_size))
     launched.check(devices, len(device_indices), num_nodes)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing.process
 import os
 import signal
 import sys
-import tempfile
+from pathlib import Path
 
 
 def is_alive(pid: int) -> bool:
@@ -18,6 +17,43 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def identify_host() -> str:
+    """Return what tells machines, and containers with processes of their own, from each other."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def read_start_time(pid: int) -> str | None:
+    """Return when the system started a process, in its own measure; "" where it does not say, None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        state, *rest = text.rpartition(")")[2].split()
+        return None if state in "ZX" else rest[18]  # an ended process waits for its parent to take note
+    except (OSError, ValueError, IndexError):
+        pass
+    with contextlib.suppress(OverflowError):
+        return "" if is_alive(pid) else None
+    return None
+
+
+def kill_session(leader: int) -> None:
+    """Kill a process that leads a session, or did, and all others of that session, whatever group they are in."""
+    pids = {leader} if is_alive(leader) else set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has just ended
+            state, _, _, session, *_ = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if int(session) == leader and state not in "ZX":
+                pids.add(int(entry.name))
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # where there is no /proc
+        os.killpg(leader, signal.SIGKILL)
 
 
 def die_with_parent(supervisor_pid: int) -> None:
@@ -41,32 +77,3 @@ def die_with_parent(supervisor_pid: int) -> None:
     # The supervisor may have died before that call took effect, or before this process got here at all.
     if os.getppid() != supervisor_pid and not is_alive(supervisor_pid):
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def share_scratch() -> None:
-    """Have multiprocessing make its sockets, which data workers use, in a folder that the supervisor removes.
-
-    Otherwise a rank that is killed leaves a `pymp-...` folder. Does nothing in a process that no supervisor of ours
-    started, or that has made its folder already.
-    """
-    scratch = os.environ.get("TREADLE_SCRATCH")
-    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]  # what get_temp_dir reads
-    if scratch is not None and config.get("tempdir") is None:
-        os.makedirs(scratch, mode=0o700, exist_ok=True)  # by the first rank
-        config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=scratch)
-
-
-def mark_stage(running: bool) -> None:
-    """Tell the supervisor that a stage runs in this rank, or has ended: to leave within one is a failure.
-
-    Writes one byte into a file of the supervisor's which has no name, see `Stages`. Does nothing elsewhere.
-    """
-    path, local_rank = os.environ.get("TREADLE_STAGES"), os.environ.get("LOCAL_RANK", "")
-    if path is None or not local_rank.isdecimal():
-        return
-    with contextlib.suppress(OSError):  # a program that outlives the supervisor, or in another container
-        descriptor = os.open(path, os.O_WRONLY)
-        try:
-            os.pwrite(descriptor, b"\1" if running else b"\0", int(local_rank))
-        finally:
-            os.close(descriptor)

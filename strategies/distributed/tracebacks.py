@@ -29,10 +29,12 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from .os_process import is_alive
+from . import scratch
+from .os_process import identify_host, is_alive, read_start_time
 
 VARIABLE = "TREADLE_FULL_TRACEBACK"
 PATIENCE = 3.0  # seconds that a rank waits for another's words; the launcher ends a job some seconds after a failure
+_POLL = 0.3  # seconds; torchrun looks at its ranks every 0.1 s, and names the first that it finds gone
 _PACKAGE = __name__.partition(".")[0]
 _FRAMEWORKS = (_PACKAGE, "torch", "contextlib", "runpy")
 _TORCHS_HOOK = "torch.distributed.distributed_c10d"
@@ -47,7 +49,10 @@ _LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote proces
 
 def is_consequence(error: BaseException) -> bool:
     """Tell whether an error follows from another rank's end, so that whoever knows of that is to speak first."""
-    return isinstance(error, PeerFailed) or (isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None)
+    return any(
+        isinstance(link, PeerFailed) or (isinstance(link, RuntimeError) and _LOST.search(str(link)) is not None)
+        for link in _collect_links(error)
+    )
 
 
 class Store(Protocol):
@@ -116,15 +121,22 @@ class Uncaught:
         self.store = store
         self.rank = rank
         self.size = size
+        self._supervised = "TREADLE_SUPERVISOR" in os.environ
+        self._gone = ""  # in words, ranks that have ended without an error
+        if store is not None:
+            store.set(f"process of {rank}", json.dumps([identify_host(), os.getpid(), read_start_time(os.getpid())]))
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if self.size == 1 and _PACKAGE not in _map_owners(error, trace).values():
             self.previous(kind, error, trace)
             return
+        scratch.leave_on_sigterm()
         words = f"{kind.__qualname__}: {error}"
         earlier = self._find_earlier_report(error, words)
         if earlier is None:
-            _write(format_error(error, trace) + self._format_rank(error))
+            _write(self._gone + format_error(error, trace) + self._format_rank(error))
+            if self._gone and not self._supervised:
+                time.sleep(_POLL)
             if self.store is not None:
                 with contextlib.suppress(RuntimeError):  # the rank that held the store is gone, so nobody waits
                     self.store.set("reported", "1")
@@ -153,10 +165,8 @@ class Uncaught:
         assert self.store is not None
         patience = timedelta(seconds=PATIENCE)
         if is_consequence(error):
-            end = time.monotonic() + PATIENCE  # the rank that failed comes first
             with contextlib.suppress(RuntimeError):
-                while not self.store.check(["error"]) and time.monotonic() < end:  # torch warns where a wait times out
-                    time.sleep(0.01)
+                self._gone = self._await_cause()
         try:
             if self.store.add("errors", 1) == 1:
                 self.store.set("error", json.dumps({"words": words, "host": socket.gethostname(), "pid": os.getpid()}))
@@ -165,6 +175,35 @@ class Uncaught:
             return dict(json.loads(self.store.get("error")))
         except RuntimeError:
             return None
+
+    def _await_cause(self) -> str:
+        """Let the rank that failed come first. Returns words for ranks that are gone and will say nothing."""
+        assert self.store is not None
+        end = time.monotonic() + PATIENCE
+        while not self.store.check(["error"]):  # torch warns where a wait times out
+            late = time.monotonic() >= end
+            # A supervisor of Treadle's names them with their exit status, unless that is one of success.
+            if (late or not self._supervised) and (gone := self._find_gone()):
+                return "".join(
+                    f"treadle: rank {rank} of {self.size} has ended first, without an error in Python: process {pid} "
+                    "was killed by a signal, or left by os._exit or sys.exit\n"
+                    for rank, pid in gone.items()
+                )
+            if late:
+                break
+            time.sleep(0.01)
+        return ""
+
+    def _find_gone(self) -> dict[int, int]:
+        """Return the process ids of the ranks of this machine that have ended."""
+        assert self.store is not None
+        gone = {}
+        for rank in range(self.size):
+            if self.store.check([key := f"process of {rank}"]):
+                host, pid, began = json.loads(self.store.get(key))
+                if host == identify_host() and read_start_time(pid) not in ("", began):
+                    gone[rank] = pid
+        return gone
 
     def _await_reporter_exit(self, earlier: dict[str, Any]) -> None:
         """Wait until the rank that has reported is gone, so that its launcher names it as the first that failed."""

@@ -18,12 +18,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import json
 import multiprocessing
 import os
-import re
-import shutil
 import signal
 import sys
 import sysconfig
@@ -40,8 +37,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .matching_calls import identify_host, shared_count
-from .os_process import is_alive
+from . import scratch
+from .matching_calls import shared_count
+from .os_process import identify_host, is_alive, read_start_time
+from .rank_board import write_beat
+from .silent_rank import Dumps, explain_silence, fetch_stacks
 from .tracebacks import find_owner
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ HUNG = 124  # as that of timeout(1)
 _PERIOD = 1.0  # seconds; at most a fifth of the limit
 _ANSWER = 1.0  # seconds that the ranks have to answer an alarm
 _REPORT = 2.0  # seconds that the others wait for the report
-_DUMP = getattr(signal, "SIGRTMIN", None)  # asks a silent rank for its stacks: no handler in Python is needed
 _WAITING_FILES = ("/torch/distributed/", "/torch/autograd/graph.py", "/strategies/distributed/")
 _DEBUGGERS = ("bdb", "pdb")
 
@@ -127,7 +126,8 @@ class Watchdog:
         self._answered_at = time.monotonic()  # when the store answered last
         self._round = 0
         self._host = identify_host()
-        self._dumps = _open_dumps()
+        self._dumps = Dumps()
+        self._beats = 0  # that the supervisor was told
         self._store = _connect(world) if world.size > 1 else None
         self._threads = [threading.Thread(target=self._watch, name="treadle watchdog", daemon=True)]
         if self._store is not None:
@@ -159,8 +159,10 @@ class Watchdog:
 
     def _watch(self) -> None:
         woke = time.monotonic()
+        self._beat()
         while not self._ended.wait(self.period):
             now = time.monotonic()
+            self._beat()
             if now - woke > 2 * self.period + 1.0:  # this whole process was stopped, or its machine was
                 self._since = self._answered_at = now
             woke = now
@@ -173,6 +175,25 @@ class Watchdog:
             if self._store is not None and now - self._answered_at > self.limit:
                 self._leave_alone()
             del frames
+
+    def _beat(self) -> None:
+        """Give the supervisor a sign of life: none of the ranks may be left to notice that all are stopped."""
+        if not self.strict:
+            return
+        self._beats += 1
+        _, pid, dumps, where = self._introduce()
+        directory = str(self._resolve(""))
+        write_beat(
+            {
+                "number": self._beats,
+                "rank": self.rank,
+                "limit": self.limit,
+                "pid": pid,
+                "dumps": dumps,
+                "where": where,
+                "directory": directory,
+            }
+        )
 
     def _sign(self, frames: list[FrameType]) -> Any:
         stack = [(id(frame.f_code), frame.f_lasti) for frame in frames]
@@ -228,7 +249,7 @@ class Watchdog:
 
     def _introduce(self) -> list[Any]:
         frames = main_stack()
-        return [self._host, self._pid, self._dumps, self._describe(frames)]
+        return [self._host, self._pid, self._dumps.path, self._describe(frames)]
 
     def _describe(self, frames: list[FrameType]) -> str:
         user = next(filter(_is_users, reversed(frames)), None)
@@ -261,6 +282,7 @@ class Watchdog:
             return
         self._end_silent(answers)
         if rank not in self._blame(answers):
+            _run_briefly(scratch.leave)  # before the launcher learns of it, and ends this rank
             time.sleep(0.3)  # the one that hangs leaves first
         self._exit()
 
@@ -303,8 +325,7 @@ class Watchdog:
             what = f"has made no progress for {self.limit:g} s"
             where = answers[rank][3] if answers[rank] else ""
             if answers[rank] is None:
-                what, where = self._explain_silence(rank)
-                where += self._fetch_stacks(rank, folder_name)
+                what, where = self._explain_silence(rank, folder_name)
             lines.append(f"rank {rank} of {self.size} {what}: {where}")
         if not blamed:
             lines.append(f"all ranks have waited for each other for {self.limit:g} s, in calls that do not match")
@@ -314,42 +335,16 @@ class Watchdog:
         _say("\n".join([*lines, f"stacks of all ranks: {self._resolve(folder_name)}"]))
         self._store.set(f"report {self._round}", "end")
 
-    def _explain_silence(self, rank: int) -> tuple[str, str]:
+    def _explain_silence(self, rank: int, folder_name: str) -> tuple[str, str]:
+        """Return what keeps a silent rank and where, and have one of this machine write its stacks."""
         beat = self._read_beat(rank)
         if beat is None:
             return "has never been heard of", "it hangs in its start"
-        _, host, pid, _, where = json.loads(beat)
-        state = _read_state(pid) if host == self._host else ""
-        reason = {"T": "is stopped by a signal (SIGSTOP)", "t": "is stopped by a debugger"}.get(
-            state, "is silent, stopped or blocked in C code that holds the interpreter"
-        )
-        return f"{reason}, process {pid}", f"last seen {where}"
-
-    def _fetch_stacks(self, rank: int, folder_name: str) -> str:
-        """Have a silent rank of this machine write its stacks, which takes no Python of its own; returns its line."""
-        beat = self._read_beat(rank)
-        if beat is None or _DUMP is None:
-            return ""
-        _, host, pid, dumps, _ = json.loads(beat)
-        if host != self._host or not dumps:
-            return ""
-        stacks = b""
-        with contextlib.suppress(OSError):
-            stopped = _read_state(pid) == "T"
-            os.kill(pid, _DUMP)
-            if stopped:
-                os.kill(pid, signal.SIGCONT)
-            end = time.monotonic() + 0.5
-            while not (stacks := Path(dumps).read_bytes()).rstrip() and time.monotonic() < end:
-                time.sleep(0.002)
-            time.sleep(0.05)  # it comes thread by thread
-            stacks = Path(dumps).read_bytes()
-            if stopped:
-                os.kill(pid, signal.SIGSTOP)
-            (self._resolve(folder_name) / f"rank-{rank}.txt").write_bytes(stacks)
-        # faulthandler's order: the main thread last, its innermost frame first.
-        place = re.search(r'File "(.*)", line (\d+)', stacks.decode(errors="replace").rpartition("hread 0x")[2])
-        return f"; its main thread stands at {place[1]}:{place[2]}" if place else ""
+        _, host, pid, dumps, where = json.loads(beat)
+        near = host == self._host
+        what = f"{explain_silence(pid if near else None)}, process {pid}"
+        file = self._resolve(folder_name) / f"rank-{rank}.txt"
+        return what, f"last seen {where}{fetch_stacks(pid, dumps, file) if near else ''}"
 
     def _end_silent(self, answers: dict[int, Any]) -> None:
         """Kill the silent ranks of this machine, where no supervisor of ours does: torchrun would give them 30 s."""
@@ -360,6 +355,9 @@ class Watchdog:
             if beat is not None and (words := json.loads(beat))[1] == self._host and is_alive(words[2]):
                 with contextlib.suppress(OSError):
                     os.kill(words[2], signal.SIGKILL)
+                end = time.monotonic() + 0.5
+                while read_start_time(words[2]) is not None and time.monotonic() < end:
+                    time.sleep(0.002)
 
     def _read(self, key: str, seconds: float = 0.0) -> str | None:
         assert self._store is not None
@@ -390,14 +388,10 @@ class Watchdog:
 
     def _exit(self) -> None:
         """Leave at once: the main thread can't be asked to."""
-        flushing = threading.Thread(target=sys.stdout.flush, daemon=True)  # the main thread may hold its lock
-        flushing.start()
-        flushing.join(0.5)
         for child in multiprocessing.active_children():  # data workers
             child.kill()
-        temporary = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        _run_briefly(sys.stdout.flush)
+        _run_briefly(scratch.leave)
         os._exit(HUNG)
 
     def leave(self) -> None:
@@ -405,6 +399,7 @@ class Watchdog:
         atexit.unregister(self.leave)
         if os.getpid() != self._pid or self._ended.is_set():
             return
+        scratch.leave_on_sigterm()  # others may be waited for
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{self.rank} has ended", "")
@@ -414,6 +409,9 @@ class Watchdog:
         self._alarmed.set()
         for thread in self._threads:
             thread.join(2 * self.period + 1.0)
+        if self.strict:
+            write_beat(None)
+        self._dumps.close()
 
     def _await_others(self) -> None:
         """Wait for ranks that live. A silent one can't notice that itself."""
@@ -502,21 +500,11 @@ def _connect(world: World) -> dist.Store:
     return dist.PrefixStore("treadle watchdog", base.clone())
 
 
-def _open_dumps() -> str:
-    """A file without a name, into which a signal writes the stacks of this process; returns where others read it."""
-    if _DUMP is None or not hasattr(os, "memfd_create"):
-        return ""
-    descriptor = os.memfd_create("treadle stacks")
-    faulthandler.register(_DUMP, file=descriptor, all_threads=True)
-    return f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-def _read_state(pid: int) -> str:
-    """Return the letter that /proc has for the state of a process; "" where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+def _run_briefly(work: Callable[[], Any]) -> None:
+    """Run what may hang too: the main thread may hold a lock that it needs, or the disk does not answer."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(0.5)
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -20,9 +20,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from ..distributed import HUNG
+from ..distributed import HUNG, kill_session
+from .rank_board import RankBoard
 from .rendezvous import SIGNALS, Job, Place
-from .stages import Stages
 
 # Ranks save and leave when they get one of these.
 _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
@@ -49,12 +49,12 @@ class Agent(LocalElasticAgent):
     only since torch 2.13. It does not learn of a failure on another machine until its own ranks fail by that.
     """
 
-    def __init__(self, spec: WorkerSpec, job: Job, stages: Stages) -> None:
+    def __init__(self, spec: WorkerSpec, job: Job, board: RankBoard) -> None:
         # A log directory only where asked for: a killed supervisor would leave it behind.
         redirects, tee = Std.from_str(job.redirects), Std.from_str(job.tee)
         super().__init__(spec, DefaultLogsSpecs(log_dir=job.log_dir or os.devnull, redirects=redirects, tee=tee))
         self.job = job
-        self.stages = stages
+        self.board = board
         self.grace = job.grace
         self.looks = max(1, round(job.monitor_interval / _POLL))
         self.closing = False
@@ -72,7 +72,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> Any:
         self.closing = False
         self.ends.clear()
-        self.stages.clear()
+        self.board.clear()
         return super()._start_workers(worker_group)
 
     def _restart_workers(self, worker_group: Any) -> None:
@@ -86,7 +86,7 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: Any) -> Any:
         for _ in range(self.looks):  # after each return the agent asks its store for news, which costs more than a look
             time.sleep(_POLL)
-            if self._note_ends() or len(self.ends) == len(worker_group.workers):
+            if self._note_ends() or self._end_silent() or len(self.ends) == len(worker_group.workers):
                 break
         else:
             # Not torch's own look: one that met a failure before ours would start its 30 s.
@@ -133,8 +133,18 @@ class Agent(LocalElasticAgent):
         # Within one look a killed rank comes first: it is what makes others raise.
         for rank, code in sorted(codes.items(), key=lambda end: end[1] is None or end[1] >= 0):
             if code is not None:
-                self.ends[rank] = _LEFT_EARLY if code == 0 and self.stages.is_running(rank) else code
+                self.ends[rank] = _LEFT_EARLY if code == 0 and self.board.is_running(rank) else code
         return any(self.ends.values())
+
+    def _end_silent(self) -> bool:
+        """End ranks that are all stopped, or blocked in C code; tells whether they were."""
+        silent = self.board.find_silent(self.ends)
+        for rank in silent:
+            _say(f"rank {self.global_rank(rank)} of {self.world_size} {self.board.report(rank)}")
+        self.ends |= dict.fromkeys(silent, HUNG)
+        if silent:
+            self._close(signal.SIGKILL, self.job.failure_grace)
+        return bool(silent)
 
     @property
     def several(self) -> bool:
@@ -203,8 +213,7 @@ class Agent(LocalElasticAgent):
         """Kills what the ranks had started, such as data workers."""
         if self._pcontext is not None:
             for pid in self._pcontext.pids().values():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)  # each rank leads a session of its own
+                kill_session(pid)
 
     def finish(self, sweep: bool) -> None:
         """Leaves no process behind; after a failure not even what the ranks had started."""
@@ -216,7 +225,7 @@ class Agent(LocalElasticAgent):
         self._note_ends()
 
 
-def run(job: Job, place: Place | None, stages: Stages) -> int:
+def run(job: Job, place: Place | None, board: RankBoard) -> int:
     """Runs the job under an agent and returns its exit status; the calling process must be in the main thread."""
     if job.nodes is not None and place is not None:
         _say(f"waiting at {place.endpoint} for {_count(job)} machine(s), from {place.local_addr}, run id {job.run_id}")
@@ -224,7 +233,7 @@ def run(job: Job, place: Place | None, stages: Stages) -> int:
     elsewhere: Elsewhere | None = None
     with _silence_agent():
         rendezvous = _make_rendezvous(job, place)
-        agent = Agent(_make_spec(job, place, rendezvous), job, stages)
+        agent = Agent(_make_spec(job, place, rendezvous), job, board)
         try:
             agent.run()
         except SignalException as error:

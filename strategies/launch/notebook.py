@@ -21,7 +21,16 @@ import torch
 import torch.distributed as dist
 
 from ...common.validation import check_int, choose
-from ..distributed import LaunchEnvironment, World, die_with_parent, format_error, hide_frames, process_group
+from ..distributed import (
+    LaunchEnvironment,
+    World,
+    die_with_parent,
+    format_error,
+    hide_frames,
+    kill_session,
+    process_group,
+    sweep,
+)
 from .supervisor import FAILURE_GRACE
 
 _ANY_PORT = "29500"  # Accelerate's default, which two notebooks would share
@@ -227,6 +236,7 @@ class _Launch:
             self._wait(ranks, pipes)
         finally:
             _end(ranks)
+            sweep(os.getpid())
 
     def _wait(self, ranks: list[Any], pipes: list[Connection]) -> None:
         waiting = dict(enumerate(ranks))
@@ -353,7 +363,6 @@ def _end(ranks: list[Any]) -> None:
         rank.join(max(0.0, end - time.monotonic()))
     if left or any(rank.exitcode for rank in ranks):
         for rank in ranks:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(rank.pid, signal.SIGKILL)
+            kill_session(rank.pid)
     for rank in ranks:
         rank.join()

@@ -7,19 +7,17 @@ import dataclasses
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from ..distributed import variables_set
+from ..distributed import sweep, variables_set
+from .rank_board import RankBoard
 from .rendezvous import FAILURE_GRACE, GRACE, SIGNALS, Job
-from .stages import Stages
 
 _TEST_RUNNERS = ("pytest", "py.test", "unittest")
 
@@ -115,11 +113,8 @@ def supervise_job(job: Job) -> int:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus() // job.nproc)),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled),
     }
-    stages = Stages(job.nproc)
-    variables["TREADLE_STAGES"] = stages.path
-    # For files that ranks can't remove when they are killed. The first rank makes it, as `share_scratch` says.
-    scratch = os.path.join(tempfile.gettempdir(), f"treadle-{uuid.uuid4().hex}")
-    variables["TREADLE_SCRATCH"] = scratch
+    board = RankBoard(job.nproc)
+    variables["TREADLE_BOARD"] = board.path
     place = job.nodes.place() if job.nodes is not None else None
     if place is not None and place.interface is not None:
         variables["GLOO_SOCKET_IFNAME"] = place.interface
@@ -128,10 +123,10 @@ def supervise_job(job: Job) -> int:
         from . import elastic_agent  # a second of imports, which only a supervisor has to pay
 
         try:
-            return elastic_agent.run(job, place, stages)
+            return elastic_agent.run(job, place, board)
         finally:
-            stages.close()
-            shutil.rmtree(scratch, ignore_errors=True)
+            board.close()
+            sweep(os.getpid())
 
 
 def has_script() -> bool:

@@ -110,8 +110,7 @@ class FaultCell:
         if self.action in HANGING:
             return rf"rank {rank} of 2 .*(stopped|hung|no progress|silent).*"
         if self.launcher == "torchrun":
-            code = {"exit 0": "0", "exit 3": "3", "SIGKILL": "-9", "SIGSEGV": "-11"}[self.action]
-            return rf"rank +: {rank} .*\n *exitcode +: {code} "
+            return rf"rank {rank} of 2 has ended first"
         ending = {"exit 0": "exit status 0", "exit 3": "exit status 3"}.get(self.action, f"killed by {self.action}")
         return rf"rank {rank} of 2 (failed first: {ending}|.*left)"
 
@@ -139,6 +138,10 @@ class FaultCell:
 
     def _faults_of_cause(self, outcome: Outcome) -> list[str]:
         causes = list(re.finditer(self.cause, outcome.err, re.MULTILINE))
+        if not causes and self.launcher == "torchrun":  # which may end the other rank before that can say anything
+            code = {"exit 0": "0", "exit 3": "3", "SIGKILL": "-9", "SIGSEGV": "-11"}.get(self.action, "none")
+            words = rf"Root Cause(.*\n)*  rank +: {self.rank} .*\n *exitcode +: {code} "
+            causes = list(re.finditer(words, outcome.err))
         if not causes:
             return ["cause not named"]
         found = [f"cause {len(causes)} times"] if len(causes) > 1 else []

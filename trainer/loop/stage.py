@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...engine import uneven_counts
-from ...strategies.distributed import hide_frames, mark_stage
+from ...strategies.distributed import hide_frames, leave_on_sigterm, mark_stage
 from .. import arguments
 from ..checkpointing import CheckpointResolver
 from ..core import DataModule, TaskModule, log_to, task_modules
@@ -106,6 +106,7 @@ class Stage:
             self.failure = error
             trainer.status = TrainerStatus.INTERRUPTED
             trainer.interrupted = isinstance(error, KeyboardInterrupt)
+            leave_on_sigterm()
             self._call_on_exception(error)
             raise
         finally:
@@ -198,9 +199,12 @@ class Stage:
         except Exception as error:  # of a logger that is strict
             self._note_in_teardown("a logger's finalize", error)
             errors.append(error)
-        if errors and failure is None:
-            hide_frames(errors[0])
-            raise errors[0]
+        if failure is None:
+            for error in errors[:1]:
+                hide_frames(error)
+            # A rank that left without an error would otherwise go unnoticed: torchrun takes its exit status, 0, for
+            # success.
+            trainer.accelerator.world.raise_together(errors[0] if errors else None)
 
     def _note_in_teardown(self, what: Any, error: Exception) -> None:
         if self.failure is not None:

@@ -20,6 +20,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+from ...strategies.distributed import read_start_time
 from .file_names import LOCK
 
 BEAT = 10.0
@@ -60,13 +61,13 @@ class Holder:
     def from_current_process(cls, by: str) -> Holder:
         """This process."""
         pid = os.getpid()
-        began = "" if sys.platform == "win32" else _read_start_time(pid) or ""
+        began = "" if sys.platform == "win32" else read_start_time(pid) or ""
         return cls(socket.gethostname(), pid, time.time(), _describe_place(), began, uuid.uuid4().hex, by)
 
     def is_alive(self, file: Path) -> bool:
         """Whether it goes on, as far as can be told from here: exactly in its own place, elsewhere by its signs."""
         if self.place == _describe_place() and sys.platform != "win32":  # which has no harmless way to ask
-            return _read_start_time(self.pid) in ("", self.began)
+            return read_start_time(self.pid) in ("", self.began)
         if self.by == "system":
             return True  # it gives no signs, and this machine does not see its lock
         try:
@@ -255,19 +256,3 @@ def _describe_place() -> str:
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
-
-
-def _read_start_time(pid: int) -> str | None:
-    """When the system started a process, in its own measure; "" where it does not say, None if there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        state, *rest = stat.rpartition(")")[2].split()
-        return None if state in "ZX" else rest[18]  # an ended process waits for its parent to take note
-    except (OSError, ValueError, IndexError):
-        pass
-    with contextlib.suppress(PermissionError):  # there, but someone else's
-        try:
-            os.kill(pid, 0)
-        except (ProcessLookupError, OverflowError):
-            return None
-    return ""

@@ -1,0 +1,40 @@
+"""A rank's record on the board of its supervisor, see `launch.rank_board`. Does nothing under another launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+VARIABLE = "TREADLE_BOARD"
+BOARD_RECORD = 4096  # bytes for each rank
+
+
+def mark_stage(running: bool) -> None:
+    """Tell the supervisor that a stage runs in this rank, or has ended: to leave within one is a failure."""
+    _write(0, b"\1" if running else b"\0")
+
+
+def write_beat(beat: Mapping[str, Any] | None) -> None:
+    """Tell the supervisor that this rank lives.
+
+    Args:
+        beat: another one each time; None: the rank is held to no limit from now on.
+    """
+    text = b"" if beat is None else json.dumps(beat).encode()
+    if len(text) < BOARD_RECORD:
+        _write(1, text.ljust(BOARD_RECORD - 1, b"\0"))
+
+
+def _write(offset: int, data: bytes) -> None:
+    path, local_rank = os.environ.get(VARIABLE), os.environ.get("LOCAL_RANK", "")
+    if not path or not local_rank.isdecimal():
+        return
+    with contextlib.suppress(OSError):  # a program that outlives the supervisor, or in another container
+        descriptor = os.open(path, os.O_WRONLY)
+        try:
+            os.pwrite(descriptor, data, int(local_rank) * BOARD_RECORD + offset)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,226 @@
+"""What a rank can't remove when it is killed: files that the last process of its job removes, or the next start.
+
+Each rank has a folder below ``treadle-<user>-<namespace>`` of the system's temp folder, named after its launcher, its
+process and when that began. It holds multiprocessing's sockets, which data workers use, and a link to each directory
+that is being written and does not count yet, such as a checkpoint's. Whoever of a job leaves a machine last removes
+these directories too: the supervisor, or where there is none the last rank. A later job removes the sockets only, as
+the directory may be another job's by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.process
+import multiprocessing.util
+import os
+import re
+import shutil
+import signal
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from .os_process import read_start_time
+
+_NAME = re.compile(r"(\d+)-(\d+)-(\d*)(-left)?")
+_TRIES = 20  # the job before removes the root in the same moment
+
+_Identity = tuple[int, int]  # of a directory: its device and inode
+
+_unfinished: dict[Path, _Identity] = {}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """The folder of one rank."""
+
+    path: Path
+    job: int
+    pid: int
+    began: str
+    has_left: bool
+
+    @property
+    def is_alive(self) -> bool:
+        return read_start_time(self.pid) in ("", self.began)
+
+
+_opened: list[_Entry] = []
+
+
+def open_scratch(job: int) -> None:
+    """Make this rank's folder, let multiprocessing use it, and remove what ranks of ended jobs left.
+
+    Does nothing where the system has no user ids, or the root belongs to another user.
+
+    Args:
+        job: process id of what has started the ranks of this machine.
+    """
+    pid = os.getpid()
+    if _opened and _opened[0].pid == pid:
+        return
+    _opened.clear()
+    _unfinished.clear()  # of the process that forked this one
+    root = _find_root()
+    if root is None:
+        return
+    sweep()
+    began = read_start_time(pid) or ""
+    entry = _Entry(root / f"{job}-{pid}-{began}", job, pid, began, has_left=False)
+    for _ in range(_TRIES):
+        with contextlib.suppress(FileNotFoundError):
+            root.mkdir(mode=0o700, exist_ok=True)
+            if not _is_own(root):
+                return
+            entry.path.mkdir(mode=0o700)
+            break
+    else:
+        return
+    _opened.append(entry)
+    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]  # what get_temp_dir reads
+    config.setdefault("tempdir", str(entry.path))
+    # After multiprocessing's own finalizers, which unlink the sockets; as it removes a folder that it made itself.
+    multiprocessing.util.Finalize(None, leave, exitpriority=-100)
+
+
+def note_unfinished(directory: Path) -> None:
+    """Have a directory removed if this job ends before `forget_unfinished`.
+
+    Args:
+        directory: it is there, and holds only what this job writes.
+    """
+    identity = _identify(directory)
+    if identity is None or directory in _unfinished:
+        return
+    _unfinished[directory] = identity
+    if (link := _find_link(identity)) is not None:
+        with contextlib.suppress(OSError):  # a full disk, or a second save there
+            link.symlink_to(directory)
+
+
+def forget_unfinished(directory: Path) -> None:
+    """A directory counts from now on, or is gone."""
+    identity = _unfinished.pop(directory, None)
+    if identity is not None and (link := _find_link(identity)) is not None:
+        with contextlib.suppress(OSError):
+            link.unlink()
+
+
+def leave() -> None:
+    """This process ends: remove its folder, and as the last one of its job what ranks that were killed left."""
+    if not _opened or _opened[0].pid != os.getpid():
+        if not _opened:  # a world of one
+            for directory, identity in list(_unfinished.items()):
+                _remove_unfinished(directory, identity)
+        return
+    entry = _opened.pop()
+    if not _unfinished:
+        shutil.rmtree(entry.path, ignore_errors=True)
+    else:  # others may still write into these directories
+        with contextlib.suppress(OSError):
+            entry.path.rename(f"{entry.path}-left")
+    if not any(other.job == entry.job and not other.has_left and other.is_alive for other in _list_entries()):
+        sweep(entry.job)
+    else:
+        _drop_root()
+
+
+def leave_on_sigterm() -> None:
+    """From now on remove this rank's folder where SIGTERM ends it: a launcher sends one once another rank has failed.
+
+    Not before a rank fails: a handler in Python has to wait for what runs in C, which the system's own doesn't.
+    """
+    handled = threading.current_thread() is threading.main_thread()
+    if handled and _opened and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end_by_signal)
+
+
+def _end_by_signal(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    leave()
+    signal.raise_signal(number)
+
+
+def sweep(job: int | None = None) -> None:
+    """Remove what processes that are gone have left.
+
+    Args:
+        job: the job that ends on this machine, whose unfinished directories are removed as well. None: a job begins.
+    """
+    for entry in _list_entries():
+        if entry.job == job and (entry.has_left or not entry.is_alive):
+            for link in _list(entry.path):
+                with contextlib.suppress(OSError, ValueError):  # a socket
+                    device, inode = link.name.split("-")
+                    _remove_unfinished(link.readlink(), (int(device), int(inode)))
+            shutil.rmtree(entry.path, ignore_errors=True)
+        elif not entry.is_alive:
+            shutil.rmtree(entry.path, ignore_errors=True)
+    _drop_root()
+
+
+def _remove_unfinished(directory: Path, identity: _Identity) -> None:
+    """Remove a directory unless another one has taken its place."""
+    if _identify(directory) == identity:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _identify(directory: Path) -> _Identity | None:
+    try:
+        status = directory.lstat()
+    except OSError:
+        return None
+    return (status.st_dev, status.st_ino) if stat.S_ISDIR(status.st_mode) else None
+
+
+def _find_link(identity: _Identity) -> Path | None:
+    if not _opened or _opened[0].pid != os.getpid():
+        return None
+    return _opened[0].path / "{}-{}".format(*identity)
+
+
+def _find_root() -> Path | None:
+    """Return where the folders of this user's ranks are; None for no such place.
+
+    Process ids count within a namespace, and containers may share a temp folder.
+    """
+    if not hasattr(os, "getuid"):
+        return None
+    namespace = 0
+    with contextlib.suppress(OSError):
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    root = Path(tempfile.gettempdir(), f"treadle-{os.getuid()}-{namespace:x}")
+    return root if _is_own(root) else None
+
+
+def _is_own(root: Path) -> bool:
+    """Tell whether nobody else can write there, or nothing is there yet."""
+    try:
+        status = root.lstat()
+    except OSError:
+        return True
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def _list(folder: Path) -> list[Path]:
+    try:
+        return [folder / name for name in os.listdir(folder)]
+    except OSError:
+        return []
+
+
+def _list_entries() -> Iterator[_Entry]:
+    root = _find_root()
+    for path in [] if root is None else _list(root):
+        if (match := _NAME.fullmatch(path.name)) is not None:
+            yield _Entry(path, int(match[1]), int(match[2]), match[3], has_left=match[4] is not None)
+
+
+def _drop_root() -> None:
+    if (root := _find_root()) is not None:
+        with contextlib.suppress(OSError):  # in use, or gone
+            root.rmdir()

@@ -1,0 +1,86 @@
+"""A rank that gives no sign of life: what state it is in, and its stacks, which take no Python of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+_DUMP = getattr(signal, "SIGRTMIN", None)  # asks for the stacks: no handler in Python is needed
+
+
+class Dumps:
+    """A file without a name, into which a signal writes the stacks of this process.
+
+    Attributes:
+        path: where others read it; "" where the system has no such files.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+        self.path = ""
+        if _DUMP is not None and hasattr(os, "memfd_create"):
+            self._descriptor = os.memfd_create("treadle stacks")
+            faulthandler.register(_DUMP, file=self._descriptor, all_threads=True)
+            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+        if self._descriptor is not None and _DUMP is not None:
+            faulthandler.unregister(_DUMP)
+            with contextlib.suppress(ValueError):  # in another thread than the main one
+                signal.signal(_DUMP, signal.SIG_IGN)  # the request of one who doesn't know that yet
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def explain_silence(pid: int | None) -> str:
+    """Return what keeps a process of this machine; of another's, None, that can't be told."""
+    state = "" if pid is None else _read_state(pid)
+    return {"T": "is stopped by a signal (SIGSTOP)", "t": "is stopped by a debugger"}.get(
+        state, "is silent, stopped or blocked in C code that holds the interpreter"
+    )
+
+
+def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
+    """Have a process of this machine write its stacks into a file.
+
+    Args:
+        pid: the process.
+        dumps: `Dumps.path` of that process.
+        file: where they are copied.
+
+    Returns:
+        Words for the line at which its main thread stands; "" where there are no stacks.
+    """
+    if _DUMP is None or not dumps:
+        return ""
+    stacks = b""
+    with contextlib.suppress(OSError):
+        stopped = _read_state(pid) == "T"
+        os.kill(pid, _DUMP)
+        if stopped:
+            os.kill(pid, signal.SIGCONT)
+        end = time.monotonic() + 0.5
+        while not (stacks := Path(dumps).read_bytes()).rstrip() and time.monotonic() < end:
+            time.sleep(0.002)
+        time.sleep(0.05)  # it comes thread by thread
+        stacks = Path(dumps).read_bytes()
+        if stopped:
+            os.kill(pid, signal.SIGSTOP)
+        file.write_bytes(stacks)
+    # faulthandler's order: the main thread last, its innermost frame first.
+    place = re.search(r'File "(.*)", line (\d+)', stacks.decode(errors="replace").rpartition("hread 0x")[2])
+    return f"; its main thread stands at {place[1]}:{place[2]}" if place else ""
+
+
+def _read_state(pid: int) -> str:
+    """Return the letter that /proc has for the state of a process; "" where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""

@@ -1,0 +1,117 @@
+"""What the ranks of a machine tell their supervisor: that a stage of a Trainer runs, and that they live."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ..distributed import BOARD_RECORD, explain_silence, fetch_stacks
+
+_MARGIN = 1.5  # seconds that the ranks have to notice it themselves: they know more
+_ABSENCE = 2.0  # seconds without a look after which this process was stopped itself, or its machine suspended
+
+
+@dataclass
+class _Pulse:
+    """The last beat of a rank, and when it came."""
+
+    record: bytes
+    since: float
+
+
+class RankBoard:
+    """A file without a name, in which each rank of this machine has a record, whatever then becomes of the rank.
+
+    Its first byte tells whether a stage runs, as `mark_stage` writes it: to leave within one is a failure. The rest is
+    the last beat of the rank's watchdog, if the user has set a limit.
+
+    Args:
+        nproc: number of ranks.
+
+    Attributes:
+        path: where ranks write; "" where there are no files without a name.
+    """
+
+    def __init__(self, nproc: int) -> None:
+        self._nproc = nproc
+        self._descriptor: int | None = None
+        self._pulses: dict[int, _Pulse] = {}
+        self._looked = 0.0
+        self.path = ""
+        if hasattr(os, "memfd_create"):
+            self._descriptor = os.memfd_create("treadle ranks")
+            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+            self.clear()
+
+    def clear(self) -> None:
+        """The ranks start, or start again."""
+        self._pulses.clear()
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            os.ftruncate(self._descriptor, self._nproc * BOARD_RECORD)
+
+    def is_running(self, local_rank: int) -> bool:
+        """Tell whether a rank has begun a stage and not ended it."""
+        return self._read(local_rank)[:1] == b"\1"
+
+    def find_silent(self, ended: Collection[int]) -> list[int]:
+        """Return all ranks that have not ended, if none of them has given a sign of life for longer than its limit.
+
+        Where one lives, it notices the silence of the others, and names what they do.
+
+        Args:
+            ended: local ranks that have.
+        """
+        now = time.monotonic()
+        if now - self._looked > _ABSENCE:
+            self._pulses.clear()
+        self._looked = now
+        ranks = [rank for rank in range(self._nproc) if rank not in ended]
+        silent = []
+        for rank in ranks:
+            record = self._read(rank)
+            pulse = self._pulses.get(rank)
+            if pulse is None or pulse.record != record:
+                self._pulses[rank] = _Pulse(record, now)
+            elif (beat := _parse(record)) is not None and now - pulse.since > beat["limit"] + _MARGIN:
+                silent.append(rank)
+        return ranks if silent == ranks else []
+
+    def report(self, local_rank: int) -> str:
+        """Return what keeps a silent rank, and have its stacks written where it would have written them."""
+        beat = _parse(self._read(local_rank))
+        if beat is None:
+            return "is silent"
+        folder = Path(beat["directory"], f"stacks-{datetime.now():%Y%m%d-%H%M%S}")
+        reason = f"{explain_silence(beat['pid'])}, process {beat['pid']}"
+        place = ""
+        with contextlib.suppress(OSError):  # a full disk
+            folder.mkdir(parents=True, exist_ok=True)
+            place = fetch_stacks(beat["pid"], beat["dumps"], folder / f"rank-{beat['rank']}.txt")
+        return f"{reason}, and no other rank of this machine gives a sign of life: last seen {beat['where']}{place}"
+
+    def _read(self, local_rank: int) -> bytes:
+        if self._descriptor is None:
+            return b""
+        return os.pread(self._descriptor, BOARD_RECORD, local_rank * BOARD_RECORD)
+
+    def close(self) -> None:
+        """The ranks have ended."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _parse(record: bytes) -> dict[str, Any] | None:
+    """Return a rank's last beat; None where it has no limit, or is writing this moment."""
+    try:
+        return dict(json.loads(record[1:].rstrip(b"\0")))
+    except ValueError:
+        return None

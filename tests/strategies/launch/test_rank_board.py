@@ -1,0 +1,81 @@
+"""What the supervisor learns of its ranks: that all of them hang, which no rank is left to notice."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from processes import clean_environment, programs
+
+pytestmark = [pytest.mark.guarantee, pytest.mark.skipif(sys.platform != "linux", reason="SIGSTOP and /proc")]
+
+TRAIN = """
+import os, sys, time, treadle
+accelerator = treadle.Accelerator(cpu=True, devices=int(sys.argv[1]), timeout={"seconds": 2}, project_dir="here")
+accelerator.wait_for_everyone()
+open(f"{os.getpid()}.part", "w").close()
+os.rename(f"{os.getpid()}.part", f"{os.getpid()}.pid")
+for _ in range(18):
+    time.sleep(0.1)
+print("done", flush=True)
+"""
+
+
+def start(folder, ranks, *command):
+    """Return the launcher's process and the ranks' process ids, once all have met."""
+    (folder / "train.py").write_text(TRAIN)
+    program = str(programs() / command[0])
+    process = subprocess.Popen(
+        [program, *command[1:], "train.py", str(ranks)],
+        cwd=folder,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    end = time.monotonic() + 60
+    while len(files := list(folder.glob("*.pid"))) < ranks:
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    time.sleep(0.5)  # for a beat, which tells the directory
+    return process, [int(file.stem) for file in files]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "command"), [(2, ("python",)), (1, ("treadle", "launch", "--nproc-per-node", "1"))], ids=["two", "one"]
+)
+def test_ranks_that_are_all_stopped_end_the_job(ranks, command, tmp_path):
+    process, pids = start(tmp_path, ranks, *command)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 124, err
+    assert 2 < time.monotonic() - began < 2 + 5
+    for rank in range(ranks):
+        assert re.search(rf"treadle: rank {rank} of {ranks} is stopped by a signal .*stands at .*train.py:8", err), err
+    (folder,) = tmp_path.glob("here/stacks-*")
+    for rank in range(ranks):
+        assert "train.py" in (folder / f"rank-{rank}.txt").read_text()
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+def test_a_job_that_is_suspended_whole_goes_on(tmp_path):
+    process, pids = start(tmp_path, 2, "treadle", "launch", "--nproc-per-node", "2")
+    family = [process.pid, *pids]
+    # The program above may be a stand-in for the supervisor, whose process is a parent of the ranks.
+    with open(f"/proc/{pids[0]}/environ") as file:
+        family.append(int(re.search("TREADLE_SUPERVISOR=([0-9]+)", file.read())[1]))
+    for pid in family:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(5)
+    for pid in reversed(family):
+        os.kill(pid, signal.SIGCONT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    assert out.count("done") == 2
