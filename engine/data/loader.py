@@ -30,6 +30,7 @@ from .sharded_sampler import ShardedBatches, get_length, set_epoch, shards_itsel
 from .source_libraries import explain_not_repeatable, explain_state_gap
 from .streamed_batches import Counted, StreamedBatches, follow_iterator, make_batches_error
 from .worker_seeding import SeededSamples, SeededStream, iterate_in_process
+from .workers import end_workers, note_workers
 
 _NO_MORE = object()
 
@@ -157,7 +158,7 @@ class Loader:
             assert live_view is not None
             assert loader is not None
             silently, loader._started = loader._started, source.persistent_workers
-            return plan.start(lambda: start(live_view), silently)
+            return plan.start(lambda: note_workers(live_view, start(live_view)), silently)
 
         settings["_get_iterator"] = get_iterator
 
@@ -390,8 +391,13 @@ class Loader:
         self._named = True
 
     def close(self) -> None:
-        """End persistent workers. Left to the garbage collector, each would be waited for five seconds."""
+        """End the workers, persistent ones and those of an epoch that an error has left.
+
+        The error's traceback keeps the epoch's iterator, and a notebook the error. The garbage collector would wait for
+        each persistent worker for five seconds.
+        """
         if isinstance(self.source, DataLoader):
+            end_workers(self._view)
             self._view.__dict__["_iterator"] = None
 
     # -- position ------------------------------------------------------------------------------------------------
