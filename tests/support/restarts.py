@@ -186,4 +186,4 @@ def final_samples(events: Iterable[dict[str, Any]]) -> dict[int, list[int]]:
                 taken[epoch] = [(step, samples) for step, samples in steps if step < event["step"]]
         elif event["moment"] == "step":
             taken.setdefault(event["epoch"], []).append((event["step"], event["samples"]))
-    return {epoch: sorted(sum((samples for _, samples in steps), [])) for epoch, steps in taken.items()}
+    return {epoch: sorted(sample for _, samples in steps for sample in samples) for epoch, steps in taken.items()}
