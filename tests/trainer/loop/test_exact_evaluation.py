@@ -179,3 +179,33 @@ def test_values_are_those_of_the_whole_data():
     assert values["mse"] == pytest.approx((logits[:, 0] - features[:, 0]).square().mean().item(), rel=1e-5)
     positive, negative = logits[classes == 0, 0], logits[classes != 0, 0]
     assert values["area"] == pytest.approx((positive[:, None] > negative).double().mean().item())
+
+
+def gather_all(kind, workers, counts):
+    """Return, for each number of samples, what an own loop gathers: ids, and the rows' logits."""
+    accelerator = treadle.Accelerator(cpu=True)
+    task = accelerator.prepare(Judge())
+    found = []
+    for count in counts:
+        loader = accelerator.prepare(loader_of(kind, count, workers))
+        gathered = [accelerator.gather_for_metrics((ids, task(features))) for ids, features, _ in loader]
+        found.append((torch.cat([ids for ids, _ in gathered]).tolist(), torch.cat([rows for _, rows in gathered])))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "world"),
+    [
+        pytest.param(kind, workers, world, marks=() if (workers, world) == (0, 2) else pytest.mark.exhaustive)
+        for kind in KINDS
+        for workers in (0, 2)
+        for world in (2, 3)
+    ],
+)
+def test_own_loops_gather_each_sample_once(kind, workers, world):
+    counts = range(1, 2 * world * BATCH + 2)
+    (expected,) = run(gather_all, 1, kind, workers, counts)
+    for found in run(gather_all, world, kind, workers, counts):
+        for count, (order, logits), (ids, own_logits) in zip(counts, expected, found, strict=True):
+            assert ids == order, count
+            torch.testing.assert_close(own_logits, logits)
