@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .monitored_metric import LatestValidation, read_monitored_metric
     from .nonfinite_detection import NonFiniteWatch
     from .on_exception_checkpoint import OnExceptionCheckpoint
+    from .prediction_files import PredictionWriter, read_predictions
     from .prediction_writer import BasePredictionWriter
     from .progress.progress_bar import ProgressBar
     from .progress.rich_progress import RichProgressBar, RichProgressBarTheme

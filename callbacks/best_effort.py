@@ -14,8 +14,13 @@ if TYPE_CHECKING:
 
 
 class BestEffortCallback(Callback):
-    """Callback that training does not need: after an error it warns and is disabled for the rest of the stage."""
+    """Callback that training does not need: after an error it warns and is disabled for the rest of the stage.
 
+    Attributes:
+        strict: if something in it fails, let that error end the run instead. Default: False.
+    """
+
+    strict: bool = False
     _calls_itself = ""  # its name in the warning; that of the class where it is empty
     _broken = False
 
@@ -30,6 +35,8 @@ class BestEffortCallback(Callback):
         try:
             return work(*args)
         except Exception as error:
+            if self.strict:
+                raise
             self._broken = True
             with contextlib.suppress(Exception):
                 self._switch_off()

@@ -313,16 +313,34 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             OSError: if the disk refuses.
         """
         self._settle(trainer, wait=True)
-        if self.save_last:
-            progress = trainer.progress
+        path = os.path.join(self._directory, self.CHECKPOINT_NAME_PREEMPTED + self.FILE_EXTENSION)
+        return self._save_as(path, trainer)
+
+    def save_interrupted(self, trainer: Trainer) -> str:
+        """Save the run as it is, under the name that ``save_on_exception`` gives. Call it on all ranks.
+
+        Returns:
+            The checkpoint's path.
+
+        Raises:
+            ValueError: if a weight is not finite.
+            OSError: if the disk refuses.
+        """
+        self._settle(trainer, wait=True)
+        return self._save_as(None, trainer)
+
+    def _save_as(self, path: str | None, trainer: Trainer) -> str:
+        """Save the run as ``last.ckpt`` if there is one; else as ``path``, or as the template says."""
+        progress = trainer.progress
+        if self.save_last or path is None:
             values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values}
             values |= {"epoch": progress.epoch, "step": progress.step}
-            path = self._agree_on_path(trainer, values, self.last_model_path, last=True)
+            replaced = self.last_model_path if self.save_last else ""
+            path = self._agree_on_path(trainer, values, replaced, last=bool(self.save_last))
+        if self.save_last:
             self._top_k.last_model_path = path
-        else:
-            path = os.path.join(self._directory, self.CHECKPOINT_NAME_PREEMPTED + self.FILE_EXTENSION)
-        trainer.save_checkpoint(path)
-        self._top_k.saved_step = trainer.progress.step
+        trainer.save_checkpoint(path, self.save_weights_only)
+        self._top_k.saved_step = progress.step
         return path
 
     def _save_last(self, trainer: Trainer, exception: BaseException) -> None:

@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from .data.joint_loader import JointLoader
     from .data.loader import Loader
     from .metrics.logged_values import Entry, Metrics
+    from .metrics.uneven_counts import uneven_counts
     from .modules import evaluation_mode, list_compiled_names, list_unused, plain_calls
     from .nested import honor_type
     from .optim.batch_size import find_executable_batch_size
     from .optim.local_sgd import LocalSGD
     from .parameter_names import strip_compile_prefix
+    from .preemption import Preempted, Preemption
     from .process_state import AcceleratorState, GradientState, PartialState
     from .rank_consistency import check_values_match
     from .rng import RandomStream, isolated_random_state, random_state, seed_everything, set_random_state

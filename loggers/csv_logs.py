@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from ..common.validation import check_int
+from ..common.validation import check_bool, check_int
 from .directory import DirectoryLogger
 from .logger import EVALUATED_AT, Params, process_rank, rank_zero_experiment
 from .values import as_metrics, flatten
@@ -31,6 +31,7 @@ class CSVLogger(DirectoryLogger):
         prefix: Put before every metric's name, as ``prefix-name``. Default: nothing.
         flush_logs_every_n_steps: Write to the file at the latest when rows of this many steps are waiting. A process
             that is killed loses the waiting ones. Default: 100.
+        strict: Let a failure end the run. Default: False, which warns once and goes on without this logger.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -45,8 +46,10 @@ class CSVLogger(DirectoryLogger):
         version: int | str | None = None,
         prefix: str = "",
         flush_logs_every_n_steps: int = 100,
+        strict: bool = False,
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
+        self.strict = check_bool("strict", strict)
         self._flush_every = check_int(
             "flush_logs_every_n_steps", flush_logs_every_n_steps, 1, "writes every row at once"
         )

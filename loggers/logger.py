@@ -94,8 +94,13 @@ class Logger(ABC):
         ...
         ...     def log_hyperparams(self, params, metrics=None):
         ...         print(params)
+
+    Attributes:
+        strict: if a method fails, let its error end the run. Else the Trainer warns once, the logger gets nothing more
+            and the run goes on. Default: False.
     """
 
+    strict: bool = False
     _version: int | str | None = None
 
     @property

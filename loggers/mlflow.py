@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.optional import is_installed, require
+from ..common.validation import check_bool
 from .logger import Logger, Params, process_rank, rank_zero_experiment
 from .services import Uploads, check_arguments
 from .values import as_mapping, as_metrics, check_step, flatten, plain
@@ -45,6 +46,7 @@ class MLFlowLogger(Logger):
         run_id: A run to continue. Default: a new one.
         synchronous: Whether each call waits until it is written; False writes in the background, and `finalize`
             waits. Default: MLflow's own setting.
+        strict: Let a failure end the run. Default: False, which warns once and goes on without this logger.
 
     Raises:
         ModuleNotFoundError: MLflow, or what it needs for a database, is not installed.
@@ -64,8 +66,10 @@ class MLFlowLogger(Logger):
         artifact_location: str | None = None,
         run_id: str | None = None,
         synchronous: bool | None = None,
+        strict: bool = False,
     ) -> None:
         require("MLFlowLogger", "mlflow", extra="mlflow")
+        self.strict = check_bool("strict", strict)
         texts = {"experiment_name": experiment_name, "run_name": run_name, "tracking_uri": tracking_uri}
         check_arguments(log_model, {**texts, "prefix": prefix, "run_id": run_id})
         if run_name is not None and (tags or {}).get(NAME_TAG, run_name) != run_name:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..common.validation import check_bool
 from .directory import DirectoryLogger
 from .logger import Params, process_rank, rank_zero_experiment
 from .values import as_mapping, as_metrics, as_number, flatten, plain
@@ -32,6 +33,7 @@ class TensorBoardLogger(DirectoryLogger):
             TensorBoard lists the run among its hyperparameters. Default: True.
         prefix: Put before every metric's name, as ``prefix-name``. Default: nothing.
         sub_dir: Directory below ``version_N`` for the files. Default: none.
+        strict: Let a failure end the run. Default: False, which warns once and goes on without this logger.
         **kwargs: For ``torch.utils.tensorboard.SummaryWriter``: ``max_queue`` (events), ``flush_secs`` (seconds),
             ``filename_suffix``, ``purge_step``, ``comment``.
 
@@ -49,9 +51,11 @@ class TensorBoardLogger(DirectoryLogger):
         default_hp_metric: bool = True,
         prefix: str = "",
         sub_dir: str | os.PathLike[str] | None = None,
+        strict: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
+        self.strict = check_bool("strict", strict)
         for option in kwargs:
             if option not in WRITER_OPTIONS:
                 raise TypeError(f"{option}={kwargs[option]!r} is no argument: SummaryWriter takes {WRITER_OPTIONS}")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..common.optional import require
+from ..common.validation import check_bool
 from .logger import Logger, Params, process_rank, rank_zero_experiment
 from .services import Uploads, check_arguments
 from .values import as_mapping, as_metrics, check_step, flatten, plain
@@ -41,6 +42,7 @@ class WandbLogger(Logger):
         prefix: Put before every metric's name, as ``prefix-name``. Default: nothing.
         checkpoint_name: Name of the artifacts. Default: ``model-`` and the run's id.
         add_file_policy: ``"mutable"`` copies a checkpoint before its upload, ``"immutable"`` trusts that it stays.
+        strict: Let a failure end the run. Default: False, which warns once and goes on without this logger.
         **kwargs: For ``wandb.init``, which they override: ``entity``, ``group``, ``tags``, ``config``, ``mode``, ...
 
     Raises:
@@ -64,9 +66,11 @@ class WandbLogger(Logger):
         prefix: str = "",
         checkpoint_name: str | None = None,
         add_file_policy: str = "mutable",
+        strict: bool = False,
         **kwargs: Any,
     ) -> None:
         require("WandbLogger", "wandb", extra="wandb")
+        self.strict = check_bool("strict", strict)
         texts = {"name": name, "version": version, "id": id, "project": project, "checkpoint_name": checkpoint_name}
         check_arguments(log_model, {**texts, "prefix": prefix})
         if add_file_policy not in ("mutable", "immutable"):

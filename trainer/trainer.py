@@ -22,7 +22,7 @@ from ..callbacks import (
     ProgressBar,
 )
 from ..common.validation import choose
-from ..engine import Accelerator, Metrics
+from ..engine import Accelerator, Metrics, Preemption
 from ..engine.checkpoint import OpenCheckpoint
 from ..engine.metrics import MutedMetrics
 from ..engine.optim import check_schedule
@@ -42,7 +42,6 @@ from .loop import (
     EvaluationLoop,
     Fit,
     Hooks,
-    Preemption,
     Progress,
     RunSummary,
     Sources,
@@ -273,7 +272,7 @@ class Trainer(LightningAliases):
         self.config: str | None = None  # the run's configuration as YAML, where it has one; it goes into checkpoints
         self.resume_command: str | None = None  # the shell command that resumes the run, where one started it
         self.should_stop = self.interrupted = self.sanity_checking = False
-        self.preemption = Preemption(self)
+        self.preemption = Preemption(self.accelerator)
         self.decided = ""
         self.evaluation_batch = 0
         self.evaluation_total: int | None = None
@@ -432,7 +431,8 @@ class Trainer(LightningAliases):
         """
         if self.task is None:
             raise ValueError("save_checkpoint needs a task: call fit, or another stage, first.")
-        self.checkpointer.save(self.task, [filepath, *also], weights_only, blocking)
+        with self.preemption.holding_interrupts():
+            self.checkpointer.save(self.task, [filepath, *also], weights_only, blocking)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on rank zero, beside the progress bar."""

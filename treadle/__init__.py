@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         utilities,
         utils,
     )
-    from .callbacks import Callback
+    from .callbacks import Callback, read_predictions
     from .engine import Accelerator, LocalSGD, PartialState, find_executable_batch_size, seed_everything
     from .engine.big_models import (
         cpu_offload,

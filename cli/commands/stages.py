@@ -112,6 +112,8 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
             elif stage != "fit":
                 flags["callbacks"] = _prepare_callbacks(options.from_run, flags)
                 flags["logger"] = flags["logger"] or False  # what is measured is printed
+            if stage == "predict" and not keep:
+                flags["callbacks"] = _keep_predictions(flags["callbacks"], options.from_run)
             blamed_section = "trainer"
             trainer = Trainer(**flags)
         except ConfigError:
@@ -131,7 +133,6 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
             raise ConfigError(f"{COMMAND_LINE}: schedule is for fit, which resumes; {stage} has none. Leave it out.")
         if stage == "predict" and not keep:
             stage_options["return_predictions"] = False
-            _warn_of_lost_predictions(trainer)
         try:
             result = getattr(trainer, stage)(model, datamodule=data, ckpt_path=ckpt_path, **stage_options)
         except ValueError as error:
@@ -156,14 +157,14 @@ def _refuse_saved_secrets(config: Config, owners: Mapping[str, TaskModule | Data
                 )
 
 
-def _warn_of_lost_predictions(trainer: Trainer) -> None:
-    from ...common.messages import warn
+def _keep_predictions(callbacks: list[Callback], earlier: str | None) -> list[Callback]:
+    """The callbacks, with one that writes the predictions if none of them may take them."""
+    from ...callbacks import PredictionWriter
 
-    if not any(map(_can_take_predictions, trainer.callbacks)):
-        warn(
-            "no callback takes the predictions: unless predict_step writes them itself they are lost. Add an extension "
-            "of BasePredictionWriter to trainer.callbacks."
-        )
+    if any(map(_can_take_predictions, callbacks)):
+        return callbacks
+    beside = Path(earlier) if earlier is not None and (Path(earlier) / CONFIG).is_file() else Path()
+    return [*callbacks, PredictionWriter(beside / "predictions")]
 
 
 def _can_take_predictions(callback: Callback) -> bool:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .async_save import Job
     from .checkpointer import Checkpointer
     from .filesystem import CODES
-    from .json_codec import MAX_DEPTH, Record, check_tensor, encode
+    from .json_codec import MAX_DEPTH, Record, check_tensor, decode, encode
     from .load import compare_weights, load_into_memory
     from .manifest import MANIFEST, Manifest, check_files
     from .model_check import find_not_finite
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Weights,
         abbreviate,
         read_mark,
+        read_safetensors,
         read_tensor,
         read_whole_model,
     )

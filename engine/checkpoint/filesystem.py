@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_128
 
+from ...common.tensor_bytes import view_bytes
 from ...strategies.distributed import Whole
 
 DIGEST = "xxh3_128"
@@ -126,7 +127,7 @@ def _name_file_in_errors(path: Path) -> Iterator[None]:
 
 def _view_bytes(tensor: torch.Tensor) -> memoryview:
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(view_bytes(plain).numpy())  # type: ignore[arg-type]
 
 
 def fsync(path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...common.tensor_bytes import view_bytes
 from .filesystem import DTYPES
 
 OFFSETS = "DCP_SHARDING_INFO"
@@ -103,7 +104,7 @@ class FilePiece:
         if out.device.type != "cpu" or out.dtype != self.dtype or not out.is_contiguous():
             out.copy_(self.get(exact=False))
             return
-        left = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        left = memoryview(view_bytes(out.detach()).numpy())  # type: ignore[arg-type]
         with self._open() as file:
             file.seek(self.start)
             while left:  # one call reads 2 GB at most

@@ -10,6 +10,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ...common.tensor_bytes import view_bytes
+
 
 def digest(value: Any) -> str:
     """Return a digest of all numbers, texts and bytes within ``value``.
@@ -62,4 +64,4 @@ def _feed_tensor(update: Callable[[Any], None], tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         update(repr(tensor).encode())
     elif not tensor.is_meta:
-        update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        update(view_bytes(tensor.detach().cpu().contiguous()).numpy())

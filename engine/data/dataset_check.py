@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ...common.messages import announce, warn
+from ...common.tensor_bytes import view_bytes
 from ...strategies import World
 from .batch_digest import digest
 
@@ -185,7 +185,7 @@ def _hash_columns(*columns: Any) -> np.ndarray:
 def _iter_row_bytes(column: Any) -> Iterator[bytes]:
     if isinstance(column, Tensor):
         column = column.detach().cpu().contiguous()
-        column = column.reshape(len(column), -1).view(torch.uint8).numpy() if column.numel() else column.numpy()
+        column = view_bytes(column).reshape(len(column), -1).numpy() if column.numel() else column.numpy()
     if isinstance(column, np.ndarray) and not column.dtype.hasobject:
         return (row.tobytes() for row in column)
     return (repr(row).encode() for row in column)

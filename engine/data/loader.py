@@ -31,6 +31,7 @@ from .source_libraries import explain_not_repeatable, explain_state_gap
 from .streamed_batches import Counted, StreamedBatches, follow_iterator, make_batches_error
 from .worker_lifetime import LiveWithRank
 from .worker_seeding import SeededSamples, SeededStream, iterate_in_process
+from .workers import end_workers, note_workers
 
 _NO_MORE = object()
 
@@ -160,7 +161,7 @@ class Loader:
             assert live_view is not None
             assert loader is not None
             silently, loader._started = loader._started, source.persistent_workers
-            return plan.start(lambda: start(live_view), silently)
+            return plan.start(lambda: note_workers(live_view, start(live_view)), silently)
 
         settings["_get_iterator"] = get_iterator
 
@@ -393,8 +394,13 @@ class Loader:
         self._named = True
 
     def close(self) -> None:
-        """End persistent workers. Left to the garbage collector, each would be waited for five seconds."""
+        """End the workers, persistent ones and those of an epoch that an error has left.
+
+        The error's traceback keeps the epoch's iterator, and a notebook the error. The garbage collector would wait for
+        each persistent worker for five seconds.
+        """
         if isinstance(self.source, DataLoader):
+            end_workers(self._view)
             self._view.__dict__["_iterator"] = None
 
     # -- position ------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from .sampler_rng import Draws, get_stateful
 from .sharded_sampler import get_length
 from .source_libraries import split_over
 from .worker_seeding import TORCH_SEEDED, SeededStream, seed_epoch
+from .workers import note_workers
 
 
 class Counted:
@@ -453,7 +454,7 @@ def follow_iterator(view: DataLoader[Any], plan: StreamedBatches) -> None:
         live_view = weak()
         assert live_view is not None
         with plan.starting(live_view.persistent_workers):
-            iterator = type(live_view)._get_iterator(live_view)
+            iterator = note_workers(live_view, type(live_view)._get_iterator(live_view))
         plan.started()
         return iterator if plan.counted is None else Unwrapped(iterator, plan.sizes)
 

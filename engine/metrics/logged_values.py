@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ...common.messages import nearest, warn
 from ...strategies import World
 from ..data import Cursor
 from . import metric_state
+from .stand_ins import preserve_values
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
 
@@ -55,7 +57,8 @@ class Metrics:
         """Yield batches; ``owner``'s metric objects do not count the stand-ins among them.
 
         A stand-in is another process's sample, which an empty share of the last global batch is filled with so that
-        the collectives match.
+        the collectives match. In an evaluation it leaves no trace in ``owner``'s own lists, sums and counts either. In
+        training it does: what counts steps there has to stay the same on all processes.
         """
         for batch in batches:
             if cursor.micro is None or cursor.micro.samples:
@@ -64,7 +67,7 @@ class Metrics:
             objects = [*metric_state.find(owner).values()]
             part_ids = metric_state.collect_part_ids(objects)
             objects += [e.metric for e in self.entries if e.metric is not None and id(e.metric) not in part_ids]
-            with metric_state.preserve_counts(objects):
+            with metric_state.preserve_counts(objects), nullcontext() if self.training else preserve_values(owner):
                 yield batch
 
     @property

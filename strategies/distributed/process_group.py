@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from datetime import timedelta
 from pathlib import Path
 
@@ -58,9 +59,7 @@ def connect(
         store: dist.Store = dist.HashStore()  # nobody to meet: no address and no port is needed
         if size > 1:
             store = meeting_place(rank, size, timeout, address)
-            # A group that comes after another one must not read the addresses that the first one's processes left.
-            number = store.add(f"treadle/{run_id}/groups of {rank}", 1)
-            store = dist.PrefixStore(f"treadle/{run_id}/{number}", store)
+            store = join_attempt(store, f"treadle/{run_id}/groups", rank, size, timeout)
             _check_versions(store, rank)
         forget_store()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -99,6 +98,60 @@ def meeting_place(rank: int, size: int, timeout: timedelta, address: tuple[str, 
         return _meet(address, rank, timeout)
     store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
     return store
+
+
+def join_attempt(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """Return a part of the store that is empty at first, the same on all processes that call this together.
+
+    The store of torchrun's agent outlives the processes that it restarts (torch 2.4 to 2.13), so it holds keys of
+    processes that were killed at any point. No counter in it can be trusted, nor TORCHELASTIC_RESTART_COUNT, which
+    differs between machines. So each process leaves a token in the store, and rank zero sends its own one back to each,
+    until all have confirmed: the dead don't.
+
+    Args:
+        store: the store of the run.
+        name: what the part is for; calls that are made together have the same one.
+        rank: this process.
+        size: number of processes.
+        timeout: how long to wait for the others.
+
+    Raises:
+        RuntimeError: if a process does not come within the timeout; names the ranks.
+    """
+    token = uuid.uuid4().hex
+    if rank == 0:
+        _gather_processes(store, name, token, size, timeout)
+        return dist.PrefixStore(f"{name}/{token}", store)
+    store.set(f"{name}/{rank}", token)
+    try:
+        store.wait([f"{name}/for {token}"], timeout)
+    except dist.DistStoreError:
+        raise RuntimeError(f"rank 0 has not connected to rank {rank} within {timeout}.") from None
+    part = dist.PrefixStore(f"{name}/{store.get(f'{name}/for {token}').decode()}", store)
+    part.set(f"rank {rank}", "")
+    part.add("ranks", 1)
+    return part
+
+
+def _gather_processes(store: dist.Store, name: str, token: str, size: int, timeout: timedelta) -> None:
+    """Send rank zero's token to each other process until all have confirmed it."""
+    part = dist.PrefixStore(f"{name}/{token}", store)
+    answered: dict[int, bytes] = {}
+    deadline = time.monotonic() + timeout.total_seconds()
+    pause = 0.001
+    while part.add("ranks", 0) < size - 1:
+        if time.monotonic() > deadline:
+            absent = [str(rank) for rank in range(1, size) if not part.check([f"rank {rank}"])]
+            raise RuntimeError(f"rank(s) {', '.join(absent)} of {size} have not connected to rank 0 within {timeout}.")
+        for rank in range(1, size):
+            if part.check([f"rank {rank}"]) or not store.check([f"{name}/{rank}"]):
+                continue
+            theirs = store.get(f"{name}/{rank}")
+            if theirs != answered.get(rank):
+                store.set(f"{name}/for {theirs.decode()}", token)
+                answered[rank] = theirs
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02 + size / 5000)
 
 
 def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPStore:

@@ -45,9 +45,10 @@ class Attempts:
             )
         self._device = current_world().device.type if dist.is_initialized() else None
         # Not the group's own connection to the store, which ends with the group.
-        store = process_group.meeting_place(self.rank, self.size, timedelta(minutes=30), launched.address)
-        call = store.add(f"treadle/{launched.run_id}/calls of {self.rank}", 1)
-        self._store = dist.PrefixStore(f"treadle/{launched.run_id}/call {call}", store)
+        limit = timedelta(minutes=30)
+        store = process_group.meeting_place(self.rank, self.size, limit, launched.address)
+        name = f"treadle/{launched.run_id}/calls"
+        self._store = process_group.join_attempt(store, name, self.rank, self.size, limit)
 
     def begin(self) -> None:
         """A new attempt."""

@@ -26,9 +26,11 @@ from .rendezvous import SIGNALS, Job, Place
 
 # Ranks save and leave when they get one of these.
 _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
-_STOPPED = (128 + 1, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were asked to leave; 1: SIGHUP
+# Of ranks that were asked to leave; 1: SIGHUP. Python ends by SIGINT itself after a KeyboardInterrupt.
+_STOPPED = (128 + 1, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT)
 _POLL = 0.01  # seconds; two failures closer than this can't be told apart, and a rank's death throes take longer
 _HUNG_GRACE = 0.5  # seconds
+_AGAIN_GRACE = 1.0  # seconds
 _LEFT_EARLY = 256  # no exit status of the system's
 _END, _DONE, _LEFT = "treadle/end", "treadle/done", "treadle/left"  # what the machines' agents tell each other
 
@@ -57,12 +59,20 @@ class Agent(LocalElasticAgent):
         self.board = board
         self.grace = job.grace
         self.looks = max(1, round(job.monitor_interval / _POLL))
-        self.closing = False
+        self.closing: signal.Signals | None = None  # what the ranks were sent first
         # Local rank: exit code, in the order of time; `_LEFT_EARLY` for an exit with 0 from within a stage.
         self.ends: dict[int, int] = {}
 
+    def _rendezvous(self, worker_group: Any) -> None:
+        handler: Any = worker_group.spec.rdzv_handler
+        if hasattr(handler, "_bootstrap_store_info"):
+            # torch (2.4 to 2.13) keeps the store of the ranks over restarts: with the keys of the killed ranks, and on
+            # some machines with the address of one that has left. None has it made anew, which all machines then see.
+            handler._bootstrap_store_info = handler._shared_tcp_store_server = None
+        super()._rendezvous(worker_group)
+
     def _start_workers(self, worker_group: Any) -> Any:
-        self.closing = False
+        self.closing = None
         self.ends.clear()
         self.board.clear()
         return super()._start_workers(worker_group)
@@ -109,7 +119,9 @@ class Agent(LocalElasticAgent):
             for number in _PREEMPTING:  # the ranks save now, which a second one must not break off
                 signal.signal(number, signal.SIG_IGN)
         # torch comes here again when a second signal broke off the first wait.
-        death_sig, self.closing = (signal.SIGKILL if self.closing else death_sig), True
+        if self.closing is signal.SIGINT:
+            self._close(signal.SIGINT, _AGAIN_GRACE)  # a rank tidies up what it breaks off
+        death_sig, self.closing = (signal.SIGKILL if self.closing else death_sig), death_sig
         self._close(death_sig, self.grace)
         super()._shutdown(death_sig)
 

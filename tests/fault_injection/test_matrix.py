@@ -46,6 +46,7 @@ FEW_SIGNALLED = {
     SignalCell("TERM", "supervisor", 2, "training"),
     SignalCell("USR1", "rank 1", 1, "validation", "fsdp"),
     SignalCell("HUP", "all", 2, "save", launcher="treadle launch"),
+    SignalCell("INT", "all", 1, "save", "fsdp"),
 }
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .crash_snapshot import LastStep
+    from .crash_snapshot import LastStep, explain_need_of_others
     from .resolve import CheckpointResolver
     from .trainer_state import TrainerCheckpointer, collect_callback_states
     from .words import WORDS_FOR_CHECKPOINTS

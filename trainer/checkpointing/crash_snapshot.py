@@ -36,9 +36,6 @@ class LastStep:
     Args:
         trainer: whose run it is.
         task: the user's task.
-
-    Raises:
-        ValueError: if rank zero alone can't save the run.
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule) -> None:
@@ -51,11 +48,6 @@ class LastStep:
         self._state: dict[str, Any] = {}
         # To look for metric objects means to walk through all modules.
         self._counting = task if metric_state.find(task) else None
-        if accelerator.num_processes > 1 and (why := _explain_need_of_others(trainer)):
-            raise ValueError(
-                f"save_on_exception=True saves on rank zero alone, as the others may be gone by then, but {why}. Use "
-                "every_n_train_steps with save_last=True."
-            )
         self._buffers = [
             (module._buffers, name)
             for module in task.modules()
@@ -152,6 +144,8 @@ class LastStep:
     def lost(self) -> str:
         """Why it can't be saved any more; "" if it can."""
         trainer = self._trainer
+        if trainer.preemption.abandoned:
+            return "a second Ctrl-C came before the step was complete"
         if self._changed:
             return "the error came after a callback had changed the model or its optimizer, and before the next step"
         if self._moving and trainer.progress.step_is_unfinished and trainer.world_size == 1:
@@ -225,8 +219,8 @@ def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "source": copy.deepcopy(state["source"])}  # a user's own state may be changed in place
 
 
-def _explain_need_of_others(trainer: Trainer) -> str:
-    """Why rank zero does not have all that is to be saved; "" if it does."""
+def explain_need_of_others(trainer: Trainer) -> str:
+    """Return why rank zero does not have all that is to be saved; "" if it does."""
     strategy = trainer.accelerator.strategy
     if strategy.sharded:
         return f"with strategy={strategy.name!r} each process holds only a part of the model"

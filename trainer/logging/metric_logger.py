@@ -197,6 +197,8 @@ class Logbook:
         try:
             use()
         except Exception as error:
+            if logger.strict:
+                raise
             self._failed.add(id(logger))
             warn(f"{type(logger).__name__}.{action} failed and gets nothing more: {type(error).__name__}: {error}")
 

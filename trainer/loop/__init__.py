@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .hook_table import Hooks, callback_overrides, count_positional, name_of, task_overrides
     from .lr_schedulers import Schedules
     from .manual import ManualSteps
-    from .preemption import Preempted, Preemption
+    from .preemption import save_and_leave
     from .progress import Phase, Progress
     from .run_summary import RunSummary, describe_results
     from .stage import Stage

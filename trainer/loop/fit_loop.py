@@ -53,6 +53,7 @@ from .dataloaders import explain_empty
 from .hook_table import Hooks
 from .lr_schedulers import Schedules
 from .manual import ManualSteps
+from .preemption import save_and_leave
 from .progress import Phase
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ class FitLoop:
         if write:
             trainer.logbook.write_step(self.metrics, progress.step, progress.epoch)
         if self.agreement.signaled:
-            trainer.preemption.leave()
+            save_and_leave(trainer)
         stop = self._wants_to_stop() if self.alone else self.agreement.stop
         if progress.batch == self.total:
             self._close_epoch()

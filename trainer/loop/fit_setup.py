@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import torch
 from ...callbacks import LatestValidation
 from ...common.messages import warn
 from ...engine import isolated_random_state, list_unused
-from ..checkpointing import LastStep
+from ..checkpointing import LastStep, explain_need_of_others
 from ..core import SchedulerConfig, TaskModule, check_ownership, endless, overrides, parse_optimizers
 from ..preflight import check_monitors, check_optimizers_match, check_storable, warn_of_untrained
 from ..profiling import measured
@@ -68,7 +69,9 @@ class Fit:
         with trainer.logging_to(trainer.metrics):
             run_validation = measured(trainer.profiler, "validation", partial(validate, trainer))
             loop = FitLoop(trainer, task, model, hooks, loader, trainer.lr_scheduler_configs, run_validation)
-            measured(trainer.profiler, "training", loop.run)(random_state)
+            saves = any(callback.save_on_exception for callback in trainer.checkpoint_callbacks)
+            with trainer.preemption.catching_interrupts() if saves else nullcontext():
+                measured(trainer.profiler, "training", loop.run)(random_state)
         if idle := list_unused(task):
             warn(f"compiled in vain, as the steps never call it (but its methods, maybe): {', '.join(idle)}.")
         for hook in hooks.on_fit_end:
@@ -107,8 +110,14 @@ class Fit:
             trainer.logbook.call("go_on", trainer.progress.step)
         check_storable(trainer, task)
         if any(callback.save_on_exception for callback in trainer.checkpoint_callbacks):
-            trainer.last_step = LastStep(trainer, task)
-            trainer.last_step.attach(self.hooks)
+            if trainer.world_size > 1 and (why := explain_need_of_others(trainer)):
+                warn(
+                    "save_on_exception=True saves this run for Ctrl-C, and not for an error: then rank zero saves "
+                    f"alone, as the others may be gone, but {why}. Add every_n_train_steps with save_last=True."
+                )
+            else:
+                trainer.last_step = LastStep(trainer, task)
+                trainer.last_step.attach(self.hooks)
         return model, random_state
 
     def _reload_dataloaders(self) -> bool:

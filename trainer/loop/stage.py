@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...engine import uneven_counts
 from ...strategies.distributed import hide_frames, leave_on_sigterm, mark_stage
 from .. import arguments
 from ..checkpointing import CheckpointResolver
@@ -98,7 +99,8 @@ class Stage:
                 with trainer.init_module():
                     task.configure_model()
                 task.trainer = trainer  # also of the nested tasks that setup or configure_model created
-                with torch.autograd.set_detect_anomaly(True) if trainer.detect_anomaly else nullcontext():
+                anomalies = torch.autograd.set_detect_anomaly(True) if trainer.detect_anomaly else nullcontext()
+                with anomalies, uneven_counts(task, trainer.accelerator.world):
                     return work(task, hooks, sources)
         except BaseException as error:
             self.failure = error
@@ -184,22 +186,29 @@ class Stage:
             try:
                 clean_up(self.name)
             except Exception as error:
+                self._note_in_teardown(clean_up, error)
                 errors.append(error)
-                if failure is not None:
-                    failure.add_note(f"in the teardown after it, {clean_up!r} raised {type(error).__name__}: {error}")
         for resource in (trainer.steps, trainer.last_step):
             if resource is not None:
                 resource.close()
         for module in task_modules(self.task):
             TaskModule.untoggle_optimizer(module)  # an error may have come in between
         trainer.accelerator.close_loaders()
-        trainer.logbook.call("finalize", "success" if failure is None else "failed")
+        try:
+            trainer.logbook.call("finalize", "success" if failure is None else "failed")
+        except Exception as error:  # of a logger that is strict
+            self._note_in_teardown("a logger's finalize", error)
+            errors.append(error)
         if failure is None:
             for error in errors[:1]:
                 hide_frames(error)
             # A rank that left without an error would otherwise go unnoticed: torchrun takes its exit status, 0, for
             # success.
             trainer.accelerator.world.raise_together(errors[0] if errors else None)
+
+    def _note_in_teardown(self, what: Any, error: Exception) -> None:
+        if self.failure is not None:
+            self.failure.add_note(f"in the teardown after it, {what} raised {type(error).__name__}: {error}")
 
 
 def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, Any]:

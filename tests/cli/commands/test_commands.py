@@ -207,12 +207,17 @@ def test_evaluation(here, capsys):
         assert main([stage, "--config", "run.yaml", f"ckpt_path={saved}"]) == 0
         assert name in capsys.readouterr().out
     line = ["predict", "--config", "run.yaml", f"ckpt_path={saved}"]
-    for more in ([], ["trainer.enable_progress_bar=true"]):  # a bar hears of predictions, but keeps none
-        with pytest.warns(UserWarning, match="no callback takes the predictions"):
-            assert main([*line, *more]) == 0
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="no callback takes")
-        assert main([*line, "trainer.callbacks+=cli_samples.Takes"]) == 0
+    task, loader = cli_samples.Line.load_from_checkpoint(saved), cli_samples.Points(8).predict_dataloader()
+    with torch.no_grad():
+        expected = torch.cat([task.predict_step(batch, 0) for batch in loader])
+    bar = ["trainer.enable_progress_bar=true"]  # hears of predictions, but keeps none
+    for more, folder in (([], "predictions"), (bar, "predictions-v1")):
+        capsys.readouterr()
+        assert main([*line, *more]) == 0
+        assert f"the predictions are in {folder};" in capsys.readouterr().err
+        assert torch.equal(torch.cat(list(treadle.read_predictions(here / folder))), expected)
+    assert main([*line, "trainer.callbacks+=cli_samples.Takes"]) == 0
+    assert not (here / "predictions-v2").exists()
     assert [path.name for path in (here / "runs" / "default").iterdir()] == ["1"]
 
 

@@ -675,3 +675,18 @@ def test_export_says_what_is_wrong(saved, arguments, words, capsys, monkeypatch)
     assert main(arguments) == 2
     assert words in capsys.readouterr().err
     assert [path.name for path in Path().iterdir()] == ["saved"]
+
+
+def test_a_tensor_of_one_element_and_any_stride(tmp_path):
+    def make():
+        model = Net()
+        model.register_buffer("picked", torch.arange(4.0)[1::2][:1])
+        return model
+
+    accelerator, model, _ = prepared(make)
+    accelerator.save_state(tmp_path / "state")
+    with torch.no_grad():
+        model.picked.zero_()
+    accelerator.load_state(tmp_path / "state")
+    assert model.picked.tolist() == [1.0]
+    assert load_file(tmp_path / "state" / "model.safetensors")["picked"].tolist() == [1.0]

@@ -956,20 +956,21 @@ def test_errors_in_evaluation_hooks():
             assert torch.is_grad_enabled()
 
 
+class Logged(Line):
+    def __init__(self, lr=1.0):
+        super().__init__(lr)
+        self.save_hyperparameters()
+
+    def training_step(self, batch, batch_idx):
+        self.log("x", 1.0)
+        return super().training_step(batch, batch_idx)
+
+
 @pytest.mark.parametrize("error", [OSError, ValueError, TypeError, RuntimeError])
 @pytest.mark.parametrize("method", ["log_metrics", "log_hyperparams", "finalize", "log_graph", "save"])
 def test_a_failing_logger_does_not_end_training(tmp_path, method, error):
     def fail(self, *args, **kwargs):
         raise error("the disk, the network, ...")
-
-    class Logged(Line):
-        def __init__(self, lr=1.0):
-            super().__init__(lr)
-            self.save_hyperparameters()
-
-        def training_step(self, batch, batch_idx):
-            self.log("x", 1.0)
-            return super().training_step(batch, batch_idx)
 
     broken = type("Broken", (CSVLogger,), {method: fail})(tmp_path, "broken")
     whole = CSVLogger(tmp_path, "whole", 0)
@@ -978,6 +979,29 @@ def test_a_failing_logger_does_not_end_training(tmp_path, method, error):
         own.fit(Logged(), ones(3))
     assert own.global_step == 3
     assert len((tmp_path / "whole" / "version_0" / "metrics.csv").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("method", ["log_metrics", "log_hyperparams", "finalize"])
+def test_a_strict_logger_ends_training(tmp_path, method):
+    def fail(self, *args, **kwargs):
+        raise OSError("disk full")
+
+    class Bear(Line):
+        def training_step(self, batch, batch_idx):
+            raise ZeroDivisionError("first")
+
+    def logger():
+        return type("Broken", (CSVLogger,), {method: fail})(tmp_path, strict=True)
+
+    told = []
+    own = trainer(logger=logger(), log_every_n_steps=1, callbacks=Recorder(None, told))
+    with pytest.raises(OSError, match="disk full"):
+        own.fit(Logged(), ones(3))
+    assert told[-1] == "teardown"
+    if method == "finalize":
+        with pytest.raises(ZeroDivisionError, match="first") as caught:
+            fit(Bear(), ones(2), logger=logger())
+        assert "a logger's finalize raised OSError: disk full" in " ".join(caught.value.__notes__)
 
 
 def test_configure_callbacks():

@@ -12,7 +12,7 @@ from quiet import trainer
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.callbacks import ModelCheckpoint
-from treadle.trainer.loop import Preempted
+from treadle.engine import Preempted
 
 import treadle
 
@@ -52,7 +52,7 @@ class Task(treadle.TaskModule):
 
 
 class Signals(treadle.Callback):
-    """Sends a signal to this process at a place of the run, ``times`` times."""
+    """Sends a signal to this process when a run first comes to a place, ``times`` times."""
 
     def __init__(self, number, step, place="on_train_batch_end", rank=0, times=1):
         self.number, self.step, self.place, self.rank, self.times = number, step, place, rank, times
@@ -60,6 +60,7 @@ class Signals(treadle.Callback):
     def _send(self, trainer):
         if trainer.global_step == self.step and trainer.global_rank == self.rank and not trainer.sanity_checking:
             for _ in range(self.times):
+                self.step = -1
                 os.kill(os.getpid(), self.number)
 
     def on_train_batch_start(self, trainer, *args):
@@ -79,9 +80,12 @@ class Signals(treadle.Callback):
             self._send(trainer)
 
 
-def fit(folder, callbacks=(), manual=False, accumulate=1, strategy="auto", world=1, saving=None, **flags):
+def fit(folder, callbacks=(), manual=False, accumulate=1, strategy="auto", world=1, saving=None, workers=0, **flags):
     task = Task(manual)
-    data, val = (DataLoader(torch.arange(float(n))[:, None], BATCH // world, shuffle=n > 9) for n in (SAMPLES, 6))
+    data, val = (
+        DataLoader(torch.arange(float(n))[:, None], BATCH // world, shuffle=n > 9, num_workers=workers)
+        for n in (SAMPLES, 6)
+    )
     saving = ModelCheckpoint(folder, **(saving or {}))
     flags = {"max_epochs": 2, "num_sanity_val_steps": 0, "accumulate_grad_batches": accumulate, **flags}
     own = trainer(callbacks=[saving, *callbacks], enable_checkpointing=None, strategy=strategy, devices=world, **flags)
@@ -90,6 +94,9 @@ def fit(folder, callbacks=(), manual=False, accumulate=1, strategy="auto", world
         own.fit(task, data, val, ckpt_path="auto")
     except Preempted as caught:
         error = caught.code
+    except KeyboardInterrupt:
+        error = 130
+        assert own.interrupted
     weights = [parameter.detach().clone() for parameter in task.parameters()] if strategy != "fsdp" else []
     return {
         "status": error,
@@ -102,8 +109,8 @@ def fit(folder, callbacks=(), manual=False, accumulate=1, strategy="auto", world
     }
 
 
-def check(first, second, whole, step):
-    assert (first["status"], first["step"]) == (143, step)
+def check(first, second, whole, step, status=143):
+    assert (first["status"], first["step"]) == (status, step)
     assert second["status"] is None
     assert first["seen"] + second["seen"] == whole["seen"]
     assert (first["means"] + second["means"], second["drawn"]) == (whole["means"], whole["drawn"])
@@ -214,4 +221,123 @@ def test_the_scripts_own_handler_is_called_too_and_put_back(tmp_path):
         assert fit(tmp_path / "b", [Signals(signal.SIGUSR1, 24, "on_validation_batch_start")])["status"] is None
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert called == [signal.SIGUSR1] * 4  # a validation has three batches
+    assert called == [signal.SIGUSR1] * 2
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+ASKED = {"save_on_exception": True, "filename": "{step}", "every_n_epochs": 1, "save_top_k": -1}
+
+
+class Pairs(treadle.Callback):
+    """Notes which of the hooks that belong together were called."""
+
+    def __init__(self):
+        self.called = []
+
+    def setup(self, trainer, pl_module, stage):
+        self.called.append("setup")
+
+    def teardown(self, trainer, pl_module, stage):
+        self.called.append("teardown")
+
+    def on_exception(self, trainer, pl_module, exception):
+        self.called.append(type(exception).__name__)
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(("place", "step", "saved"), PLACES)
+def test_ctrl_c_saves_at_the_next_step_boundary_if_asked_to(place, step, saved, tmp_path):
+    before, pairs = signal.getsignal(signal.SIGINT), Pairs()
+    whole = fit(tmp_path / "whole", saving=ASKED)
+    first = fit(tmp_path / "a", [Signals(signal.SIGINT, step, place), pairs], saving=ASKED)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert pairs.called == ["setup", "KeyboardInterrupt", "teardown"]
+    check(first, fit(tmp_path / "a", saving=ASKED), whole, saved, status=130)
+    assert (tmp_path / "a" / f"step={saved}.ckpt").exists()
+
+
+@pytest.mark.parametrize(("place", "step"), [("on_train_batch_start", 5), ("on_save_checkpoint", 12)])
+def test_a_second_ctrl_c_ends_within_the_step_or_the_save(place, step, tmp_path):
+    with pytest.warns(UserWarning, match="nothing is saved: a second Ctrl-C came"):
+        first = fit(tmp_path, [Signals(signal.SIGINT, step, place, times=2)], saving=ASKED)
+    assert (first["status"], first["step"], list(tmp_path.iterdir())) == (130, step, [])
+
+
+@pytest.mark.parametrize(("place", "saved"), [("on_train_batch_start", 0), ("on_save_checkpoint", 1)])
+def test_ctrl_c_raises_at_once_but_lets_a_save_complete(place, saved, tmp_path):
+    first = fit(tmp_path, [Signals(signal.SIGINT, 12 * saved, place)])
+    assert (first["status"], first["step"]) == (130, 12 * saved)
+    assert len(list(tmp_path.iterdir())) == saved
+
+
+def test_ctrl_c_before_training_and_in_the_sanity_check_ends_at_once(tmp_path):
+    class InSetup(treadle.Callback):
+        def setup(self, trainer, pl_module, stage):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    class InSanityCheck(treadle.Callback):
+        def on_validation_batch_start(self, trainer, *args):
+            assert trainer.sanity_checking
+            os.kill(os.getpid(), signal.SIGINT)
+
+    for callback in (InSetup(), InSanityCheck()):
+        first = fit(tmp_path, [callback], saving=ASKED, num_sanity_val_steps=1)
+        assert (first["status"], first["step"], list(tmp_path.iterdir())) == (130, 0, [])
+
+
+def test_ctrl_c_after_the_last_step_is_not_lost(tmp_path):
+    found = fit(tmp_path, [Signals(signal.SIGINT, 24, "on_validation_batch_start")], saving=ASKED)
+    assert (found["status"], found["step"]) == (130, 24)
+    assert (tmp_path / "step=24.ckpt").exists()
+
+
+def test_the_same_trainer_fits_again_after_ctrl_c(tmp_path):
+    task = Task()
+    task.net[1].eval()
+    interrupting = Signals(signal.SIGINT, 12, "on_validation_batch_start")
+    data, val = (DataLoader(torch.arange(float(n))[:, None], BATCH) for n in (SAMPLES, 6))
+    own = trainer(callbacks=[interrupting, ModelCheckpoint(tmp_path)], enable_checkpointing=None, max_epochs=2)
+    with pytest.raises(KeyboardInterrupt):
+        own.fit(task, data, val)
+    assert own.interrupted
+    assert (task.training, task.net[0].training, task.net[1].training) == (True, True, False)
+    assert torch.is_grad_enabled()
+    own.fit(task, data, val)
+    assert (own.interrupted, own.current_epoch, own.status.value) == (False, 2, "finished")
+
+
+class Group(treadle.Callback):
+    """Sends Ctrl-C to this process and its children, as a terminal does."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 3:
+            workers = multiprocessing.active_children()
+            assert len(workers) == 2
+            for process in workers:
+                os.kill(process.pid, signal.SIGINT)
+            time.sleep(0.1)
+            assert all(process.is_alive() for process in workers)
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_data_workers_stay_until_the_step_is_complete(tmp_path):
+    whole = fit(tmp_path / "whole", saving=ASKED, workers=2)
+    first = fit(tmp_path / "a", [Group()], saving=ASKED, workers=2, accumulate=1)
+    check(first, fit(tmp_path / "a", saving=ASKED, workers=2), whole, 4, status=130)
+    assert multiprocessing.active_children() == []
+
+
+def interrupt_two(folder, strategy, rank):
+    whole = fit(f"{folder}/whole", strategy=strategy, world=2, saving=ASKED)
+    step = 12 if rank else 4
+    first = fit(f"{folder}/a", [Signals(signal.SIGINT, step, rank=rank)], strategy=strategy, world=2, saving=ASKED)
+    second = fit(f"{folder}/a", strategy=strategy, world=2, saving=ASKED)
+    check(first, second, whole, step + 1, status=130)
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ctrl_c_on_one_rank_saves_on_all_after_the_same_step(strategy, rank, tmp_path):
+    run(interrupt_two, 2, str(tmp_path), strategy, rank)

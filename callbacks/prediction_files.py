@@ -1,0 +1,236 @@
+"""Predictions in files: streamed to disk by all ranks, and read back in the dataset's order."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..common.messages import announce
+from ..common.validation import check_int, check_path
+from ..engine import move_data_to_device
+from ..engine.checkpoint import Piece, decode, encode, filesystem, read_safetensors
+from .prediction_writer import BasePredictionWriter
+
+if TYPE_CHECKING:
+    from ..trainer import TaskModule, Trainer
+
+_INDEX = "predictions.json"  # written last: a folder without it is not finished
+_NOTE = "predictions"
+_MAX_INDEX_BYTES = 64 * 2**20
+_MEBIBYTE = 2**20
+_MAX_BATCHES = 10_000  # in one file: predictions without tensors, such as text, must not pile up either
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Write what ``predict_step`` returns to disk as it is made; `read_predictions` reads it in the dataset's order.
+
+    Each rank writes its own batches into safetensors files, so the memory needed does not grow with the data. Pass
+    ``return_predictions=False`` to ``Trainer.predict``, which else keeps everything too. Tensors, numpy arrays,
+    numbers, text, and dicts, lists, tuples and dataclasses of these can be written; dataclasses come back as dicts.
+
+    Args:
+        dirpath: the folder. Where it is taken, ``-v1``, ``-v2``... is added to its name. Default: ``predictions`` in
+            the Trainer's ``default_root_dir``.
+        shard_mib: a file is written when it has this many MiB of tensors. Default: 64.
+
+    Attributes:
+        folder: where the latest predictions are; None before, and if ``predict_step`` returned nothing but None.
+
+    Raises:
+        TypeError: in ``predict``, for a prediction that is of another kind; the text names its place.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, shard_mib: int = 64) -> None:
+        super().__init__("batch")
+        self.dirpath = None if dirpath is None else Path(check_path("dirpath", dirpath))
+        self.shard_bytes = check_int("shard_mib", shard_mib, 1) * _MEBIBYTE
+        self.folder: Path | None = None
+        self._shards: dict[int, _Shards] = {}
+
+    def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Make the folder."""
+        super().on_predict_start(trainer, pl_module)
+        wanted = self.dirpath or Path(trainer.default_root_dir) / "predictions"
+        chosen = _make_free_folder(wanted) if trainer.is_global_zero else None
+        self.folder, self._shards = trainer.accelerator.world.broadcast(chosen), {}
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: TaskModule,
+        prediction: Any,
+        batch_indices: Sequence[Any] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Take one batch, and write a file if there are enough."""
+        if prediction is None:
+            return
+        shards = self._shards.get(dataloader_idx)
+        if shards is None:
+            assert self.folder is not None
+            stem = f"loader{dataloader_idx}-rank{trainer.global_rank:05}"
+            shards = self._shards[dataloader_idx] = _Shards(self.folder, stem, self.shard_bytes)
+        # Each round of batches is dealt in rank order.
+        shards.add(batch_idx * trainer.world_size + trainer.global_rank, batch_indices, prediction)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Write what is left, and the index once all ranks are done."""
+        written = {}
+        for loader, shards in self._shards.items():
+            shards.flush()
+            written[loader] = {"batches": shards.count, "files": shards.files}
+        every = trainer.accelerator.world.gather_objects(written)
+        assert self.folder is not None
+        if trainer.is_global_zero:
+            _write_index(self.folder, every)
+        trainer.accelerator.world.barrier()  # who reads next finds the index
+        if not any(every):
+            self.folder = None
+        else:
+            announce(f"the predictions are in {self.folder}; treadle.read_predictions(path) reads them in order")
+
+    def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Let go of what is not written."""
+        super().teardown(trainer, pl_module, stage)
+        self._shards = {}
+
+
+class _Shards:
+    """The files of one rank's batches of one loader."""
+
+    def __init__(self, folder: Path, stem: str, limit: int) -> None:
+        self.files: list[str] = []
+        self.count = 0
+        self._folder, self._stem, self._limit = folder, stem, limit
+        self._documents: list[Any] = []
+        self._tensors: dict[str, Tensor] = {}
+        self._bytes = 0
+
+    def add(self, number: int, indices: Sequence[Any] | None, prediction: Any) -> None:
+        batch = {"prediction": _to_plain(move_data_to_device(prediction, "cpu")), "indices": _to_plain(indices)}
+        document, tensors = encode(batch, str(number))
+        self._documents.append([number, document])
+        # The loop may hand out the same memory again.
+        self._tensors |= {name: tensor.clone() for name, tensor in tensors.items()}
+        self.count += 1
+        self._bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if self._bytes >= self._limit or len(self._documents) >= _MAX_BATCHES:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._documents:
+            return
+        name = f"{self._stem}-{len(self.files):05}.safetensors"
+        filesystem.write_tensors(self._folder / name, self._tensors, {_NOTE: json.dumps(self._documents)})
+        self.files.append(name)
+        self._documents, self._tensors, self._bytes = [], {}, 0
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, Mapping):  # of any class, such as the outputs of transformers' models
+        return {key: _to_plain(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [*map(_to_plain, value)] if isinstance(value, list) else tuple(map(_to_plain, value))
+    return value
+
+
+def _make_free_folder(wanted: Path) -> Path:
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    for version in itertools.count():
+        folder = wanted.with_name(f"{wanted.name}-v{version}") if version else wanted
+        if folder.is_dir() and not any(folder.iterdir()):
+            return folder
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError
+
+
+def _write_index(folder: Path, every: list[dict[int, dict[str, Any]]]) -> None:
+    loaders = sorted({loader for written in every for loader in written})
+    if not loaders:
+        folder.rmdir()
+        return
+    of_loader = {
+        loader: {
+            "batches": sum(written[loader]["batches"] for written in every if loader in written),
+            "ranks": [written[loader]["files"] for written in every if loader in written],
+        }
+        for loader in loaders
+    }
+    part = folder / f".{_INDEX}.part"
+    filesystem.write_bytes(part, json.dumps({"format": 1, "loaders": of_loader}).encode())
+    filesystem.replace(part, folder / _INDEX)
+
+
+def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool = False) -> Iterator[Any]:
+    """Yield the predictions of each batch that a `PredictionWriter` wrote, in the dataset's order.
+
+    One file of each rank is open at a time. Nothing in the files is ever run.
+
+    Args:
+        path: the folder.
+        dataloader_idx: the loader's number, where there were several.
+        indices: yield pairs: the batch's indices in the dataset (None for a stream), and its predictions.
+
+    Raises:
+        ValueError: if the folder holds no predictions, is not finished or is damaged, or there was no such loader.
+    """
+    folder = Path(path)
+    if not (folder / _INDEX).is_file():
+        raise ValueError(
+            f"{folder} holds no finished predictions: there is no {_INDEX}, which is written last. Predict again."
+        )
+    loaders = filesystem.read_json(folder / _INDEX, _MAX_INDEX_BYTES)["loaders"]
+    if str(dataloader_idx) not in loaders:
+        raise ValueError(f"{folder} has no predictions of loader {dataloader_idx}, only of {', '.join(loaders)}.")
+    return _read_loader(folder, loaders[str(dataloader_idx)], indices)
+
+
+def _read_loader(folder: Path, of_loader: dict[str, Any], indices: bool) -> Iterator[Any]:
+    count = 0
+    ranks = (_read_rank(folder, files) for files in of_loader["ranks"])
+    for _, batch in heapq.merge(*ranks, key=lambda numbered: numbered[0]):
+        count += 1
+        yield (batch["indices"], batch["prediction"]) if indices else batch["prediction"]
+    if count != of_loader["batches"]:
+        raise ValueError(f"{folder}: {count} of {of_loader['batches']} batches are there. Predict again.")
+
+
+def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
+    for name in files:
+        if not filesystem.is_inside(name):
+            raise ValueError(f"{folder / _INDEX}: names a file outside of its folder: {name!r}.")
+        pieces, notes = read_safetensors(folder / name)
+        tensors = _Tensors(pieces)
+        for number, document in json.loads(notes[_NOTE]):
+            yield number, decode(document, tensors)
+
+
+class _Tensors(Mapping[str, Tensor]):
+    """The tensors of a file, each read when it is asked for."""
+
+    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+        self._pieces = pieces
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._pieces[name].get()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)

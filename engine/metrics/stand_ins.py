@@ -1,0 +1,62 @@
+"""Keep another rank's samples out of what a task collects by itself.
+
+Where a rank has no share of the last batches of an evaluation it works on another rank's samples, so that collectives
+match. What its steps add to lists, sums and counts that the task holds as attributes would count these samples twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+_MOST = 256  # a longer list or dict is not searched for further lists: it holds values
+_UNTOUCHED = frozenset({*vars(nn.Module()), "training"}) - {"_buffers"}
+_NUMBERS = (int, float, complex, str, type(None))
+
+
+@contextmanager
+def preserve_values(owner: nn.Module) -> Iterator[None]:
+    """A context after which the module's own attributes hold the values that they held before it.
+
+    Numbers, tensors, lists, dicts, sets and deques are restored, those inside of lists and dicts too. Objects of other
+    classes, parameters and the module's parts are left alone.
+    """
+    attributes = vars(owner)
+    before = {name: value for name, value in attributes.items() if name not in _UNTOUCHED and _is_plain(value)}
+    restores = [restore for value in before.values() if (restore := _remember(value)) is not None]
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
+        attributes.update(before)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (*_NUMBERS, Tensor, list, dict, set, deque))
+
+
+def _remember(value: Any) -> Callable[[], Any] | None:
+    """Return what gives a value back what it holds now; None for one that can't be changed in place."""
+    if isinstance(value, nn.Parameter):
+        return None
+    if isinstance(value, Tensor):
+        return functools.partial(value.detach().copy_, value.detach().clone())
+    if not isinstance(value, (list, dict, set, deque)):
+        return None
+    items = value.copy()
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    restores = [r for item in inner if (r := _remember(item)) is not None] if len(value) <= _MOST else []
+
+    def restore() -> None:
+        value.clear()
+        value.extend(items) if isinstance(value, (list, deque)) else value.update(items)
+        for each in restores:
+            each()
+
+    return restore

@@ -1,0 +1,99 @@
+"""Compute metric objects over ranks that have counted different numbers of batches.
+
+torchmetrics gathers a state that is a list tensor by tensor: lists of unequal lengths hang or mix up what they hold,
+and a rank that has counted nothing sends an empty vector whatever dimensions and dtype the others send. Libraries that
+pad the data never meet this. Here each sample counts once, so the last batches may be on some ranks only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...strategies import World
+from . import metric_state
+
+
+@contextmanager
+def uneven_counts(owner: nn.Module, world: World) -> Iterator[None]:
+    """A context in which the torchmetrics objects of ``owner`` may have counted other numbers of batches on each rank.
+
+    ``compute()`` costs one small exchange more, for metrics whose states are lists.
+    """
+    metrics = [] if world.size == 1 else [m for m in metric_state.find(owner).values() if _gathers_lists(m)]
+    for metric in metrics:
+        metric._sync_dist = functools.partial(_sync_dist, metric, world)
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            vars(metric).pop("_sync_dist", None)
+
+
+def _gathers_lists(metric: Any) -> bool:
+    if getattr(metric, "process_group", None) is not None:  # among ranks of the task's own choice
+        return False
+    return hasattr(type(metric), "_sync_dist") and any(isinstance(state, list) for state in metric._defaults.values())
+
+
+@dataclass(frozen=True)
+class _ListState:
+    """One rank's list: how many tensors it has, and what the first of them is like."""
+
+    length: int
+    row_shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, items: list[Tensor]) -> _ListState:
+        if not items:
+            return cls(0, None, None)
+        first = items[0]
+        return cls(len(items), tuple(first.shape[1:]) if first.ndim else None, first.dtype)
+
+    def make_filler(self, device: Any) -> Tensor:
+        """A tensor without a row, which others' tensors can be gathered with."""
+        shape = () if self.row_shape is None else (0, *self.row_shape)
+        return torch.zeros(shape, dtype=self.dtype, device=device)
+
+
+def _sync_dist(metric: Any, world: World, *args: Any, **kwargs: Any) -> None:
+    """Do what the metric's own ``_sync_dist`` does, with lists made equally long for it and cut again afterwards."""
+    lists = {name: items for name in metric._defaults if (items := _read_list(metric, name)) is not None}
+    every = world.gather_objects({name: _ListState.of(items) for name, items in lists.items()})
+    filled: dict[str, list[int]] = {}
+    for name, items in lists.items():
+        states = [part.get(name) for part in every]
+        if None in states:
+            continue  # some rank's list holds other things than tensors: the metric gathers it by itself
+        longest = max(states, key=lambda state: state.length)
+        if longest.length and len(items) < longest.length:
+            items = items + [longest.make_filler(metric.device)] * (longest.length - len(items))
+        setattr(metric, name, items)
+        filled[name] = [state.length for state in states]
+    type(metric)._sync_dist(metric, *args, **kwargs)
+    for name, lengths in filled.items():
+        gathered = getattr(metric, name)
+        if metric._reductions[name] is None and len(set(lengths)) > 1:  # the first tensor of each rank, the second, ...
+            places = ((index, rank) for index in range(max(lengths)) for rank in range(len(lengths)))
+            kept = [index < lengths[rank] for index, rank in places]
+            setattr(metric, name, [item for item, keep in zip(gathered, kept, strict=True) if keep])
+
+
+def _read_list(metric: Any, name: str) -> list[Tensor] | None:
+    """The tensors of a state that is a list; those that are to be concatenated as one."""
+    items, reduction = getattr(metric, name), metric._reductions[name]
+    concatenated = getattr(reduction, "__name__", "") == "dim_zero_cat"
+    if not isinstance(metric._defaults[name], list) or not (reduction is None or concatenated):
+        return None
+    if concatenated and isinstance(items, Tensor):  # by a compute() before
+        items = [items]
+    if not isinstance(items, list) or not all(isinstance(item, Tensor) for item in items):
+        return None
+    return [torch.cat([torch.atleast_1d(item) for item in items])] if concatenated and items else items

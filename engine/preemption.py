@@ -1,0 +1,223 @@
+"""Signals that ask a run to end: the machine is wanted back, the job's time is up, or somebody pressed Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from ..common.messages import announce, warn
+
+if TYPE_CHECKING:
+    from .accelerator import Accelerator
+
+# SIGHUP: the terminal has closed. Where processes get different signals, the one that stands last here counts.
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+_REQUEUE_LIMIT = 30  # seconds; the scheduler's own limit for an answer is 10 by default
+# Seconds in which a rank may get one Ctrl-C twice: from the user's `pkill` or its terminal, and from the launcher.
+_ECHO = 1.0
+
+
+class Preempted(SystemExit):
+    """A signal ended the run, after it was saved.
+
+    The exit status is what a shell says of a program that the signal ended: 143 for SIGTERM, 129 for SIGHUP. It is 143
+    for SIGUSR1 too, which schedulers send some time before SIGTERM.
+    """
+
+
+class Preemption:
+    """Notes the first SIGTERM, SIGUSR1 or SIGHUP while training runs; the loop saves and leaves after the step.
+
+    The handler only sets a flag, so a signal never breaks a step or a save, whether it comes once or again. On several
+    processes the flag travels with the votes of each step: all leave after the same one, whoever got the signal.
+
+    SIGUSR1 is what SLURM's ``--signal=USR1@90`` sends before a job's time is up: then the job is requeued too.
+
+    Ctrl-C (SIGINT) raises KeyboardInterrupt at once, but for two cases: where ``interrupts`` is set it is noted like
+    the other signals, and `holding_interrupts` lets a save complete first. A second Ctrl-C is not held back.
+
+    Args:
+        accelerator: whose votes carry the flag.
+
+    Attributes:
+        caught: the signal this process got; None if none came.
+        interrupts: note Ctrl-C as the other signals are noted.
+        abandoned: a second Ctrl-C came, so nothing more is to be saved.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.caught: signal.Signals | None = None
+        self._agreed: signal.Signals | None = None
+        self.interrupts = self.abandoned = False
+        self._accelerator = accelerator
+        self._agreement = accelerator.agreement
+        self._replaced: dict[signal.Signals, Callable[..., Any] | int] = {}
+        self._pid = os.getpid()
+        self._interrupted_at: float | None = None  # the first Ctrl-C that was not raised at once
+        self._held = False
+
+    @property
+    def signaled(self) -> bool:
+        """Whether a signal asks the run to end. Every rank's answer changes after the same optimizer step."""
+        return self._agreement.signaled
+
+    @contextmanager
+    def watching(self) -> Iterator[Preemption]:
+        """Catch the signals in a block.
+
+        A handler of the script's own is called too. Signals that are ignored stay so, and outside the main thread,
+        where Python can't set handlers, nothing is caught. A signal that came after the last step ends the process, as
+        it would have without Treadle.
+        """
+        self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
+        self.interrupts = self.abandoned = self._held = False
+        self._agreement.signal_vote = self._agreement.signaled = False
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            if handler is not None and handler is not signal.SIG_IGN:  # None: set by something that is not Python
+                self._replaced[number] = handler
+                signal.signal(number, self._interrupt if number is signal.SIGINT else self._note)
+        try:
+            yield self
+        finally:
+            replaced, self._replaced = self._replaced, {}
+            for number, handler in replaced.items():
+                if signal.getsignal(number) in (self._note, self._interrupt):
+                    signal.signal(number, handler)
+        if self.caught is not None and not callable(replaced[self.caught]):
+            signal.raise_signal(self.caught)
+
+    @contextmanager
+    def catching_interrupts(self) -> Iterator[None]:
+        """Note Ctrl-C in a block rather than raise KeyboardInterrupt at once; its end does, if nobody has left."""
+        self.interrupts = True
+        try:
+            yield
+        finally:
+            self.interrupts = False
+        if self._interrupted_at is not None:
+            self._raise_interrupt(None)
+
+    @contextmanager
+    def holding_interrupts(self) -> Iterator[None]:
+        """Let the block end before a Ctrl-C raises KeyboardInterrupt."""
+        held, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = held
+        if self._interrupted_at is not None and not (self.interrupts or held):
+            self._raise_interrupt(None)
+
+    # -- handlers ------------------------------------------------------------------------------------------------
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        caught = signal.Signals(number)
+        if os.getpid() != self._pid:  # a child that was forked within the block
+            if caught is signal.SIGTERM:  # from whoever started it, such as `Process.terminate`
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return  # to the whole process group; data workers are needed for the step in progress
+        self._set(caught)
+        handler = self._replaced.get(caught)
+        if callable(handler):
+            handler(number, frame)
+
+    def _set(self, caught: signal.Signals) -> None:
+        if self.caught is None:
+            self.caught = caught
+            self._agreement.signal()
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            if not multiprocessing.current_process().daemon:  # data workers are: the rank ends them
+                self._raise_interrupt(frame)
+            return
+        if not (self.interrupts or self._held):
+            self._raise_interrupt(frame)
+        elif self._interrupted_at is None:
+            self._interrupted_at = time.monotonic()
+            if self._accelerator.is_main_process:
+                what = "step, where the run is saved" if self.interrupts else "save"
+                _say(f"Ctrl-C: the run ends after this {what}; press Ctrl-C again to end it at once")
+            if self.interrupts:
+                self._set(signal.SIGINT)
+            handler = self._replaced[signal.SIGINT]
+            if callable(handler) and handler is not signal.default_int_handler:
+                handler(number, frame)
+        elif self._accelerator.num_processes == 1 or time.monotonic() - self._interrupted_at > _ECHO:
+            self.abandoned = True
+            self._raise_interrupt(frame)
+
+    def _raise_interrupt(self, frame: FrameType | None) -> None:
+        """Do what Ctrl-C does without Treadle."""
+        handler = self._replaced.get(signal.SIGINT, signal.default_int_handler)
+        if callable(handler):
+            handler(signal.SIGINT, frame)
+        else:  # the system's own: the process ends
+            signal.signal(signal.SIGINT, handler)
+            signal.raise_signal(signal.SIGINT)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def agree(self) -> signal.Signals:
+        """Return the signal that ends the run. All ranks must call it."""
+        rating = torch.tensor(-1 if self.caught is None else _SIGNALS.index(self.caught))
+        self._agreed = _SIGNALS[int(self._accelerator.world.all_reduce(rating, "max"))]
+        return self._agreed
+
+    def leave(self) -> NoReturn:
+        """Requeue the job if its time is up, and end. All ranks must call it, after `agree`.
+
+        Raises:
+            Preempted: for every signal but Ctrl-C.
+            KeyboardInterrupt: for Ctrl-C.
+        """
+        caught = self._agreed
+        assert caught is not None
+        if caught is signal.SIGINT:
+            raise KeyboardInterrupt
+        if caught.name == "SIGUSR1":
+            if self._accelerator.is_main_process:
+                _requeue()
+            caught = signal.SIGTERM
+        raise Preempted(128 + caught)
+
+
+def _requeue() -> None:
+    """Ask SLURM to run this job again, where SLURM runs it."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
+    try:
+        result = subprocess.run(
+            ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_REQUEUE_LIMIT, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        warn(f"job {job} is not requeued: {error}. Submit it again; ckpt_path='auto' goes on where it stopped.")
+        return
+    if result.returncode:
+        warn(f"job {job} is not requeued: scontrol says {result.stderr.strip()!r}. Submit it with sbatch --requeue.")
+    else:
+        announce(f"job {job} is requeued")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # not by sys.stderr, which the signal may have interrupted
+        os.write(2, f"treadle: {text}\n".encode())

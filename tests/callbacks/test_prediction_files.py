@@ -1,0 +1,152 @@
+"""`PredictionWriter` and `read_predictions`: each sample once, in order, from any number of processes."""
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from callback_runs import Tiny
+from processes import run
+from quiet import trainer
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from treadle.callbacks import PredictionWriter
+
+import treadle
+
+
+class Numbers(Dataset):
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index), 1.0])
+
+
+class Stream(IterableDataset):
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return map(Numbers(self.count).__getitem__, range(self.count))
+
+
+@dataclass
+class Box:
+    corner: torch.Tensor
+    label: str
+
+
+class Describes(Tiny):
+    """Returns everything that a prediction may be made of."""
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        ids = batch[:, 0]
+        return {
+            "ids": ids,
+            "half": ids.bfloat16(),
+            "words": [f"sample {int(number)}" for number in ids],
+            "pair": (ids.numpy().astype(np.int64), float(ids.sum())),
+            "boxes": [Box(row, "box") for row in batch],
+        }
+
+
+def predict(root, data, world=1, shard_mib=64, **flags):
+    writer = PredictionWriter(root / "out", shard_mib)
+    strategy = {"strategy": flags.pop("strategy", "ddp"), "devices": world} if world > 1 else {}
+    made = trainer(callbacks=[writer], default_root_dir=root, **strategy, **flags)
+    assert made.predict(Describes(), data, return_predictions=False) is None
+    return writer.folder
+
+
+@pytest.mark.parametrize("kind", [Numbers, Stream])
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_sample_once_in_order(tmp_path, kind, world):
+    for count in range(1, 2 * world * 2 + 2):
+        root = tmp_path / str(count)
+        folders = run(predict, world, root, DataLoader(kind(count), batch_size=2), world)
+        assert folders == [root / "out"] * world
+        batches = list(treadle.read_predictions(root / "out"))
+        assert torch.cat([batch["ids"] for batch in batches]).tolist() == list(range(count))
+        assert [word for batch in batches for word in batch["words"]] == [f"sample {i}" for i in range(count)]
+        for batch in batches:
+            assert batch["half"].dtype == torch.bfloat16
+            assert isinstance(batch["pair"], tuple)
+            assert batch["pair"][0].tolist() == batch["ids"].tolist()
+            assert [box["corner"][0].item() for box in batch["boxes"]] == batch["ids"].tolist()
+
+
+def test_indices_of_a_shuffled_loader(tmp_path):
+    run(predict, 2, tmp_path, DataLoader(Numbers(7), batch_size=2, shuffle=True), 2)
+    pairs = list(treadle.read_predictions(tmp_path / "out", indices=True))
+    assert all(batch["ids"].tolist() == indices for indices, batch in pairs)
+    assert sorted(index for indices, _ in pairs for index in indices) == list(range(7))
+
+
+def test_several_loaders_and_a_taken_folder(tmp_path):
+    first = predict(tmp_path, [DataLoader(Numbers(3)), DataLoader(Numbers(2))])
+    second = predict(tmp_path, DataLoader(Numbers(1)))
+    assert [first.name, second.name] == ["out", "out-v1"]
+    assert [len(list(treadle.read_predictions(first, loader))) for loader in (0, 1)] == [3, 2]
+    with pytest.raises(ValueError, match="no predictions of loader 2, only of 0, 1"):
+        treadle.read_predictions(first, 2)
+
+
+def test_files_are_written_on_the_way(tmp_path):
+    seen = []
+
+    class Large(Tiny):
+        def predict_step(self, batch, batch_idx):
+            seen.append(len(list((tmp_path / "out").glob("*.safetensors"))))
+            return torch.full((2**18,), float(batch[0, 0]))  # 1 MiB
+
+    writer = PredictionWriter(tmp_path / "out", shard_mib=2)
+    trainer(callbacks=[writer]).predict(Large(), DataLoader(Numbers(7)), return_predictions=False)
+    assert seen == [0, 0, 1, 1, 2, 2, 3]
+    assert [batch[0].item() for batch in treadle.read_predictions(tmp_path / "out")] == list(range(7))
+
+
+def test_what_failed_or_is_damaged_is_not_read(tmp_path):
+    class Fails(Describes):
+        def predict_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                raise OSError("no more")
+            return super().predict_step(batch, batch_idx)
+
+    with pytest.raises(OSError, match="no more"):
+        trainer(callbacks=[PredictionWriter(tmp_path / "half", 1)]).predict(Fails(), DataLoader(Numbers(4)))
+    with pytest.raises(ValueError, match="holds no finished predictions"):
+        treadle.read_predictions(tmp_path / "half")
+    folder = predict(tmp_path, DataLoader(Numbers(4)))
+    index = json.loads((folder / "predictions.json").read_text())
+    index["loaders"]["0"]["ranks"] = [["../out/" + name for name in index["loaders"]["0"]["ranks"][0]]]
+    (folder / "predictions.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="outside of its folder"):
+        list(treadle.read_predictions(folder))
+    index["loaders"]["0"]["ranks"] = []
+    (folder / "predictions.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="0 of 4 batches are there"):
+        list(treadle.read_predictions(folder))
+
+
+def test_what_can_not_be_written_is_said(tmp_path):
+    class Odd(Tiny):
+        def predict_step(self, batch, batch_idx):
+            return {"model": torch.nn.Linear(1, 1)}
+
+    with pytest.raises(TypeError, match=r"0\.prediction\.model: a torch\.nn\.modules\.linear\.Linear can't be stored"):
+        trainer(callbacks=[PredictionWriter(tmp_path / "out")]).predict(Odd(), DataLoader(Numbers(1)))
+
+
+def test_a_task_that_writes_by_itself_leaves_no_folder(tmp_path):
+    class Own(Tiny):
+        def predict_step(self, batch, batch_idx):
+            return None
+
+    writer = PredictionWriter(tmp_path / "out")
+    trainer(callbacks=[writer]).predict(Own(), DataLoader(Numbers(3)), return_predictions=False)
+    assert writer.folder is None
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,106 @@
+"""The training that `restarts` kills: epochs of 16 samples, each with a validation; saves after every second step.
+
+``job.json`` of the working directory says how; ``events`` tells what every rank does and when. The last attempt leaves
+the digest of the weights in ``done-RANK``. Run as a script by every launcher.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+RANK, PID = os.environ.get("RANK", "0"), os.getpid()
+_events = os.open("events", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+def tell(moment: str, **words: object) -> None:
+    """Append a line to ``events``; a single write, which a kill can't cut in two."""
+    line = {"moment": moment, "rank": int(RANK), "pid": PID, "time": time.monotonic(), **words}
+    os.write(_events, json.dumps(line).encode() + b"\n")
+
+
+tell("begin")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+from treadle.callbacks import Callback, ModelCheckpoint  # noqa: E402
+
+import treadle  # noqa: E402
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, pause: float) -> None:
+        super().__init__()
+        self.pause = pause
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        x, y, index = batch
+        tell("step", step=self.global_step, epoch=self.current_epoch, samples=index.tolist())
+        time.sleep(self.pause)
+        loss = nn.functional.mse_loss(self.net(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        tell("validation")
+        time.sleep(self.pause)
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Moments(Callback):
+    def setup(self, trainer, pl_module, stage) -> None:
+        tell("setup", world=trainer.world_size)
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        tell("resume", step=trainer.global_step, world=trainer.world_size)
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint) -> None:
+        tell("save", step=trainer.global_step)
+
+
+def loader(samples: int, batch_size: int, shuffle: bool) -> DataLoader:
+    x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(samples))
+    return DataLoader(data, batch_size, shuffle=shuffle)
+
+
+def main() -> None:
+    job = json.loads(Path("job.json").read_text())
+    treadle.seed_everything(7)
+    saving = ModelCheckpoint("ckpt", save_top_k=-1, every_n_train_steps=2, async_save=job["async_save"])
+    tell("connect")
+    if RANK == "1":
+        time.sleep(job["late"])
+    trainer = treadle.Trainer(
+        accelerator="cpu",
+        devices="auto",
+        strategy=job["strategy"],
+        max_epochs=job["epochs"],
+        callbacks=[saving, Moments()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+    )
+    task = Task(job["pause"])
+    trainer.fit(task, loader(job["samples"], job["batch_size"], True), loader(8, 4, False), ckpt_path="auto")
+    weights = hashlib.sha256()
+    for parameter in task.parameters():
+        local = getattr(parameter, "to_local", lambda p=parameter: p)()
+        weights.update(local.detach().numpy().tobytes())
+    words = {"step": trainer.global_step, "weights": weights.hexdigest()}
+    Path(f"done-{RANK}").write_text(json.dumps(words))
+    tell("done")
+
+
+if __name__ == "__main__":
+    main()
