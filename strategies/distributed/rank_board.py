@@ -1,4 +1,4 @@
-"""A rank's record on the board of its supervisor, see `launch.rank_board`. Does nothing under another launcher."""
+"""A rank's record on the board of its supervisor, see `launch.rank_board`. Another launcher has none."""
 
 from __future__ import annotations
 
@@ -12,9 +12,18 @@ VARIABLE = "TREADLE_BOARD"
 BOARD_RECORD = 4096  # bytes for each rank
 
 
+_running: list[int] = []  # this process, while a stage runs in it
+
+
 def mark_stage(running: bool) -> None:
     """Tell the supervisor that a stage runs in this rank, or has ended: to leave within one is a failure."""
+    _running[:] = [os.getpid()] if running else []
     _write(0, b"\1" if running else b"\0")
+
+
+def is_stage_running() -> bool:
+    """Tell whether a stage runs in this process."""
+    return _running == [os.getpid()]
 
 
 def write_beat(beat: Mapping[str, Any] | None) -> None:

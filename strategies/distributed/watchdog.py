@@ -27,6 +27,7 @@ import sysconfig
 import threading
 import time
 import traceback
+import uuid
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import datetime
@@ -40,7 +41,7 @@ import torch.distributed as dist
 from . import scratch
 from .matching_calls import shared_count
 from .os_process import identify_host, is_alive, read_start_time
-from .rank_board import write_beat
+from .rank_board import is_stage_running, write_beat
 from .silent_rank import Dumps, explain_silence, fetch_stacks
 from .tracebacks import find_owner
 
@@ -51,6 +52,7 @@ HUNG = 124  # as that of timeout(1)
 _PERIOD = 1.0  # seconds; at most a fifth of the limit
 _ANSWER = 1.0  # seconds that the ranks have to answer an alarm
 _REPORT = 2.0  # seconds that the others wait for the report
+_LOST = 3.0  # seconds that a rank may go without progress after another one has gone, before it counts as waiting
 _WAITING_FILES = ("/torch/distributed/", "/torch/autograd/graph.py", "/strategies/distributed/")
 _DEBUGGERS = ("bdb", "pdb")
 
@@ -108,9 +110,10 @@ class Watchdog:
         world: all processes.
         limit: seconds without progress.
         strict: hold every rank to the limit until its script ends; else only those that wait for others.
+        store: what several processes share; nothing else uses this connection to it.
     """
 
-    def __init__(self, world: World, limit: float, strict: bool) -> None:
+    def __init__(self, world: World, limit: float, strict: bool, store: dist.Store | None = None) -> None:
         self.rank, self.size = world.rank, world.size
         self.limit, self.strict = limit, strict
         self._owner: Callable[[], Any] = lambda: None
@@ -128,7 +131,7 @@ class Watchdog:
         self._host = identify_host()
         self._dumps = Dumps()
         self._beats = 0  # that the supervisor was told
-        self._store = _connect(world) if world.size > 1 else None
+        self._store = store
         self._threads = [threading.Thread(target=self._watch, name="treadle watchdog", daemon=True)]
         if self._store is not None:
             self._threads.append(threading.Thread(target=self._tell, name="treadle courier", daemon=True))
@@ -229,6 +232,8 @@ class Watchdog:
                     neighbour.rank
                 ):
                     self._alarmed.set()
+                if self._is_lost(neighbour.rank) and self._is_stuck():
+                    self._alarmed.set()
                 alarmed = self._store.check([f"alarm {self._round}"])
                 self._answered_at = time.monotonic()
                 if alarmed or self._alarmed.is_set():
@@ -246,6 +251,16 @@ class Watchdog:
             return True
         beat = self._read_beat(rank)
         return beat is not None and json.loads(beat)[1] == self._host and not is_alive(json.loads(beat)[2])
+
+    def _is_lost(self, rank: int) -> bool:
+        """Tell whether a rank of this machine is gone that has not said so, as after `os._exit`."""
+        assert self._store is not None
+        return self._has_ended(rank) and not self._store.check([f"{rank} has ended"])
+
+    def _is_stuck(self) -> bool:
+        """Tell whether this rank needs those that are gone, and no error has told it so: NCCL has none for that."""
+        waits = is_stage_running() or is_waiting(main_stack())
+        return waits and time.monotonic() - self._since >= _LOST
 
     def _introduce(self) -> list[Any]:
         frames = main_stack()
@@ -281,6 +296,8 @@ class Watchdog:
             self._since = time.monotonic()
             return
         self._end_silent(answers)
+        if self._find_lost(answers):
+            self._exit(1)
         if rank not in self._blame(answers):
             _run_briefly(scratch.leave)  # before the launcher learns of it, and ends this rank
             time.sleep(0.3)  # the one that hangs leaves first
@@ -314,20 +331,28 @@ class Watchdog:
         busy = {rank: count for rank, (waiting, _, count, *_) in answers.items() if not waiting}
         return [rank for rank, count in busy.items() if count == min(busy.values())]
 
+    def _find_lost(self, answers: dict[int, Any]) -> list[int]:
+        return [rank for rank in range(self.size) if rank not in answers and self._is_lost(rank)]
+
     def _report(self, answers: dict[int, Any], folder_name: str) -> None:
         assert self._store is not None
         if None not in answers.values() and any(moved for _, moved, *_ in answers.values()):
             self._store.set(f"report {self._round}", "go on")
             return
-        blamed = self._blame(answers)
-        lines = []
+        lost = self._find_lost(answers)
+        blamed = [] if lost else self._blame(answers)
+        lines = [
+            f"rank {rank} of {self.size} has ended first, without an error in Python: it was killed by a signal, or "
+            "left by os._exit"
+            for rank in lost
+        ]
         for rank in blamed:
             what = f"has made no progress for {self.limit:g} s"
             where = answers[rank][3] if answers[rank] else ""
             if answers[rank] is None:
                 what, where = self._explain_silence(rank, folder_name)
             lines.append(f"rank {rank} of {self.size} {what}: {where}")
-        if not blamed:
+        if not blamed and not lost:
             lines.append(f"all ranks have waited for each other for {self.limit:g} s, in calls that do not match")
         for rank, answer in answers.items():
             if rank not in blamed and answer is not None:
@@ -386,13 +411,13 @@ class Watchdog:
             (folder / f"rank-{rank}.txt").write_text(text)
         return folder
 
-    def _exit(self) -> None:
+    def _exit(self, status: int = HUNG) -> None:
         """Leave at once: the main thread can't be asked to."""
         for child in multiprocessing.active_children():  # data workers
             child.kill()
         _run_briefly(sys.stdout.flush)
         _run_briefly(scratch.leave)
-        os._exit(HUNG)
+        os._exit(status)
 
     def leave(self) -> None:
         """The script ends well, or with an error of its own. With a limit, see that the others end too."""
@@ -467,13 +492,6 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
     strict = limit is not None
     if world.size > 1 and dist.get_backend() == "fake":
         return None
-    if world.size > 1 and not hasattr(dist.Store, "clone"):  # since torch 2.8
-        if strict:
-            raise ValueError(
-                f"timeout= of a run of {world.size} processes needs torch 2.8 or newer; this is {torch.__version__}. "
-                "Leave it out: collectives have a limit of their own, InitProcessGroupKwargs(timeout=...)."
-            )
-        return None
     if limit is None:
         limit = world.timeout.total_seconds()
         limit -= min(30.0, limit / 10)  # before the collective fails
@@ -483,7 +501,16 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
     if world.size == 1 and not strict:
         return None
     dismiss()
-    _current.append(Watchdog(world, limit, strict))
+    store = _connect(world) if world.size > 1 else None
+    if world.size > 1 and store is None:
+        if strict:
+            raise ValueError(
+                f"timeout= of {world.size} processes needs a process group over TCP, or torch 2.8 or newer; this is "
+                f"torch {torch.__version__}, and the script has made the group with another store. Leave timeout= out: "
+                "collectives have a limit of their own, InitProcessGroupKwargs(timeout=...)."
+            )
+        return None
+    _current.append(Watchdog(world, limit, strict, store))
     return _current[0]
 
 
@@ -494,10 +521,21 @@ def dismiss() -> None:
     _current.clear()
 
 
-def _connect(world: World) -> dist.Store:
-    """A connection to the store of the process group that no other thread uses: a call of one may wait for long."""
+def _connect(world: World) -> dist.Store | None:
+    """Return a connection to the store of the process group that no other thread uses: a call of one may wait for long.
+
+    None for a store that can't have two connections.
+    """
     base: Any = dist.distributed_c10d._get_default_store()  # private, but in every torch from 1.x to 2.13
-    return dist.PrefixStore("treadle watchdog", base.clone())
+    server = base
+    while isinstance(server, dist.PrefixStore):
+        server = server.underlying_store
+    if not isinstance(server, dist.TCPStore):
+        return dist.PrefixStore("treadle watchdog", base.clone()) if hasattr(base, "clone") else None
+    # Not by `Store.clone`, which is there since torch 2.8. The name keeps process groups apart, as the prefixes do.
+    name = base.compare_set("name of the watchdogs", "", uuid.uuid4().hex).decode()
+    connection = dist.TCPStore(server.host, server.port, is_master=False, timeout=world.timeout, wait_for_workers=False)
+    return dist.PrefixStore(f"treadle watchdog {name}", connection)
 
 
 def _run_briefly(work: Callable[[], Any]) -> None:

@@ -12,7 +12,7 @@ from processes import clean_environment, python, script
 pytestmark = [pytest.mark.guarantee, pytest.mark.skipif(sys.platform != "linux", reason="process groups")]
 
 HEAD = """
-import os, signal, time, torch, treadle
+import os, signal, subprocess, time, torch, treadle
 from torch.utils.data import DataLoader, Dataset
 
 class Slow(Dataset):
@@ -41,7 +41,7 @@ seen = []
 for batch in loader():
     seen.append(int(batch[0, 0]))
     if len(seen) == 2:
-        os.killpg(os.getpgrp(), signal.SIGTERM)  # as torchrun does
+        subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], start_new_session=True)  # as torchrun does
 print(seen, caught)
 """
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from processes import run, script
+from processes import clean_environment, programs, run, script
 from strikes import FaultCell, strike
 from treadle.strategies.distributed.watchdog import describe_phase, main_stack
 
@@ -129,3 +129,35 @@ def test_a_watchdog_that_has_ended_holds_no_file(tmp_path):
     )
     done = script(tmp_path / "train.py")
     assert done.stdout.strip() == "1", done.stderr
+
+
+LOST = """
+import os, threading, torch, treadle
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_rank == 1:
+            os._exit(0)
+        lock = threading.Lock()  # as in a collective of NCCL's, which no other rank's end ends
+        lock.acquire()
+        lock.acquire()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+trainer = treadle.Trainer(accelerator="cpu", devices=2, max_steps=1, logger=False, enable_progress_bar=False)
+trainer.fit(Task(), torch.utils.data.DataLoader(torch.ones(4, 1)))
+"""
+
+
+def test_a_rank_that_has_gone_ends_those_that_no_error_tells(tmp_path):
+    (tmp_path / "train.py").write_text(LOST)
+    command = [str(programs() / "torchrun"), "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("treadle: rank 1 of 2 has ended first, without an error in Python") == 1
+    assert re.search("treadle: rank 0 is in forward, .*train.py:13", done.stderr), done.stderr
