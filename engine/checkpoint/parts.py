@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...strategies.distributed import is_sharded, note_unfinished, piece_of
+from ...strategies.distributed import is_sharded, piece_of
+from ...strategies.processes import note_unfinished
 from ..parameter_names import split_tied
 from . import filesystem
 from .json_codec import check_tensor, decode, encode

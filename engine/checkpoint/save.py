@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ...common.messages import warn
 from ...strategies import World
-from ...strategies.distributed import forget_unfinished, is_sharded, local
+from ...strategies.distributed import is_sharded, local
+from ...strategies.processes import forget_unfinished
 from ..metrics import metric_state
 from ..optim import PreparedScheduler, optimizer_state
 from ..parameter_names import make_view_key, strip_compile_prefix

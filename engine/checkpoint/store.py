@@ -26,7 +26,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ...strategies.distributed import forget_unfinished, note_unfinished
+from ...strategies.processes import forget_unfinished, note_unfinished
 from . import atomic_swap, filesystem
 from .atomic_swap import UNFINISHED, check_target
 from .manifest import MANIFEST, Manifest, check_files, read_manifest, verify

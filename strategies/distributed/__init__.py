@@ -15,11 +15,7 @@ if TYPE_CHECKING:
     from .dtensor import Whole, clip_to_norm, cut_like, get_original_class, is_sharded, local, piece_of, whole
     from .launch_environment import LaunchEnvironment, is_forked, variables_set
     from .open_world import make_world, open_world
-    from .os_process import die_with_parent, is_alive, kill_session, read_start_time
-    from .rank_board import BOARD_RECORD, mark_stage
     from .retry import DONE, RETRY, Attempts
-    from .scratch import forget_unfinished, leave_on_sigterm, note_unfinished, sweep
-    from .silent_rank import explain_silence, fetch_stacks
     from .tracebacks import format_error, hide_frames
     from .watchdog import HUNG, Watchdog, name_phase, watch
     from .world import World

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ...common.messages import warn
-from .os_process import identify_host
+from ..processes import identify_host
 
 if TYPE_CHECKING:
     from .world import World

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from ..launch import supervisor
+from ..processes import die_with_parent, open_scratch
 from .collective_debug import DebugWorld
 from .devices import Devices, device_of, device_type, parse_devices
 from .launch_environment import DebugEnvironment, LaunchEnvironment
-from .os_process import die_with_parent
-from .scratch import open_scratch
 from .world import World
 
 

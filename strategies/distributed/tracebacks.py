@@ -29,8 +29,7 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from . import scratch
-from .os_process import identify_host, is_alive, read_start_time
+from ..processes import identify_host, is_alive, leave_on_sigterm, read_start_time
 
 VARIABLE = "TREADLE_FULL_TRACEBACK"
 PATIENCE = 3.0  # seconds that a rank waits for another's words; the launcher ends a job some seconds after a failure
@@ -130,7 +129,7 @@ class Uncaught:
         if self.size == 1 and _PACKAGE not in _map_owners(error, trace).values():
             self.previous(kind, error, trace)
             return
-        scratch.leave_on_sigterm()
+        leave_on_sigterm()
         words = f"{kind.__qualname__}: {error}"
         earlier = self._find_earlier_report(error, words)
         if earlier is None:

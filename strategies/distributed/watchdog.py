@@ -38,11 +38,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from . import scratch
+from ..processes import (
+    Dumps,
+    explain_silence,
+    fetch_stacks,
+    identify_host,
+    is_alive,
+    is_stage_running,
+    read_start_time,
+    scratch,
+    write_beat,
+)
 from .matching_calls import shared_count
-from .os_process import identify_host, is_alive, read_start_time
-from .rank_board import is_stage_running, write_beat
-from .silent_rank import Dumps, explain_silence, fetch_stacks
 from .tracebacks import find_owner
 
 if TYPE_CHECKING:

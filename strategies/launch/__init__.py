@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from ..distributed.os_process import is_alive
+    from ..processes import is_alive
     from . import supervisor
     from .notebook import debug_launcher, notebook_launcher
 

@@ -20,7 +20,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from ..distributed import HUNG, kill_session
+from ..distributed import HUNG
+from ..processes import kill_session
 from .rank_board import RankBoard
 from .rendezvous import SIGNALS, Job, Place
 

@@ -24,13 +24,11 @@ from ...common.validation import check_int, choose
 from ..distributed import (
     LaunchEnvironment,
     World,
-    die_with_parent,
     format_error,
     hide_frames,
-    kill_session,
     process_group,
-    sweep,
 )
+from ..processes import die_with_parent, kill_session, sweep
 from .supervisor import FAILURE_GRACE
 
 _ANY_PORT = "29500"  # Accelerate's default, which two notebooks would share

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..distributed import BOARD_RECORD, explain_silence, fetch_stacks
+from ..processes import BOARD_RECORD, explain_silence, fetch_stacks
 
 _MARGIN = 1.5  # seconds that the ranks have to notice it themselves: they know more
 _ABSENCE = 2.0  # seconds without a look after which this process was stopped itself, or its machine suspended

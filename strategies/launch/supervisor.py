@@ -15,7 +15,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from ..distributed import sweep, variables_set
+from ..distributed import variables_set
+from ..processes import sweep
 from .rank_board import RankBoard
 from .rendezvous import FAILURE_GRACE, GRACE, SIGNALS, Job
 

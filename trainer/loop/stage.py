@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...engine import uneven_counts
-from ...strategies.distributed import hide_frames, leave_on_sigterm, mark_stage
+from ...strategies.distributed import hide_frames
+from ...strategies.processes import leave_on_sigterm, mark_stage
 from .. import arguments
 from ..checkpointing import CheckpointResolver
 from ..core import DataModule, TaskModule, log_to, task_modules

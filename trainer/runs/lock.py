@@ -20,7 +20,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from ...strategies.distributed import read_start_time
+from ...strategies.processes import read_start_time
 from .file_names import LOCK
 
 BEAT = 10.0

@@ -207,7 +207,7 @@ def test_signal_goes_to_every_rank_and_sigkill_after_the_grace_or_a_second_ctrl_
 
 def test_no_rank_survives_a_killed_supervisor(start: Start, tmp_path: Path) -> None:
     body = f"""
-    from treadle.strategies.distributed import die_with_parent
+    from treadle.strategies.processes import die_with_parent
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     die_with_parent(int(os.environ["TREADLE_SUPERVISOR"]))
     {SAY_PID.strip()}
@@ -225,7 +225,7 @@ def test_no_rank_survives_a_killed_supervisor(start: Start, tmp_path: Path) -> N
 def test_rank_that_comes_after_its_supervisor_died_dies_at_once() -> None:
     source = """
     import os, subprocess, sys, time
-    from treadle.strategies.distributed import die_with_parent
+    from treadle.strategies.processes import die_with_parent
     die_with_parent(os.getppid())
     die_with_parent(1)  # alive, and not the parent: a program started by a rank is left alone
     print("alive", flush=True)

@@ -6,8 +6,8 @@ import sys
 import tempfile
 
 import pytest
-from treadle.strategies.distributed import scratch
-from treadle.strategies.distributed.os_process import read_start_time
+from treadle.strategies.processes import scratch
+from treadle.strategies.processes.os_process import read_start_time
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.skipif(sys.platform != "linux", reason="/proc as on Linux")]
 

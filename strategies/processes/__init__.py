@@ -1,0 +1,16 @@
+"""A rank as a process of its machine: its life and death, what it tells its supervisor, the files that it leaves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from . import scratch
+    from .os_process import die_with_parent, identify_host, is_alive, kill_session, read_start_time
+    from .rank_board import BOARD_RECORD, is_stage_running, mark_stage, write_beat
+    from .scratch import forget_unfinished, leave_on_sigterm, note_unfinished, open_scratch, sweep
+    from .silent_rank import Dumps, explain_silence, fetch_stacks
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)
