@@ -117,6 +117,9 @@ class Agent(LocalElasticAgent):
             seconds = self.grace if stopped else self.job.failure_grace
             # The watchdogs of the others have ended them by now, or can't.
             self._close(signal.SIGTERM, min(seconds, _HUNG_GRACE) if failed[0] == HUNG else seconds)
+        elif not self._await_others():
+            self._start_again(worker_group, _CHANGED, self.job.failure_grace)
+            return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
     def _await_change(self, failed: list[int]) -> bool:
@@ -138,12 +141,23 @@ class Agent(LocalElasticAgent):
         return False
 
     def _exit_barrier(self) -> None:
-        """Waits until the ranks of all machines have ended well. Upstream waits 300 s and then takes it as given."""
-        if self.several:
-            self._ask("add", _DONE, 1)
-            while self._ask("add", _DONE, 0) < self._worker_group.group_world_size:
-                time.sleep(0.05)
-                self._hear()
+        """Upstream waits 300 s for the other machines and then goes. `_await_others` has waited."""
+
+    def _await_others(self) -> bool:
+        """Waits until the ranks of all machines have ended well; False if a machine has gone before.
+
+        It has vanished, or a rank of it has failed at the very end: then all machines have to start again.
+        """
+        if not self.several:
+            return True
+        self._ask("add", _DONE, 1)
+        while self._ask("add", _DONE, 0) < self._worker_group.group_world_size:
+            time.sleep(0.05)
+            self._hear()
+            gone, _ = self.membership.look()
+            if gone:
+                return False
+        return True
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         if not self.restarting:

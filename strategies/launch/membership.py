@@ -58,7 +58,9 @@ class Membership:
         if self._handler is None:
             return False, False
         waiting = self._handler.num_nodes_waiting()
-        return len(self._handler._state_holder.state.participants) < self._size, waiting > 0
+        present = len(self._handler._state_holder.state.participants)
+        # A machine that is alone and was stopped for a while has not heard of itself.
+        return self._size > 1 and present < self._size, waiting > 0
 
     def leave(self) -> None:
         """Tell the others at once that this machine goes, instead of letting them find out."""
