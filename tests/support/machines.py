@@ -79,7 +79,7 @@ class Machines:
             options = ["--rdzv-backend", "c10d", "--local-addr", address, *options]
         prefix = ["ip", "netns", "exec", self.hosts[number]] if self.hosts else []
         interface = self.link(number) if self.hosts else "lo"
-        env = clean_environment({"GLOO_SOCKET_IFNAME": interface, "MACHINE": str(number)})
+        env = clean_environment({"GLOO_SOCKET_IFNAME": interface, "TREADLE_TEST_MACHINE": str(number)})
         env["PATH"] = f"{programs()}{os.pathsep}{env['PATH']}"
         program = str(programs() / self.command[0])
         with (self.folder / f"output-{number}").open("w") as output:
@@ -118,16 +118,17 @@ class Machines:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
         else:
-            os.kill(self.find_launcher(number), signal.SIGKILL)  # its ranks die with it
+            event = self.find_start(number)
+            for pid in (event["launcher"], event["pid"]):
+                os.kill(pid, signal.SIGKILL)
 
     def terminate(self, number: int) -> None:
-        """Tell one machine to leave."""
-        os.kill(self.find_launcher(number), signal.SIGTERM)
+        """Tell one machine, started by our launcher, to leave."""
+        os.kill(self.find_start(number)["launcher"], signal.SIGTERM)
 
-    def find_launcher(self, number: int) -> int:
-        """Return the pid of a machine's launcher, which the process that was started may only stand for."""
-        events = read_events(self.folder)
-        return next(event["launcher"] for event in events if event.get("machine") == number)
+    def find_start(self, number: int) -> dict[str, Any]:
+        """Return what a machine's latest rank told first; whatever was started by the test may only stand for it."""
+        return [event for event in read_events(self.folder) if event.get("machine") == number][-1]
 
     def cut(self, number: int) -> None:
         """Cut the machine's network off."""

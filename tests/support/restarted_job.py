@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 RANK, PID = os.environ.get("RANK", "0"), os.getpid()
-MACHINE = os.environ.get("MACHINE", "0")  # as the test counts them
+MACHINE = os.environ.get("TREADLE_TEST_MACHINE", "0")  # as the test counts them
 _events = os.open("events", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
@@ -23,7 +23,7 @@ def tell(moment: str, **words: object) -> None:
     os.write(_events, json.dumps(line).encode() + b"\n")
 
 
-tell("begin", machine=int(MACHINE), launcher=os.getppid())
+tell("begin", machine=int(MACHINE), launcher=int(os.environ.get("TREADLE_SUPERVISOR", "0")))
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
