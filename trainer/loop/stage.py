@@ -200,11 +200,12 @@ class Stage:
             self._note_in_teardown("a logger's finalize", error)
             errors.append(error)
         if failure is None:
-            for error in errors[:1]:
-                hide_frames(error)
+            first = errors[0] if errors else None
+            if first is not None:
+                hide_frames(first)
             # A rank that left without an error would otherwise go unnoticed: torchrun takes its exit status, 0, for
             # success.
-            trainer.accelerator.world.raise_together(errors[0] if errors else None)
+            trainer.accelerator.world.raise_together(first)
 
     def _note_in_teardown(self, what: Any, error: Exception) -> None:
         if self.failure is not None:
