@@ -6,7 +6,7 @@ BENCH := .venv-bench
 # Tests start many processes; each would compile the whole package where bytecode is not kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-all test-slow test-resume test-faults test-slurm test-browser lint types compat wheel bench clean
+.PHONY: install demo test test-all test-slow test-resume test-faults test-soak test-slurm test-browser lint types compat wheel bench clean
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -19,11 +19,11 @@ demo: install
 	$(BIN)/python examples/digits.py
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not exhaustive and not slow and not faults and not slurm and not browser' $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser' $(ARGS)
 
 # The same, and every variant of what the tests above show with one.
 test-all: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not faults and not slurm and not browser' $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not faults and not soak and not slurm and not browser' $(ARGS)
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow --timeout 3600
@@ -36,6 +36,10 @@ test-resume: install
 test-faults: install
 	$(BIN)/python -m pytest -n 3 -q --tb short tests/fault_injection/test_matrix.py \
 	  tests/strategies/distributed/test_watchdog.py $(ARGS)
+
+# Long trainings with everything on, and a table of what they hold per minute; TREADLE_SOAK_MINUTES=n of the first.
+test-soak: install
+	$(BIN)/python -m pytest -m soak -q tests/fault_injection/test_soak.py $(ARGS)
 
 # A SLURM cluster of two nodes on this machine, made for the tests and ended with them.
 test-slurm: install

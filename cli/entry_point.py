@@ -12,6 +12,10 @@ COMMANDS = {
         "treadle.cli.completion",
         "print what completes these commands and a configuration's keys, for a shell",
     ),
+    "doctor": (
+        "treadle.cli.commands.doctor",
+        "check the machines, libraries and connections of a run, on every rank",
+    ),
     "export": ("treadle.cli.commands.export", "turn a checkpoint's model into files that other programs load"),
     "fit": ("treadle.cli.commands.stages:fit", "train, as a configuration file and the command line say"),
     "launch": ("treadle.strategies.launch.command", "start a script in several processes, on one machine or many"),

@@ -12,6 +12,9 @@ import sys
 
 import torch
 
+from ..strategies.diagnosis import name_processor
+from ..strategies.launch import supervisor
+
 _PACKAGES = ("torch", "treadle", "numpy", "torchmetrics", "transformers")
 
 
@@ -38,14 +41,7 @@ def _find_version(package: str) -> str:
 @functools.cache
 def processor() -> str:
     """The processor's name and how many cores this process may use."""
-    name = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), name)
-    except OSError:
-        pass  # only Linux has it
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{name}, {cores} cores"
+    return f"{name_processor()}, {supervisor.cpus()} cores"
 
 
 @functools.cache

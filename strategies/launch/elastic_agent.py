@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ..distributed import HUNG
 from ..processes import kill_session
+from .membership import Membership
 from .rank_board import RankBoard
 from .rendezvous import SIGNALS, Job, Place
 
@@ -32,6 +33,8 @@ _STOPPED = (128 + 1, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT)
 _POLL = 0.01  # seconds; two failures closer than this can't be told apart, and a rank's death throes take longer
 _HUNG_GRACE = 0.5  # seconds
 _AGAIN_GRACE = 1.0  # seconds
+_NEWS, _NEWS_OF_LEAVING = 1.2, 3.0  # seconds; torch asks for the state of the machines at most once per second
+_CHANGED = "the machines of the run have changed; starting again"
 _LEFT_EARLY = 256  # no exit status of the system's
 _END, _DONE, _LEFT = "treadle/end", "treadle/done", "treadle/left"  # what the machines' agents tell each other
 
@@ -58,19 +61,18 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(log_dir=job.log_dir or os.devnull, redirects=redirects, tee=tee))
         self.job = job
         self.board = board
+        self.membership = Membership(spec.rdzv_handler)
         self.grace = job.grace
         self.looks = max(1, round(job.monitor_interval / _POLL))
+        self.restarting = False
         self.closing: signal.Signals | None = None  # what the ranks were sent first
         # Local rank: exit code, in the order of time; `_LEFT_EARLY` for an exit with 0 from within a stage.
         self.ends: dict[int, int] = {}
 
     def _rendezvous(self, worker_group: Any) -> None:
-        handler: Any = worker_group.spec.rdzv_handler
-        if hasattr(handler, "_bootstrap_store_info"):
-            # torch (2.4 to 2.13) keeps the store of the ranks over restarts: with the keys of the killed ranks, and on
-            # some machines with the address of one that has left. None has it made anew, which all machines then see.
-            handler._bootstrap_store_info = handler._shared_tcp_store_server = None
+        self.membership.begin_round()
         super()._rendezvous(worker_group)
+        self.membership.end_round(worker_group.group_world_size)
 
     def _start_workers(self, worker_group: Any) -> Any:
         self.closing = None
@@ -81,10 +83,18 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: Any) -> None:
         first = self.first_failure()
         reason = f"{first}; restart {self.job.max_restarts - self._remaining_restarts} of {self.job.max_restarts}"
-        _say(reason if first else "the machines of the run have changed; starting again")
-        if first:
+        self._start_again(worker_group, reason if first else _CHANGED, self.grace)
+
+    def _start_again(self, worker_group: Any, reason: str, grace: float) -> None:
+        """Ends the ranks, meets the other machines, and starts the ranks."""
+        _say(reason)
+        if self.first_failure():
             self.sweep()
-        super()._restart_workers(worker_group)
+        self.restarting, before, self.grace = True, self.grace, grace
+        try:
+            super()._restart_workers(worker_group)
+        finally:
+            self.restarting, self.grace = False, before
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         for _ in range(self.looks):  # after each return the agent asks its store for news, which costs more than a look
@@ -94,8 +104,14 @@ class Agent(LocalElasticAgent):
         else:
             # Not torch's own look: one that met a failure before ours would start its 30 s.
             self._hear()
+            gone, _ = self.membership.look()
+            if gone:  # torch looks at those that come only; the ranks of this machine may wait for half an hour
+                self._start_again(worker_group, _CHANGED, self.job.failure_grace)
             return RunResult(state=WorkerState.HEALTHY)
         if failed := [code for code in self.ends.values() if code]:
+            if self._await_change(failed):
+                self._start_again(worker_group, _CHANGED, self.job.failure_grace)
+                return RunResult(state=WorkerState.HEALTHY)
             if self._remaining_restarts > 0:
                 self._hear()
             else:
@@ -105,24 +121,57 @@ class Agent(LocalElasticAgent):
             seconds = self.grace if stopped else self.job.failure_grace
             # The watchdogs of the others have ended them by now, or can't.
             self._close(signal.SIGTERM, min(seconds, _HUNG_GRACE) if failed[0] == HUNG else seconds)
+        elif not self._await_others():
+            self._start_again(worker_group, _CHANGED, self.job.failure_grace)
+            return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
+    def _await_change(self, failed: list[int]) -> bool:
+        """Tells whether ranks have failed because a machine comes or goes; that is no failure of the run.
+
+        A machine that comes or goes ends the ranks of one machine, and by that those of all. Which is known here only
+        when that machine, or its agent, has told so.
+        """
+        nodes = self.job.nodes
+        if nodes is None or not nodes.elastic:
+            return False
+        # A machine that is told to go does so when its ranks have saved, at the same time as ours.
+        end = time.monotonic() + (_NEWS_OF_LEAVING if failed[0] in _STOPPED else _NEWS)
+        while time.monotonic() < end:
+            self._hear()
+            if any(self.membership.look()):
+                return True
+            time.sleep(0.05)
+        return False
+
     def _exit_barrier(self) -> None:
-        """Waits until the ranks of all machines have ended well. Upstream waits 300 s and then takes it as given."""
-        if self.several:
-            self._ask("add", _DONE, 1)
-            while self._ask("add", _DONE, 0) < self._worker_group.group_world_size:
-                time.sleep(0.05)
-                self._hear()
+        """Upstream waits 300 s for the other machines and then goes. `_await_others` has waited."""
+
+    def _await_others(self) -> bool:
+        """Waits until the ranks of all machines have ended well; False if a machine has gone before.
+
+        It has vanished, or a rank of it has failed at the very end: then all machines have to start again.
+        """
+        if not self.several:
+            return True
+        self._ask("add", _DONE, 1)
+        while self._ask("add", _DONE, 0) < self._worker_group.group_world_size:
+            time.sleep(0.05)
+            self._hear()
+            gone, _ = self.membership.look()
+            if gone:
+                return False
+        return True
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
-        if death_sig in _PREEMPTING and not self.closing:
-            for number in _PREEMPTING:  # the ranks save now, which a second one must not break off
-                signal.signal(number, signal.SIG_IGN)
-        # torch comes here again when a second signal broke off the first wait.
-        if self.closing is signal.SIGINT:
-            self._close(signal.SIGINT, _AGAIN_GRACE)  # a rank tidies up what it breaks off
-        death_sig, self.closing = (signal.SIGKILL if self.closing else death_sig), death_sig
+        if not self.restarting:
+            if death_sig in _PREEMPTING and not self.closing:
+                for number in _PREEMPTING:  # the ranks save now, which a second one must not break off
+                    signal.signal(number, signal.SIG_IGN)
+            # torch comes here again when a second signal broke off the first wait.
+            if self.closing is signal.SIGINT:
+                self._close(signal.SIGINT, _AGAIN_GRACE)  # a rank tidies up what it breaks off
+            death_sig, self.closing = (signal.SIGKILL if self.closing else death_sig), death_sig
         self._close(death_sig, self.grace)
         super()._shutdown(death_sig)
 
@@ -260,7 +309,8 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
 def _take_leave(agent: Agent, rendezvous: Any, stop: signal.Signals | None) -> None:
     nodes = agent.job.nodes
     if stop is not None and nodes is not None and nodes.elastic:
-        return  # the others go on without this machine
+        agent.membership.leave()  # the others go on without this machine
+        return
     if stop is not None:
         with contextlib.suppress(Elsewhere):
             agent.tell(_convert_signal(stop), f"{stop.name} was sent to {socket.gethostname()}")

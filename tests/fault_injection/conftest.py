@@ -17,3 +17,13 @@ def pytest_terminal_summary(terminalreporter):
     if signals:
         terminalreporter.section("signals: seconds to the end of the job, exit status; what is wrong")
         terminalreporter.write_line(strikes.signal_table(signals))
+    tables = [
+        table
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for kind, table in getattr(report, "user_properties", ())
+        if kind == "soak" and report.when == "call"
+    ]
+    if tables:
+        terminalreporter.section("soak: medians per minute, growth after the warm-up")
+        terminalreporter.write_line("\n\n".join(tables))

@@ -45,7 +45,7 @@ def check(outcome: Outcome, expected: dict) -> None:
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("launcher", ["treadle launch", "torchrun"])
+@pytest.mark.parametrize("launcher", [pytest.param("treadle launch", marks=pytest.mark.slow), "torchrun"])
 def test_a_rank_killed_while_the_others_connect(launcher, tmp_path, undisturbed):
     """Rank 0 has left what it does to connect in the store; the launcher keeps that, or does not."""
     outcome = run(tmp_path, launcher, [Kill(1, "connect", delay=0.3)], **SHORT, late=0.6)

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 RANK, PID = os.environ.get("RANK", "0"), os.getpid()
+MACHINE = os.environ.get("TREADLE_TEST_MACHINE", "0")  # as the test counts them
 _events = os.open("events", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
@@ -22,7 +23,7 @@ def tell(moment: str, **words: object) -> None:
     os.write(_events, json.dumps(line).encode() + b"\n")
 
 
-tell("begin")
+tell("begin", machine=int(MACHINE), launcher=int(os.environ.get("TREADLE_SUPERVISOR", "0")))
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
@@ -99,6 +100,10 @@ def main() -> None:
         weights.update(local.detach().numpy().tobytes())
     words = {"step": trainer.global_step, "weights": weights.hexdigest()}
     Path(f"done-{RANK}").write_text(json.dumps(words))
+    if MACHINE in job["wait_at_the_end"] and not Path("waited").exists():
+        Path("waited").touch()
+        tell("waits")
+        time.sleep(60)
     tell("done")
 
 

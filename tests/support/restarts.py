@@ -38,6 +38,7 @@ SETTINGS = {
     "batch_size": 2,
     "pause": 0.02,
     "late": 0,
+    "wait_at_the_end": [],
 }
 PATIENCE = 60.0  # seconds without any news after which a job counts as hung
 

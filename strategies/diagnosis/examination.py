@@ -1,0 +1,271 @@
+"""The examination of a job's ranks: each inspects itself, all report through the store, one of them judges.
+
+The store comes first because it answers without the others: a rank that never comes is named, instead of waited for in
+a collective. The measurements follow once every rank has reported. Two limits hold, one for each part, and a timer
+ends what ignores them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import open_world
+from ..distributed import LaunchEnvironment, die_with_parent, disconnect, process_group
+from .findings import FAULT, Finding, find_worst, format_ranks, judge
+from .machine import Facts, inspect_process
+from .measurements import measure_all_reduce, measure_clocks
+
+Report = dict[str, Any]
+_STORE_ERRORS = (RuntimeError, dist.DistError)  # torch's, of a store that is silent or gone
+MARGIN = 5.0  # seconds which the timer leaves to torch's own limits
+_numbers = itertools.count()  # of the examinations in this process
+
+
+def examine(
+    launched: LaunchEnvironment,
+    run_folder: str | Path,
+    limit: float,
+    publish: Callable[[Report], None],
+    accelerator: str = "auto",
+) -> Report | None:
+    """Examine the ranks that a launcher started; every rank calls this, and one of them reports.
+
+    Args:
+        launched: what the launcher says about this rank.
+        run_folder: where the run would write.
+        limit: seconds for all ranks to report, and again for the measurements.
+        publish: called with the report on the one rank that reports: rank zero, or the lowest rank that came. Other
+            ranks leave after it has returned.
+        accelerator: what the ranks compute on, ``"auto"`` for the devices there are.
+
+    Returns:
+        The report on the rank that published it, else None.
+    """
+    if launched.supervisor is not None:
+        die_with_parent(launched.supervisor)
+    examination = _Examination(launched, run_folder, limit, publish)
+    examination.start_timer("the meeting of the ranks", 2 * limit)
+    facts = inspect_process(run_folder)
+    try:
+        store = examination.meet(facts["environment"])
+        examination.call_roll(store, facts)
+    except (ValueError, *_STORE_ERRORS) as error:
+        examination.end(_describe_failed_meeting(launched, error, limit), facts)
+        return examination.report
+    if not examination.missing:
+        examination.start_timer("the measurements", 2 * limit)
+        examination.measure(accelerator)
+    examination.end("", facts)
+    return examination.report
+
+
+def examine_without_ranks(run_folder: str | Path, errors: list[str]) -> Report:
+    """Return the report on this process alone, where no ranks could be started.
+
+    Args:
+        run_folder: where the run would write.
+        errors: what prevented it.
+    """
+    facts = inspect_process(run_folder) | {"rank": 0}
+    return make_report([facts], judge([facts], size=1, launched=None, missing=[], errors=errors, measured={}))
+
+
+def make_report(ranks: list[Facts], findings: list[Finding]) -> Report:
+    """Return what `treadle doctor --json` prints."""
+    return {
+        "result": find_worst(finding.mark for finding in findings),
+        "findings": [finding.to_dict() for finding in findings],
+        "ranks": ranks,
+    }
+
+
+class _Examination:
+    """One rank's part in the examination."""
+
+    def __init__(
+        self, launched: LaunchEnvironment, run_folder: str | Path, limit: float, publish: Callable[[Report], None]
+    ) -> None:
+        self.launched = launched
+        self._run_folder = run_folder
+        self.limit = limit
+        self.report: Report | None = None
+        self.missing: list[int] = []
+        self._publish = publish
+        self._number = next(_numbers)
+        self._store: dist.Store | None = None
+        self._facts: list[Facts] = []
+        self._errors: list[str] = []
+        self._measured: Facts = {}
+        self._is_reporter = launched.rank == 0
+        self._timer: threading.Timer | None = None
+        self._ending = threading.Lock()
+
+    def start_timer(self, purpose: str, seconds: float) -> None:
+        """Give this rank ``seconds`` for what follows; afterwards it reports what is known and leaves."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(seconds + MARGIN, self._time_out, (purpose, seconds))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _time_out(self, purpose: str, seconds: float) -> None:
+        """Run in the timer's thread: the main thread is in a call of torch's that nothing breaks off."""
+        self._errors = self._list_errors()
+        error = "" if self._errors else f"{purpose} did not end within {seconds:g} s"
+        self.end(error, inspect_process(self._run_folder))
+        os._exit(1)
+
+    def meet(self, environment: Mapping[str, str]) -> dist.Store:
+        """Return a store of this examination which all ranks see.
+
+        Args:
+            environment: the launcher's variables.
+
+        Raises:
+            ValueError: if the address can't be used.
+            RuntimeError: if rank zero, or the launcher, does not answer.
+        """
+        launched = self.launched
+        address = launched.address
+        host = address[0] if address else environment["MASTER_ADDR"]
+        try:
+            socket.getaddrinfo(host, None)  # torch would try again until the limit
+        except OSError as error:
+            raise ValueError(f"MASTER_ADDR={host!r} does not resolve on {socket.gethostname()} ({error})") from None
+        if address is None and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            # Rank zero keeps the store. Torch's own rendezvous would wait in it for all ranks, and name none.
+            port = environment["MASTER_PORT"]
+            if not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ValueError(f"MASTER_PORT={port!r} must be a number from 1 to 65535")
+            address = (host, int(port))
+        store = process_group.meeting_place(launched.rank, launched.world_size, timedelta(seconds=self.limit), address)
+        self._store = dist.PrefixStore(f"treadle/{launched.run_id}/diagnosis {self._number}", store)
+        return self._store
+
+    def call_roll(self, store: dist.Store, facts: Facts) -> None:
+        """Report this rank's facts, learn who is missing, and whether this rank reports.
+
+        Rank zero decides who is missing; where it does not come itself, the lowest rank that did.
+
+        Raises:
+            ValueError: if another process is this rank too.
+            RuntimeError: if rank zero came and did not decide.
+        """
+        rank, size = self.launched.rank, self.launched.world_size
+        if store.add(f"arrivals of {rank}", 1) > 1:
+            raise ValueError(f"another process is rank {rank} of {size} too; each needs a RANK of its own")
+        store.set(f"facts of {rank}", json.dumps(facts))
+        if rank == 0 or not self._await(store, "roll"):
+            names = [f"facts of {other}" for other in range(size)]
+            present = self._await_keys(store, names) if rank == 0 else [store.check([name]) for name in names]
+            self._is_reporter = present.index(True) == rank
+        if self._is_reporter:
+            self._facts = [
+                json.loads(store.get(names[other])) | {"rank": other} for other in range(size) if present[other]
+            ]
+            store.set("roll", json.dumps([other for other in range(size) if not present[other]]))
+        elif not self._await(store, "roll"):
+            raise RuntimeError("rank 0 came, but did not say which ranks are missing")
+        self.missing = json.loads(store.get("roll"))
+
+    def _await_keys(self, store: dist.Store, names: list[str]) -> list[bool]:
+        """Wait for keys as long as the limit, and return which of them are set."""
+        deadline = time.monotonic() + self.limit
+        while not store.check(names) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return [store.check([name]) for name in names]
+
+    def _await(self, store: dist.Store, name: str) -> bool:
+        """Wait for a key as long as the limit; the store may end with the rank that keeps it."""
+        with suppress(*_STORE_ERRORS):
+            store.wait([name], timedelta(seconds=self.limit))
+            return True
+        return False
+
+    def measure(self, accelerator: str) -> None:
+        """Connect the ranks and measure; a rank's failure is a part of the report."""
+        assert self._store is not None
+        error = ""
+        try:
+            world = open_world(accelerator, spread=False, timeout=timedelta(seconds=self.limit))
+            self._store.set(f"{world.rank} is connected", "")
+            if world.size > 1:
+                self._measured["clocks"] = measure_clocks(world)
+                self._measured["all-reduce"] = measure_all_reduce(world)
+        except (ValueError, ArithmeticError, *_STORE_ERRORS) as caught:
+            error = str(caught).strip().split("\n")[0] or type(caught).__name__
+        with suppress(*_STORE_ERRORS):
+            self._store.set(f"error of {self.launched.rank}", error)
+            if self._is_reporter:
+                names = [f"error of {rank}" for rank in range(self.launched.world_size)]
+                self._await_keys(self._store, names)
+                self._errors = self._list_errors()
+        if not error and not self._errors:
+            disconnect()
+
+    def _list_errors(self) -> list[str]:
+        """Return how the measurements ended badly, with the ranks; empty where they ended well on all."""
+        if self._store is None or not self._facts or self.missing:
+            return []
+        store, ranks, errors = self._store, range(self.launched.world_size), []
+        with suppress(*_STORE_ERRORS):
+            late = [rank for rank in ranks if not store.check([f"error of {rank}"])]
+            unconnected = [rank for rank in late if not store.check([f"{rank} is connected"])]
+            if late:
+                errors.append(f"{format_ranks(late)} did not finish the measurements within {self.limit:g} s")
+            if unconnected:
+                errors[-1] = f"{format_ranks(unconnected)} did not connect within {self.limit:g} s"
+            texts: dict[str, list[int]] = {}
+            for rank in ranks:
+                if rank not in late and (text := store.get(f"error of {rank}").decode()):
+                    texts.setdefault(text, []).append(rank)
+            errors += [f"{format_ranks(failed)}: {text}" for text, failed in texts.items()]
+        return errors
+
+    def end(self, error: str, facts: Facts) -> None:
+        """Publish the report where this rank reports, and wait for it where it does not."""
+        with self._ending:  # the timer may come while the report is on its way
+            if self.report is not None:
+                return
+            if not self._is_reporter:
+                if error or self._store is None:
+                    self.report = make_report([facts], [Finding(FAULT, f"rank {self.launched.rank}", error)])
+                    self._publish(self.report)
+                else:
+                    self._await(self._store, "reported")
+                return
+            ranks = self._facts or [facts | {"rank": self.launched.rank}]
+            findings = judge(
+                ranks,
+                size=self.launched.world_size,
+                launched=self.launched,
+                missing=self.missing,
+                errors=[*([error] if error else []), *self._errors],
+                measured=self._measured,
+            )
+            self.report = make_report(ranks, findings)
+            self._publish(self.report)
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._store is not None:
+                with suppress(*_STORE_ERRORS):
+                    self._store.set("reported", "")
+
+
+def _describe_failed_meeting(launched: LaunchEnvironment, error: Exception, limit: float) -> str:
+    text = str(error).strip().split("\n")[0]
+    if launched.rank == 0 or isinstance(error, ValueError):
+        return text
+    return f"rank 0 or the launcher, which keeps the store, did not answer within {limit:g} s: {text}"

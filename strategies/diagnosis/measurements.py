@@ -1,0 +1,85 @@
+"""Measurements between the ranks: the offsets of their clocks, and an all-reduce."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..distributed import World, backend_of
+
+_ROUNDS = 7  # of the clocks; their median stands a rank that is delayed in one of them
+_SMALL, _MEDIUM, _LARGE = 2, 2**18, 2**23  # float32 values: 8 bytes, 1 MiB, 32 MiB
+_QUICK = 0.1  # seconds for the medium tensor, above which the large one would take too long
+
+
+def measure_clocks(world: World) -> list[float]:
+    """Return by how many seconds the clock of each rank is ahead of rank zero's.
+
+    Each rank reads its clock as it leaves a barrier, so the error is the time between the first and the last to leave.
+    """
+    rounds = []
+    for _ in range(_ROUNDS):
+        dist.barrier(**_get_barrier_device(world))
+        rounds.append(_gather_times(world))
+    return [statistics.median(times[rank] - times[0] for times in rounds) for rank in range(world.size)]
+
+
+def _get_barrier_device(world: World) -> dict[str, Any]:
+    # Named, because nccl otherwise guesses one from the rank, which is wrong where each rank sees its device alone.
+    return {"device_ids": [world.device.index]} if world.device.type == "cuda" else {}
+
+
+def _gather_times(world: World) -> list[float]:
+    return world.gather_objects(time.time())
+
+
+def measure_all_reduce(world: World) -> dict[str, Any]:
+    """Return the backend, latency in seconds and bus bandwidth in bytes per second of an all-reduce.
+
+    Bus bandwidth is what a ring moves over each link: 2 (n - 1) / n times the tensor's bytes per second.
+
+    Raises:
+        ArithmeticError: if the sum is not that of all ranks' values.
+    """
+    _check_sum(world)
+    latency = _time_all_reduce(world, _SMALL, repeats=20)
+    seconds, length = _time_all_reduce(world, _MEDIUM, repeats=3), _MEDIUM
+    if seconds < _QUICK:  # the same on all ranks, as `_time_all_reduce` returns the slowest rank's
+        seconds, length = _time_all_reduce(world, _LARGE, repeats=3), _LARGE
+    moved = 4 * length * 2 * (world.size - 1) / world.size
+    return {
+        "backend": backend_of(world),
+        "latency": latency,
+        "bandwidth": moved / seconds,
+        "bytes": 4 * length,
+    }
+
+
+def _check_sum(world: World) -> None:
+    values = torch.full((_MEDIUM,), float(world.rank + 1), device=world.device)
+    dist.all_reduce(values)
+    expected = world.size * (world.size + 1) / 2
+    wrong = world.gather_objects(int((values != expected).sum()))
+    if any(wrong):  # on all ranks, as one that left alone would leave the others waiting
+        ranks = ", ".join(str(rank) for rank, count in enumerate(wrong) if count)
+        raise ArithmeticError(f"an all-reduce of {_MEDIUM} values gave up to {max(wrong)} wrong sums on rank {ranks}")
+
+
+def _time_all_reduce(world: World, length: int, repeats: int) -> float:
+    """Return the median seconds of one all-reduce on the slowest rank."""
+    tensor = torch.zeros(length, device=world.device)
+    times = []
+    for attempt in range(repeats + 2):  # two to warm up
+        begin = time.perf_counter()
+        dist.all_reduce(tensor)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        if attempt >= 2:
+            times.append(time.perf_counter() - begin)
+    slowest = torch.tensor(statistics.median(times), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)

@@ -1,0 +1,55 @@
+"""The examination where no launcher started ranks: two or more are started for it on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ..launch import supervisor
+from .examination import MARGIN, Report, examine_without_ranks
+
+_GRACE = 2.0  # seconds; the ranks have nothing to save
+
+
+def choose_ranks() -> tuple[int, str]:
+    """Return how many ranks to start and on what: one for each GPU of several, else two on the CPU."""
+    gpus = torch.cuda.device_count()
+    return (gpus, "cuda") if gpus > 1 else (2, "cpu")
+
+
+def examine_own_ranks(
+    nproc: int, build_command: Callable[[str], list[str]], run_folder: str | Path, limit: float
+) -> Report:
+    """Start ranks that examine themselves, and return their report.
+
+    Args:
+        nproc: number of ranks.
+        build_command: returns the command of a rank, which writes its report as JSON to the path it is given.
+        run_folder: where the run would write.
+        limit: seconds that each part of the examination may take in the ranks.
+    """
+    with tempfile.TemporaryDirectory(prefix="treadle-doctor-") as folder:
+        path = Path(folder) / "report.json"
+        # The ranks keep to their limits by themselves, unless they do not even start.
+        longest = 3 * limit + 2 * MARGIN
+        timer = threading.Timer(longest, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.daemon = True
+        timer.start()
+        try:
+            status = supervisor.supervise(nproc, build_command(str(path)), grace=_GRACE)
+        except OSError as error:
+            return examine_without_ranks(run_folder, [f"{nproc} ranks could not be started: {error}"])
+        finally:
+            timer.cancel()
+        if path.exists():
+            report: Report = json.loads(path.read_text(encoding="utf-8"))
+            return report
+    ending = f"did not end within {longest:g} s" if status == 128 + signal.SIGTERM else f"ended with status {status}"
+    return examine_without_ranks(run_folder, [f"the {nproc} ranks started for it {ending} and made no report"])

@@ -1,0 +1,70 @@
+"""The machines of a run that may change while it runs, read from torch's rendezvous. Imported by a supervisor only."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
+
+# Seconds that those who meet again wait for more machines. They lost each other at the same time, while those that meet
+# for the first time may be started half a minute apart (torch's default for both, which --rdzv-conf changes).
+_LAST_CALL = timedelta(seconds=5)
+_LEAVE = 5.0  # seconds
+
+
+class Membership:
+    """The machines that take part, those that want to, and those that have gone.
+
+    Where the machines are numbered, or meet by a rendezvous of the user's own, none is ever seen to come or go.
+
+    Args:
+        handler: torch's rendezvous.
+    """
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler if isinstance(handler, DynamicRendezvousHandler) else None
+        self._size = 0
+        self._rounds = 0
+
+    def begin_round(self) -> None:
+        """Prepare a rendezvous: the first of a run, or one more."""
+        if self._handler is None:
+            return
+        # torch (2.4 to 2.13) keeps the store of the ranks over restarts: with the keys of the killed ranks, and on some
+        # machines with the address of one that has left. None has it made anew, which all machines then see.
+        self._handler._bootstrap_store_info = self._handler._shared_tcp_store_server = None
+        timeout = self._handler.settings.timeout
+        if self._rounds and timeout.last_call > _LAST_CALL:
+            timeout._set_timeouts(last_call=_LAST_CALL)
+        self._rounds += 1
+
+    def end_round(self, size: int) -> None:
+        """Note with how many machines the rendezvous has ended."""
+        self._size = size
+
+    def look(self) -> tuple[bool, bool]:
+        """Return whether a machine of the run has gone, and whether another one waits to take part.
+
+        torch asks the store at most once per second. A machine has gone when it says so, or has not been heard of for
+        keep_alive_interval x keep_alive_max_attempt seconds (15).
+
+        Raises:
+            RendezvousError: if the store does not answer.
+        """
+        if self._handler is None:
+            return False, False
+        waiting = self._handler.num_nodes_waiting()
+        present = len(self._handler._state_holder.state.participants)
+        # A machine that is alone and was stopped for a while has not heard of itself.
+        return self._size > 1 and present < self._size, waiting > 0
+
+    def leave(self) -> None:
+        """Tell the others at once that this machine goes, instead of letting them find out."""
+        if self._handler is not None:
+            self._handler._stop_heartbeats()
+            with contextlib.suppress(RendezvousError):  # the store is gone, or does not answer in time
+                self._handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + _LEAVE)

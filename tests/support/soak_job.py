@@ -1,0 +1,193 @@
+"""The training that the soak watches: everything on, one long fit and then many short ones, sampled as it runs.
+
+    soak_job.py OUT --long SECONDS --often SECONDS --count FITS [--leak memory|descriptors]
+
+Each rank writes a line of JSON per sample to OUT/PHASE.RANK.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
+from treadle.loggers import CSVLogger, TensorBoardLogger
+
+import treadle
+
+EVERY = 1.0  # seconds between samples of the long fit, at least
+LEAKED_BYTES = 200_000  # per sample
+_leaked = []
+
+
+class Digits(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]), prog_bar=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)]
+
+
+def read_pss(pid):
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:  # a worker that has just ended
+        return 0
+    return int(text.partition("\nPss:")[2].split()[0]) / 1024
+
+
+def list_children():
+    texts = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            texts.append((task / "children").read_text())
+        except OSError:  # a thread that has just ended
+            continue
+    return [int(pid) for text in texts for pid in text.split()]
+
+
+class Sampler:
+    """Writes what this process holds, whenever it is called."""
+
+    def __init__(self, out, phase, leak):
+        self.file = (out / f"{phase}.{os.environ.get('RANK', '0')}.jsonl").open("w")
+        self.leak = leak
+        self.begin = time.monotonic()
+        self.cpu, self.steps = time.process_time(), 0
+
+    def sample(self, steps, checkpoints):
+        if self.leak == "memory":
+            _leaked.append(bytearray(os.urandom(LEAKED_BYTES)))
+        if self.leak == "descriptors":
+            _leaked.append(os.open(os.devnull, os.O_RDONLY))
+        cpu = time.process_time()
+        per_step = 1000 * (cpu - self.cpu) / max(1, steps - self.steps)
+        gc.collect()
+        children = list_children()
+        pids = {str(pid) for pid in (os.getpid(), *children)}
+        values = {
+            "PSS MB": sum(map(read_pss, (os.getpid(), *children))),
+            "Python blocks": sys.getallocatedblocks(),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "children": len(children),
+            "shared memory": sum(not pids.isdisjoint(name.split("_")) for name in os.listdir("/dev/shm")),
+            "temp files": sum(len(names) + len(folders) for _, folders, names in os.walk(tempfile.gettempdir())),
+            "checkpoints": len(list(checkpoints.glob("*.ckpt"))) if checkpoints.is_dir() else 0,
+            "CPU ms per step": per_step,
+        }
+        self.file.write(json.dumps({"minute": (time.monotonic() - self.begin) / 60, "values": values}) + "\n")
+        self.file.flush()
+        self.cpu, self.steps = time.process_time(), steps  # the sample itself costs CPU time too
+
+
+class Watch(treadle.Callback):
+    """Samples a long fit after validations."""
+
+    def __init__(self, sampler, checkpoints):
+        self.sampler, self.checkpoints, self.last = sampler, checkpoints, 0.0
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if time.monotonic() - self.last >= EVERY:
+            self.last = time.monotonic()
+            self.sampler.sample(trainer.global_step, self.checkpoints)
+
+
+def make_trainer(folder, callbacks, **flags):
+    saved = folder / "checkpoints"
+    return treadle.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        strategy="ddp" if "RANK" in os.environ else "auto",
+        precision="bf16-mixed",
+        accumulate_grad_batches=2,
+        gradient_clip_val=1.0,
+        timeout={"seconds": 120},
+        log_every_n_steps=5,
+        profiler="simple",
+        logger=[CSVLogger(folder, name="csv"), TensorBoardLogger(folder, name="tensorboard")],
+        callbacks=[
+            ModelCheckpoint(saved, "sync-{step}", monitor="val_loss", save_top_k=2, save_last=True),
+            ModelCheckpoint(saved, "async-{step}", every_n_train_steps=7, async_save=True),
+            EarlyStopping("val_loss", patience=10**6),
+            LearningRateMonitor(),
+            EMAWeightAveraging(),
+            *callbacks,
+        ],
+        default_root_dir=folder,
+        **flags,
+    )
+
+
+def make_loaders():
+    digits = load_digits()
+    images, labels = torch.tensor(digits.images, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    options = {"num_workers": 2, "persistent_workers": True}
+    train = DataLoader(TensorDataset(images[:1024], labels[:1024]), 16, shuffle=True, **options)
+    return train, DataLoader(TensorDataset(images[1024:1280], labels[1024:1280]), 32, **options)
+
+
+def fit_long(out, seconds, leak):
+    sampler = Sampler(out, "long", leak)
+    folder = out / "long"
+    watch = Watch(sampler, folder / "checkpoints")
+    trainer = make_trainer(folder, [watch], max_epochs=-1, max_time={"seconds": seconds}, num_sanity_val_steps=0)
+    trainer.fit(Digits(), *make_loaders())
+
+
+def fit_often(out, seconds, count, leak):
+    """Fit again and again: `count` times, or for `seconds`, which the ranks agree on by rank zero's clock."""
+    sampler = Sampler(out, "fits", leak)
+    begin, steps, number = time.monotonic(), 0, 0
+    while True:
+        folder = out / f"fit-{number}"
+        trainer = make_trainer(folder, [], max_epochs=2, num_sanity_val_steps=1, limit_train_batches=8)
+        trainer.fit(Digits(), *make_loaders())
+        steps, number = steps + trainer.global_step, number + 1
+        last = trainer.strategy.broadcast(number == count or (count == 0 and time.monotonic() - begin > seconds))
+        is_first = trainer.is_global_zero
+        del trainer
+        sampler.sample(steps, folder / "checkpoints")
+        if is_first:
+            shutil.rmtree(folder)
+        if last:
+            return
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--long", type=int, default=0)
+    parser.add_argument("--often", type=int, default=0)
+    parser.add_argument("--count", type=int, default=0)
+    parser.add_argument("--leak", default="")
+    options = parser.parse_args()
+    if options.long:
+        fit_long(options.out, options.long, options.leak)
+    if options.often or options.count:
+        fit_often(options.out, options.often, options.count, options.leak)
+
+
+if __name__ == "__main__":
+    main()
