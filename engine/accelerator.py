@@ -958,6 +958,7 @@ class Accelerator(Process):
     def end_training(self) -> None:
         """Finish saves and trackers, and wait for everyone. Another Accelerator may follow."""
         self.finish_saving()
+        self.world.release_beside()
         self.tracking.finish()
         self.wait_for_everyone()
 

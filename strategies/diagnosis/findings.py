@@ -14,6 +14,8 @@ _MARKS = (GOOD, NOTE, FAULT)
 _OLDEST_LINUX = (5, 5)  # on older ones processes may hang, as Accelerate warns
 _SMALL_SHM, _MODEST_SHM = 100e6, 1e9  # bytes; Docker's default is 64 MiB, too little for a few batches
 _FULL_DISK, _MODEST_DISK = 100e6, 5e9  # bytes
+# Of the 107 letters of a socket's path, what /treadle-<32>/pymp-<8>/listener-<8> leaves to the temp folder.
+_LONGEST_TEMP = 107 - len("/treadle-/pymp-/listener-") - 32 - 8 - 8
 _LOW_MEMORY = 500e6  # bytes
 _FEW_FILES = 1024  # data workers, connections and sharded checkpoints take some each
 # What `accelerate launch` sets, with the values that ask for nothing.
@@ -238,6 +240,9 @@ def _folder_judge(name: str) -> Callable[[Facts], Finding]:
             return Finding(NOTE if free < _MODEST_SHM else GOOD, name, space)
         if free < _FULL_DISK:
             return Finding(FAULT, name, f"{space}: checkpoints have no room.")
+        if name == "temp folder" and len(folder["path"]) > _LONGEST_TEMP:
+            text = "too long for the sockets of data workers under `treadle launch` or devices=; set TMPDIR"
+            return Finding(NOTE, name, f"{where}{text} to at most {_LONGEST_TEMP} letters.")
         return Finding(NOTE if free < _MODEST_DISK else GOOD, name, space)
 
     return judge_folder

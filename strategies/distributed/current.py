@@ -57,6 +57,7 @@ def backend_of(world: World) -> str | None:
 def disconnect() -> None:
     """End the process group, where there is one. The next World makes a new one."""
     dismiss()
+    process_group.spare_lines.clear()
     if dist.is_initialized():
         process_group.await_gloo_threads()
         dist.destroy_process_group()

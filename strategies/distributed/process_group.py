@@ -19,6 +19,9 @@ from .matching_calls import forget_arrivals
 from .tracebacks import forget_store, report_uncaught
 from .watchdog import dismiss
 
+# Groups of all processes that Worlds made for threads beside the training, and left; with their timeouts.
+spare_lines: list[tuple[timedelta, dist.ProcessGroup]] = []
+
 
 def connect(
     device: torch.device,
@@ -49,6 +52,7 @@ def connect(
     if dist.is_initialized() and backend is not None and backend not in dist.get_backend_config():
         raise ValueError(f"backend={backend!r}, but the processes are connected by {dist.get_backend_config()}.")
     if not dist.is_initialized():
+        spare_lines.clear()  # of a group that has ended
         # gloo stays beside nccl, so that objects and host tensors travel without touching the GPU.
         if backend in (None, "nccl"):
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -178,6 +182,7 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
 def disconnect(store: dist.Store | None = None) -> None:
     """End the process group, so that the next `connect` makes another."""
     dismiss()
+    spare_lines.clear()
     forget_arrivals()
     forget_store()
     await_gloo_threads()

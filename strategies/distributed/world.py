@@ -125,7 +125,10 @@ class World:
         if self.size == 1:
             return self
         if self._beside is None:
-            ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
+            group = self._take_spare_line() if self.group is None else None
+            if group is None:
+                ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
+                group = dist.new_group(ranks, self.timeout, "gloo")
             self._beside = type(self)(
                 rank=self.rank,
                 size=self.size,
@@ -133,9 +136,30 @@ class World:
                 local_size=self.local_size,
                 node_rank=self.node_rank,
                 timeout=self.timeout,
-                group=dist.new_group(ranks, self.timeout, "gloo"),
+                group=group,
             )
         return self._beside
+
+    def release_beside(self) -> None:
+        """Leave the line of `beside` to the next World of this process group. Nothing may be under way on it.
+
+        A line has two threads and five descriptors, and torch keeps each until the process group ends: without this
+        every Trainer that saves beside the training would add one.
+        """
+        if self._beside is not None and self.group is None:
+            process_group.spare_lines.append((self.timeout, self._beside.group))
+        self._beside = None
+
+    def _take_spare_line(self) -> dist.ProcessGroup | None:
+        """Return a line that an earlier World left on all ranks, None where there is none."""
+        name = ""
+        lines = process_group.spare_lines
+        if lines and lines[-1][0] == self.timeout:
+            name = lines[-1][1].group_name  # torch counts the groups, so it is the same line on all ranks
+        # Asked also where this rank has none: another may have one, after a stage that failed on this rank alone.
+        if self.gather_objects(name) != [name] * self.size or not name:
+            return None
+        return lines.pop()[1]
 
     def forget_parts(self) -> None:
         """Make grids and lines of their own anew: the process group they were parts of has ended."""

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import tempfile
 
 import pytest
 from growth import find_growth, format_table
@@ -14,14 +15,14 @@ MINUTES = float(os.environ.get("TREADLE_SOAK_MINUTES", "10"))
 
 def soak(folder, world, *options, seconds):
     """Run the job and return its series by phase and rank, with the minute of each sample."""
-    out, temp = folder / "out", folder / "tmp"
+    out = folder / "out"
     out.mkdir()
-    temp.mkdir()
+    temp = tempfile.mkdtemp(prefix="soak-", dir="/tmp")  # short: names of sockets have 107 letters at most
     command = [python(), JOB]
     if world > 1:
         command = [str(programs() / "treadle"), "launch", "--nproc-per-node", str(world), JOB]
     # One arena: glibc's others keep pages that threads have freed, as many as threads happened to run at once.
-    env = clean_environment({"TMPDIR": str(temp), "CUDA_VISIBLE_DEVICES": "", "MALLOC_ARENA_MAX": "1"})
+    env = clean_environment({"TMPDIR": temp, "CUDA_VISIBLE_DEVICES": "", "MALLOC_ARENA_MAX": "1"})
     with (folder / "log").open("w") as log:
         done = subprocess.run(
             [*command, str(out), *map(str, options)], env=env, stdout=log, stderr=log, timeout=seconds, check=False
@@ -32,7 +33,7 @@ def soak(folder, world, *options, seconds):
         samples = [json.loads(line) for line in path.read_text().splitlines()]
         values = {name: [sample["values"][name] for sample in samples] for name in samples[0]["values"]}
         series[path.stem] = [sample["minute"] for sample in samples], values
-    assert os.listdir(temp) == []
+    os.rmdir(temp)  # nothing is left in it
     return series
 
 

@@ -195,6 +195,8 @@ class Stage:
         for module in task_modules(self.task):
             TaskModule.untoggle_optimizer(module)  # an error may have come in between
         trainer.accelerator.close_loaders()
+        if failure is None and trainer.accelerator.saving is None:
+            trainer.accelerator.world.release_beside()
         try:
             trainer.logbook.call("finalize", "success" if failure is None else "failed")
         except Exception as error:  # of a logger that is strict

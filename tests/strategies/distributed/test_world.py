@@ -1,6 +1,7 @@
 """Finding one's place, and every way to be told a wrong one."""
 
 import itertools
+import os
 import random
 
 import pytest
@@ -187,3 +188,26 @@ def test_contexts_may_be_entered_again():
             for _ in range(depth):
                 context.__exit__(None, None, None)
             assert (torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype, torch.ones(1).dtype) == outside
+
+
+def count_lines():
+    threads = []
+    for number in range(4):
+        world = open_world("cpu")
+        line = world.beside()
+        assert line.gather_objects((number, line.rank)) == [(number, 0), (number, 1)]
+        world.release_beside()
+        threads.append(len(os.listdir("/proc/self/task")))
+    # A rank whose stage failed has left its line to nobody: then all make another one.
+    world = open_world("cpu")
+    world.beside()
+    if world.rank == 0:
+        world.release_beside()
+    later = open_world("cpu").beside()
+    return threads, later.gather_objects(later.rank)
+
+
+def test_a_line_beside_the_training_is_used_again():
+    for threads, ranks in run(count_lines, 2):
+        assert threads == threads[:1] * 4
+        assert ranks == [0, 1]
