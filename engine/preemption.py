@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ..common.messages import announce, warn
+from ..strategies.distributed import Departure
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
@@ -54,6 +55,7 @@ class Preemption:
         caught: the signal this process got; None if none came.
         interrupts: note Ctrl-C as the other signals are noted.
         abandoned: a second Ctrl-C came, so nothing more is to be saved.
+        departure: lets loops without votes, of an evaluation, end together.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -62,6 +64,7 @@ class Preemption:
         self.interrupts = self.abandoned = False
         self._accelerator = accelerator
         self._agreement = accelerator.agreement
+        self.departure = Departure(accelerator.process_index, accelerator.num_processes)
         self._replaced: dict[signal.Signals, Callable[..., Any] | int] = {}
         self._pid = os.getpid()
         self._interrupted_at: float | None = None  # the first Ctrl-C that was not raised at once
@@ -83,6 +86,7 @@ class Preemption:
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
         self.interrupts = self.abandoned = self._held = False
         self._agreement.signal_vote = self._agreement.signaled = False
+        self.departure.begin_stage(self._accelerator.watchdog)
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -141,6 +145,7 @@ class Preemption:
         if self.caught is None:
             self.caught = caught
             self._agreement.signal()
+            self.departure.ask()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:

@@ -386,7 +386,8 @@ class Trainer(LightningAliases):
         warn_of_code(weights_only)
         keep = return_predictions is not False
         stage = Stage(self, "predict", model, {"predict": dataloaders}, datamodule, ckpt_path)
-        evaluation = stage.run(partial(self._evaluate, "predict", keep))
+        with self.preemption.watching():
+            evaluation = stage.run(partial(self._evaluate, "predict", keep))
         return predictions_in_order(evaluation, self.accelerator.data_world) if keep else None
 
     def _measure(
@@ -394,7 +395,8 @@ class Trainer(LightningAliases):
     ) -> list[dict[str, float]]:
         by_kind = {KIND_OF_STAGE[stage]: loaders}
         evaluation = Stage(self, stage, model, by_kind, datamodule, ckpt_path)
-        metrics = evaluation.run(partial(self._evaluate, stage, False)).metrics
+        with self.preemption.watching():
+            metrics = evaluation.run(partial(self._evaluate, stage, False)).metrics
         if verbose:
             self.print(describe_results(stage, metrics))
         return metrics

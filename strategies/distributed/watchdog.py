@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 HUNG = 124  # as that of timeout(1)
 _PERIOD = 1.0  # seconds; at most a fifth of the limit
 _ANSWER = 1.0  # seconds that the ranks have to answer an alarm
+_HURRY = 0.02  # seconds
 _REPORT = 2.0  # seconds that the others wait for the report
 _DUMP = getattr(signal, "SIGRTMIN", None)  # asks a silent rank for its stacks: no handler in Python is needed
 _WAITING_FILES = ("/torch/distributed/", "/torch/autograd/graph.py", "/strategies/distributed/")
@@ -114,6 +115,8 @@ class Watchdog:
     def __init__(self, world: World, limit: float, strict: bool) -> None:
         self.rank, self.size = world.rank, world.size
         self.limit, self.strict = limit, strict
+        self._errand: Callable[[dist.Store], bool] = lambda store: False
+        self._errands = 0
         self._owner: Callable[[], Any] = lambda: None
         self._locate: Callable[[Any], tuple[str, Any]] = lambda owner: ("", None)
         self._find_directory: Callable[[Any], Any] = str
@@ -147,6 +150,19 @@ class Watchdog:
             find_directory: returns the directory of its run, None for the working directory.
         """
         self._owner, self._locate, self._find_directory = weakref.ref(owner), locate, find_directory
+
+    def run_errand(self, errand: Callable[[dist.Store], bool]) -> int:
+        """Have the courier call a function with the store, once per period, and soon again where it returns True.
+
+        Args:
+            errand: takes the place of the one before. All ranks must give theirs, in the same order.
+
+        Returns:
+            Its number, the same on all ranks.
+        """
+        self._errand = errand
+        self._errands += 1
+        return self._errands
 
     def _ask_owner(self, question: Callable[[Any], Any]) -> Any:
         owner = self._owner()
@@ -212,7 +228,8 @@ class Watchdog:
                 self._answered_at = time.monotonic()
                 if alarmed or self._alarmed.is_set():
                     self._answer()
-                self._alarmed.wait(self.period)  # `leave` sets it too
+                unfinished = self._errand(self._store)
+                self._alarmed.wait(_HURRY if unfinished else self.period)  # `leave` sets it too
         self._answered_at = float("inf")
 
     def _read_beat(self, rank: int) -> str | None:
