@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ..common.messages import announce, warn
-from ..strategies.distributed import Departure
+from ..strategies.distributed import Deadline, Departure, mark_leaving, mark_stage
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
@@ -50,6 +50,7 @@ class Preemption:
 
     Args:
         accelerator: whose votes carry the flag.
+        grace: seconds from the first signal, to any rank, to the end of all ranks, whatever they do then.
 
     Attributes:
         caught: the signal this process got; None if none came.
@@ -58,7 +59,9 @@ class Preemption:
         departure: lets loops without votes, of an evaluation, end together.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, grace: float | None = None) -> None:
+        self._grace = grace
+        self._deadline: Deadline | None = None
         self.caught: signal.Signals | None = None
         self._agreed: signal.Signals | None = None
         self.interrupts = self.abandoned = False
@@ -86,7 +89,7 @@ class Preemption:
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
         self.interrupts = self.abandoned = self._held = False
         self._agreement.signal_vote = self._agreement.signaled = False
-        self.departure.begin_stage(self._accelerator.watchdog)
+        self.departure.begin_stage(self._accelerator.watchdog, self._hear)
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -95,9 +98,16 @@ class Preemption:
             if handler is not None and handler is not signal.SIG_IGN:  # None: set by something that is not Python
                 self._replaced[number] = handler
                 signal.signal(number, self._interrupt if number is signal.SIGINT else self._note)
+        if self._grace is not None:
+            self._deadline = Deadline(self._grace, tuple(self._replaced))
         try:
             yield self
         finally:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+            if self.caught is not None:
+                mark_stage(running=False)
             replaced, self._replaced = self._replaced, {}
             for number, handler in replaced.items():
                 if signal.getsignal(number) in (self._note, self._interrupt):
@@ -127,6 +137,11 @@ class Preemption:
         if self._interrupted_at is not None and not (self.interrupts or held):
             self._raise_interrupt(None)
 
+    def _hear(self) -> None:
+        """Another rank has got a signal; called by a thread."""
+        if (deadline := self._deadline) is not None:
+            deadline.hear()
+
     # -- handlers ------------------------------------------------------------------------------------------------
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -146,6 +161,7 @@ class Preemption:
             self.caught = caught
             self._agreement.signal()
             self.departure.ask()
+            mark_leaving()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:

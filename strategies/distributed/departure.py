@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -65,14 +66,16 @@ class Departure:
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._round = _Round()
+        self._on_asked: Callable[[], None] = lambda: None
 
-    def begin_stage(self, watchdog: Watchdog | None) -> None:
+    def begin_stage(self, watchdog: Watchdog | None, on_asked: Callable[[], None]) -> None:
         """Begin a stage: what was asked before no longer counts. All ranks must call it.
 
         Args:
             watchdog: whose thread talks to the store; without one several ranks leave no loop early.
+            on_asked: called by that thread when any rank has asked.
         """
-        self._round = _Round()
+        self._round, self._on_asked = _Round(), on_asked
         if watchdog is not None:
             self._round.number = watchdog.run_errand(self.exchange)
 
@@ -117,6 +120,7 @@ class Departure:
                 store.set(asking, "")
             elif not store.check([asking]):
                 return False
+            self._on_asked()
             store.set(f"{asking}, rank {self._rank}", json.dumps(state.pledge()))
         if self._rank == 0:
             pledges = [f"{asking}, rank {rank}" for rank in range(self._size)]

@@ -1,13 +1,16 @@
-"""The operating system's side of a rank: whether a process lives, and dying with the supervisor."""
+"""The operating system's side of a rank: whether a process lives, what the supervisor knows of it, and its end."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import multiprocessing.process
 import os
+import shutil
 import signal
 import sys
 import tempfile
+import threading
 
 
 def is_alive(pid: int) -> bool:
@@ -61,12 +64,38 @@ def mark_stage(running: bool) -> None:
 
     Writes one byte into a file of the supervisor's which has no name, see `Stages`. Does nothing elsewhere.
     """
+    _write_stage(b"\1" if running else b"\0")
+
+
+def mark_leaving() -> None:
+    """Tell the supervisor that this rank has noted a signal, and leaves by itself. For signal handlers too."""
+    _write_stage(b"\2")
+
+
+def _write_stage(state: bytes) -> None:
     path, local_rank = os.environ.get("TREADLE_STAGES"), os.environ.get("LOCAL_RANK", "")
     if path is None or not local_rank.isdecimal():
         return
     with contextlib.suppress(OSError):  # a program that outlives the supervisor, or in another container
         descriptor = os.open(path, os.O_WRONLY)
         try:
-            os.pwrite(descriptor, b"\1" if running else b"\0", int(local_rank))
+            os.pwrite(descriptor, state, int(local_rank))
         finally:
             os.close(descriptor)
+
+
+def end_at_once(status: int) -> None:
+    """End this process and its data workers; for threads, as the main thread can't be asked to.
+
+    Args:
+        status: the exit status.
+    """
+    flushing = threading.Thread(target=sys.stdout.flush, daemon=True)  # the main thread may hold its lock
+    flushing.start()
+    flushing.join(0.5)
+    for child in multiprocessing.active_children():  # data workers
+        child.kill()
+    temporary = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+    if temporary is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
+    os._exit(status)

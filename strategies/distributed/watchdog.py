@@ -20,10 +20,8 @@ import atexit
 import contextlib
 import faulthandler
 import json
-import multiprocessing
 import os
 import re
-import shutil
 import signal
 import sys
 import sysconfig
@@ -41,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from .matching_calls import identify_host, shared_count
-from .os_process import is_alive
+from .os_process import end_at_once, is_alive
 from .tracebacks import find_owner
 
 if TYPE_CHECKING:
@@ -200,7 +198,7 @@ class Watchdog:
             return
         folder = self._write_stacks(_name_folder(), self.rank)
         _say(f"no progress for {self.limit:g} s: {self._describe(main_stack())}; stacks: {folder}")
-        self._exit()
+        end_at_once(HUNG)
 
     def _leave_alone(self) -> None:
         """The store does not answer, so nobody can be asked."""
@@ -209,7 +207,7 @@ class Watchdog:
             f"rank {self.rank} of {self.size} leaves: the process that keeps the store of the run, rank 0 or the "
             f"launcher, has not answered for {self.limit:g} s and may be stopped; stacks: {folder}"
         )
-        self._exit()
+        end_at_once(HUNG)
 
     # -- the courier ---------------------------------------------------------------------------------------------
 
@@ -279,7 +277,7 @@ class Watchdog:
         self._end_silent(answers)
         if rank not in self._blame(answers):
             time.sleep(0.3)  # the one that hangs leaves first
-        self._exit()
+        end_at_once(HUNG)
 
     def _collect_answers(self) -> dict[int, Any]:
         """Return what each rank has answered, None for a silent one; without those that have ended."""
@@ -404,18 +402,6 @@ class Watchdog:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank-{rank}.txt").write_text(text)
         return folder
-
-    def _exit(self) -> None:
-        """Leave at once: the main thread can't be asked to."""
-        flushing = threading.Thread(target=sys.stdout.flush, daemon=True)  # the main thread may hold its lock
-        flushing.start()
-        flushing.join(0.5)
-        for child in multiprocessing.active_children():  # data workers
-            child.kill()
-        temporary = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-        os._exit(HUNG)
 
     def leave(self) -> None:
         """The script ends well, or with an error of its own. With a limit, see that the others end too."""

@@ -31,7 +31,11 @@ class Stages:
 
     def is_running(self, local_rank: int) -> bool:
         """Tell whether a rank has begun a stage and not ended it."""
-        return self._descriptor is not None and os.pread(self._descriptor, 1, local_rank) == b"\1"
+        return self._descriptor is not None and os.pread(self._descriptor, 1, local_rank) in (b"\1", b"\2")
+
+    def is_leaving(self, local_rank: int) -> bool:
+        """Tell whether a rank has noted a signal, and leaves by itself."""
+        return self._descriptor is not None and os.pread(self._descriptor, 1, local_rank) == b"\2"
 
     def close(self) -> None:
         """The ranks have ended."""
