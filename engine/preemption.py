@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: the machine is wanted back, the job's time is up, or somebody pressed Ctrl-C."""
+"""Signals that ask a run to end: the machine is preempted, the job's time is up, or somebody pressed Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from ..common.durations import parse_duration
 from ..common.messages import announce, warn
 from ..strategies.distributed import Deadline, Departure, mark_leaving, mark_stage
 
@@ -40,8 +41,9 @@ class Preempted(SystemExit):
 class Preemption:
     """Notes the first SIGTERM, SIGUSR1 or SIGHUP while training runs; the loop saves and leaves after the step.
 
-    The handler only sets a flag, so a signal never breaks a step or a save, whether it comes once or again. On several
-    processes the flag travels with the votes of each step: all leave after the same one, whoever got the signal.
+    The handler only sets a flag, so a signal never breaks a step or a save, whether it comes once or again. All ranks
+    leave after the same step, whoever got the signal. In the Trainer's loop the flag travels with the votes of each
+    step; in a loop of your own, and in evaluations, the ranks agree through the store, which takes up to two seconds.
 
     SIGUSR1 is what SLURM's ``--signal=USR1@90`` sends before a job's time is up: then the job is requeued too.
 
@@ -72,11 +74,7 @@ class Preemption:
         self._pid = os.getpid()
         self._interrupted_at: float | None = None  # the first Ctrl-C that was not raised at once
         self._held = False
-
-    @property
-    def signaled(self) -> bool:
-        """Whether a signal asks the run to end. Every rank's answer changes after the same optimizer step."""
-        return self._agreement.signaled
+        self._steps = 0  # asked for by a loop of the user's own
 
     @contextmanager
     def watching(self) -> Iterator[Preemption]:
@@ -193,6 +191,19 @@ class Preemption:
             signal.signal(signal.SIGINT, handler)
             signal.raise_signal(signal.SIGINT)
 
+    # -- in a loop of your own -----------------------------------------------------------------------------------
+
+    def should_stop(self) -> bool:
+        """Return whether to save and leave now; the same on every rank.
+
+        Every rank must ask equally often, best once per batch. Within a group of accumulated micro-batches the answer
+        is always False, as nothing could be saved there. It costs no exchange.
+        """
+        if not self._accelerator.sync_gradients:
+            return False
+        self._steps += 1
+        return self.departure.must_leave(self._steps)
+
     # -- the end -------------------------------------------------------------------------------------------------
 
     def agree(self) -> signal.Signals:
@@ -202,14 +213,13 @@ class Preemption:
         return self._agreed
 
     def leave(self) -> NoReturn:
-        """Requeue the job if its time is up, and end. All ranks must call it, after `agree`.
+        """Requeue the job if its time is up, and end. Save before; all ranks must call it.
 
         Raises:
             Preempted: for every signal but Ctrl-C.
             KeyboardInterrupt: for Ctrl-C.
         """
-        caught = self._agreed
-        assert caught is not None
+        caught = self._agreed or self.agree()
         if caught is signal.SIGINT:
             raise KeyboardInterrupt
         if caught.name == "SIGUSR1":
@@ -217,6 +227,29 @@ class Preemption:
                 _requeue()
             caught = signal.SIGTERM
         raise Preempted(128 + caught)
+
+
+@contextmanager
+def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Iterator[Preemption]:
+    """See `Accelerator.preemptible`.
+
+    Raises:
+        ValueError: where several processes can't agree.
+        TypeError, ValueError: see `parse_duration`.
+    """
+    if accelerator.num_processes > 1 and accelerator.watchdog is None:
+        raise ValueError(
+            f"preemptible() in a run of {accelerator.num_processes} processes needs torch 2.8 or newer; this is "
+            f"{torch.__version__}. Leave it out: signals then end the run as they do without Treadle."
+        )
+    seconds = None if grace is None else parse_duration("grace", grace).total_seconds()
+    preemption = Preemption(accelerator, seconds)
+    with preemption.watching(), preemption.catching_interrupts() if interrupts else nullcontext():
+        preemption.departure.begin_loop()
+        try:
+            yield preemption
+        finally:
+            preemption.departure.end_loop()
 
 
 def _requeue() -> None:
