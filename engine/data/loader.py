@@ -30,7 +30,7 @@ from .sharded_sampler import ShardedBatches, get_length, set_epoch, shards_itsel
 from .source_libraries import explain_not_repeatable, explain_state_gap
 from .streamed_batches import Counted, StreamedBatches, follow_iterator, make_batches_error
 from .worker_seeding import SeededSamples, SeededStream, iterate_in_process
-from .workers import end_workers, note_workers
+from .workers import WorkerInit, end_workers, note_workers
 
 _NO_MORE = object()
 
@@ -119,6 +119,8 @@ class Loader:
         settings = view.__dict__  # DataLoader forbids to set these by name once it is built
         settings["_iterator"] = None
         workers = source.num_workers > 0
+        if workers:
+            settings["worker_init_fn"] = WorkerInit(source.worker_init_fn)
         if isinstance(source.dataset, IterableDataset):
             counted = source.batch_size
             if counted is not None:

@@ -1,11 +1,32 @@
-"""The worker processes of a DataLoader that is being iterated: remembered, so that they can be ended."""
+"""The worker processes of a DataLoader: left alone by Ctrl-C, and ended by the process they work for."""
 
 from __future__ import annotations
 
+import signal
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader
+
+
+class WorkerInit:
+    """The ``worker_init_fn`` of a loader: the user's own, in a worker that ignores Ctrl-C.
+
+    A terminal sends it to the workers too, and they may be needed for the step in progress. They end with their rank.
+
+    Args:
+        own: the user's function, if there is one.
+    """
+
+    def __init__(self, own: Callable[[int], Any] | None) -> None:
+        self.own = own
+
+    def __call__(self, worker_id: int) -> None:
+        """Called in the worker."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self.own is not None:
+            self.own(worker_id)
 
 
 def note_workers(view: DataLoader[Any], iterator: Any) -> Any:

@@ -84,10 +84,10 @@ class Signals(treadle.Callback):
             self._send(trainer)
 
 
-def fit(folder, callbacks=(), manual=False, accumulate=1, strategy="auto", world=1, saving=None, workers=0, **flags):
+def fit(folder, callbacks=(), manual=False, accumulate=1, strategy="auto", world=1, saving=None, loading=None, **flags):
     task = Task(manual)
     data, val = (
-        DataLoader(torch.arange(float(n))[:, None], BATCH // world, shuffle=n > 9, num_workers=workers)
+        DataLoader(torch.arange(float(n))[:, None], BATCH // world, shuffle=n > 9, **(loading or {}))
         for n in (SAMPLES, 6)
     )
     saving = ModelCheckpoint(folder, **(saving or {}))
@@ -328,10 +328,12 @@ class Group(treadle.Callback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_data_workers_stay_until_the_step_is_complete(tmp_path):
-    whole = fit(tmp_path / "whole", saving=ASKED, workers=2)
-    first = fit(tmp_path / "a", [Group()], saving=ASKED, workers=2, accumulate=1)
-    check(first, fit(tmp_path / "a", saving=ASKED, workers=2), whole, 4, status=130)
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_data_workers_stay_until_the_step_is_complete(method, tmp_path):
+    workers = {"num_workers": 2, "multiprocessing_context": method}
+    whole = fit(tmp_path / "whole", saving=ASKED, loading=workers)
+    first = fit(tmp_path / "a", [Group()], saving=ASKED, loading=workers)
+    check(first, fit(tmp_path / "a", saving=ASKED, loading=workers), whole, 4, status=130)
     assert multiprocessing.active_children() == []
 
 
