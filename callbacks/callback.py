@@ -68,6 +68,15 @@ class Callback:
         """What shows how the tensors that `on_save_checkpoint` adds lie on the processes; see there for the names."""
         return {}
 
+    def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """A signal ends the run within a validation: undo what ``on_validation_start`` did to the model.
+
+        ``on_validation_end`` is not called then. Called on all ranks.
+        """
+
+    def return_to_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """The run could not be saved from within the validation, which continues: do it again."""
+
     # -- the run -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:

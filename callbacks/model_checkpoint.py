@@ -60,8 +60,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             ``ModelCheckpoint`` keeps the newest. ``"link"`` means the same: a checkpoint stays whole
             when others are removed, so nothing is linked. What ``save_on_exception`` saves is that one then.
         save_top_k: how many of the best to keep; -1 keeps all, 0 none.
-        save_on_exception: when an error or Ctrl-C ends ``fit``, save the run as it was after the last completed step;
-            a run that goes on from there is the one that never failed. With several processes rank zero does, with
+        save_on_exception: when an error or Ctrl-C ends ``fit``, save the run; a run that resumes from there is the one
+            that was never interrupted. Ctrl-C ends the run after the step in progress, and all ranks save. An error
+            saves the run as it was after the last completed step. With several processes rank zero does that, with
             nothing of the others, whose random numbers begin anew; not where they hold parts of the model. Nothing is
             saved if the error comes within the optimizer's step or in ``on_step_end``, or, with several processes,
             between the two, but for one in a validation, which is then done again. Costs 0.1 ms per step, a copy of the

@@ -105,6 +105,14 @@ class WeightAveraging(Averaging):
         """Go on with the weights."""
         self._end()
 
+    def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Go on with the weights."""
+        self._end()
+
+    def return_to_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Validate with the averages."""
+        self._begin(trainer, pl_module)
+
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Test with a checkpoint's averages."""
         self._begin(trainer, pl_module)

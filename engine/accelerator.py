@@ -12,6 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from .optim import (
     join_uneven_inputs,
     replica_check,
 )
+from .preemption import Preemption, preemptible
 from .process_state import AcceleratorState, GradientState, Process, register_accelerator
 from .profilers import profile
 from .rank_consistency import check_loaders_match, check_model_matches, check_values_match
@@ -681,6 +683,36 @@ class Accelerator(Process):
     def not_finite_on(self) -> list[int]:
         """Return the ranks whose loss was not finite, once `agree` said there are some, and forget them."""
         return self.accumulation.not_finite_on()
+
+    def preemptible(
+        self, *, grace: str | timedelta | dict[str, int] | None = None, interrupts: bool = False
+    ) -> AbstractContextManager[Preemption]:
+        """Return a context in which SIGTERM, SIGUSR1 and SIGHUP ask a loop to end, rather than end the process.
+
+        Ask `Preemption.should_stop` after each step: on every rank it becomes True after the same one, whichever rank
+        got the signal. Then save, and call `Preemption.leave`, which ends the process with status 143 (129 for SIGHUP)
+        and has SLURM requeue a job that got SIGUSR1. A signal that came after the last step ends the process behind the
+        block.
+
+        Args:
+            grace: seconds from the signal to the end of all ranks, whatever they do then: ``"DD:HH:MM:SS"``, a
+                timedelta or a dict of its arguments. Default: as long as it takes.
+            interrupts: treat Ctrl-C likewise; `Preemption.leave` then raises KeyboardInterrupt. A second Ctrl-C, and
+                one that came after the last step, raise it at once. Default: Ctrl-C raises it at once.
+
+        Raises:
+            ValueError: for several processes with a torch older than 2.8, or a ``grace`` that is not positive.
+            TypeError: for a ``grace`` of another type.
+
+        Example:
+            >>> import treadle as tl
+            >>> accelerator = tl.Accelerator(cpu=True)
+            >>> with accelerator.preemptible() as preemption:
+            ...     for step in range(3):
+            ...         if preemption.should_stop():
+            ...             preemption.leave()
+        """
+        return preemptible(self, grace, interrupts)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

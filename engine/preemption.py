@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: the machine is wanted back, the job's time is up, or somebody pressed Ctrl-C."""
+"""Signals that ask a run to end: the machine is preempted, the job's time is up, or somebody pressed Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from ..common.durations import parse_duration
 from ..common.messages import announce, warn
+from ..strategies.distributed import Deadline, Departure
+from ..strategies.processes import mark_leaving, mark_stage
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
@@ -39,8 +42,9 @@ class Preempted(SystemExit):
 class Preemption:
     """Notes the first SIGTERM, SIGUSR1 or SIGHUP while training runs; the loop saves and leaves after the step.
 
-    The handler only sets a flag, so a signal never breaks a step or a save, whether it comes once or again. On several
-    processes the flag travels with the votes of each step: all leave after the same one, whoever got the signal.
+    The handler only sets a flag, so a signal never breaks a step or a save, whether it comes once or again. All ranks
+    leave after the same step, whoever got the signal. In the Trainer's loop the flag travels with the votes of each
+    step; in a loop of your own, and in evaluations, the ranks agree through the store, which takes up to two seconds.
 
     SIGUSR1 is what SLURM's ``--signal=USR1@90`` sends before a job's time is up: then the job is requeued too.
 
@@ -49,28 +53,29 @@ class Preemption:
 
     Args:
         accelerator: whose votes carry the flag.
+        grace: seconds from the first signal, to any rank, to the end of all ranks, whatever they do then.
 
     Attributes:
         caught: the signal this process got; None if none came.
         interrupts: note Ctrl-C as the other signals are noted.
         abandoned: a second Ctrl-C came, so nothing more is to be saved.
+        departure: lets loops without votes, of an evaluation, end together.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, grace: float | None = None) -> None:
+        self._grace = grace
+        self._deadline: Deadline | None = None
         self.caught: signal.Signals | None = None
         self._agreed: signal.Signals | None = None
         self.interrupts = self.abandoned = False
         self._accelerator = accelerator
         self._agreement = accelerator.agreement
+        self.departure = Departure(accelerator.process_index, accelerator.num_processes)
         self._replaced: dict[signal.Signals, Callable[..., Any] | int] = {}
         self._pid = os.getpid()
         self._interrupted_at: float | None = None  # the first Ctrl-C that was not raised at once
         self._held = False
-
-    @property
-    def signaled(self) -> bool:
-        """Whether a signal asks the run to end. Every rank's answer changes after the same optimizer step."""
-        return self._agreement.signaled
+        self._steps = 0  # asked for by a loop of the user's own
 
     @contextmanager
     def watching(self) -> Iterator[Preemption]:
@@ -83,6 +88,7 @@ class Preemption:
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
         self.interrupts = self.abandoned = self._held = False
         self._agreement.signal_vote = self._agreement.signaled = False
+        self.departure.begin_stage(self._accelerator.watchdog, self._hear)
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -91,9 +97,16 @@ class Preemption:
             if handler is not None and handler is not signal.SIG_IGN:  # None: set by something that is not Python
                 self._replaced[number] = handler
                 signal.signal(number, self._interrupt if number is signal.SIGINT else self._note)
+        if self._grace is not None:
+            self._deadline = Deadline(self._grace, tuple(self._replaced))
         try:
             yield self
         finally:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+            if self.caught is not None:
+                mark_stage(running=False)
             replaced, self._replaced = self._replaced, {}
             for number, handler in replaced.items():
                 if signal.getsignal(number) in (self._note, self._interrupt):
@@ -123,6 +136,11 @@ class Preemption:
         if self._interrupted_at is not None and not (self.interrupts or held):
             self._raise_interrupt(None)
 
+    def _hear(self) -> None:
+        """Another rank has got a signal; called by a thread."""
+        if (deadline := self._deadline) is not None:
+            deadline.hear()
+
     # -- handlers ------------------------------------------------------------------------------------------------
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -141,6 +159,8 @@ class Preemption:
         if self.caught is None:
             self.caught = caught
             self._agreement.signal()
+            self.departure.ask()
+            mark_leaving()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -172,6 +192,19 @@ class Preemption:
             signal.signal(signal.SIGINT, handler)
             signal.raise_signal(signal.SIGINT)
 
+    # -- in a loop of your own -----------------------------------------------------------------------------------
+
+    def should_stop(self) -> bool:
+        """Return whether to save and leave now; the same on every rank.
+
+        Every rank must ask equally often, best once per batch. Within a group of accumulated micro-batches the answer
+        is always False, as nothing could be saved there. It costs no exchange.
+        """
+        if not self._accelerator.sync_gradients:
+            return False
+        self._steps += 1
+        return self.departure.must_leave(self._steps)
+
     # -- the end -------------------------------------------------------------------------------------------------
 
     def agree(self) -> signal.Signals:
@@ -181,14 +214,13 @@ class Preemption:
         return self._agreed
 
     def leave(self) -> NoReturn:
-        """Requeue the job if its time is up, and end. All ranks must call it, after `agree`.
+        """Requeue the job if its time is up, and end. Save before; all ranks must call it.
 
         Raises:
             Preempted: for every signal but Ctrl-C.
             KeyboardInterrupt: for Ctrl-C.
         """
-        caught = self._agreed
-        assert caught is not None
+        caught = self._agreed or self.agree()
         if caught is signal.SIGINT:
             raise KeyboardInterrupt
         if caught.name == "SIGUSR1":
@@ -196,6 +228,29 @@ class Preemption:
                 _requeue()
             caught = signal.SIGTERM
         raise Preempted(128 + caught)
+
+
+@contextmanager
+def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Iterator[Preemption]:
+    """See `Accelerator.preemptible`.
+
+    Raises:
+        ValueError: where several processes can't agree.
+        TypeError, ValueError: see `parse_duration`.
+    """
+    if accelerator.num_processes > 1 and accelerator.watchdog is None:
+        raise ValueError(
+            f"preemptible() in a run of {accelerator.num_processes} processes needs torch 2.8 or newer; this is "
+            f"{torch.__version__}. Leave it out: signals then end the run as they do without Treadle."
+        )
+    seconds = None if grace is None else parse_duration("grace", grace).total_seconds()
+    preemption = Preemption(accelerator, seconds)
+    with preemption.watching(), preemption.catching_interrupts() if interrupts else nullcontext():
+        preemption.departure.begin_loop()
+        try:
+            yield preemption
+        finally:
+            preemption.departure.end_loop()
 
 
 def _requeue() -> None:

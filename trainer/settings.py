@@ -72,6 +72,7 @@ class TrainerSettings:
     default_root_dir: str | Path | None = None
     on_nonfinite: str = "raise"
     timeout: str | timedelta | dict[str, int] | None = None
+    grace: str | timedelta | dict[str, int] | None = None
 
     def flags(self) -> dict[str, Any]:
         """The arguments of `Trainer`."""

@@ -110,6 +110,8 @@ class Trainer(LightningAliases):
         on_nonfinite: a loss that is not finite on any process: ``"raise"``, ``"skip"`` the step on all processes
             (which waits for the device in every step), or ``"ignore"``. With float16 the loss scaler decides.
         timeout: how long a rank may make no progress, as ``max_time``; see `Accelerator`.
+        grace: how long a stage may take to end after a signal, as ``max_time``. Then all ranks end, even if a save is
+            incomplete; the latest complete checkpoint is what counts. Default: as long as it takes.
 
     Attributes:
         accelerator: the `Accelerator` underneath.
@@ -172,6 +174,7 @@ class Trainer(LightningAliases):
         default_root_dir: str | Path | None = None,
         on_nonfinite: str = "raise",
         timeout: str | timedelta | dict[str, int] | None = None,
+        grace: str | timedelta | dict[str, int] | None = None,
         **unknown: Any,
     ) -> None:
         report_uncaught()  # also what is wrong with the flags
@@ -204,6 +207,7 @@ class Trainer(LightningAliases):
             arguments.check_bounds("epochs", self.min_epochs, self.max_epochs)
             arguments.check_bounds("steps", self.min_steps or 0, self.max_steps)
         self.max_seconds = arguments.seconds("max_time", max_time)
+        self.grace_seconds = arguments.seconds("grace", grace)
         self.limit_train_batches = fast or arguments.check_limit("limit_train_batches", limit_train_batches)
         self.limit_val_batches = fast or arguments.check_limit("limit_val_batches", limit_val_batches)
         self.limit_test_batches = fast or arguments.check_limit("limit_test_batches", limit_test_batches)
@@ -272,7 +276,7 @@ class Trainer(LightningAliases):
         self.config: str | None = None  # the run's configuration as YAML, where it has one; it goes into checkpoints
         self.resume_command: str | None = None  # the shell command that resumes the run, where one started it
         self.should_stop = self.interrupted = self.sanity_checking = False
-        self.preemption = Preemption(self.accelerator)
+        self.preemption = Preemption(self.accelerator, self.grace_seconds)
         self.decided = ""
         self.evaluation_batch = 0
         self.evaluation_total: int | None = None
@@ -386,7 +390,8 @@ class Trainer(LightningAliases):
         warn_of_code(weights_only)
         keep = return_predictions is not False
         stage = Stage(self, "predict", model, {"predict": dataloaders}, datamodule, ckpt_path)
-        evaluation = stage.run(partial(self._evaluate, "predict", keep))
+        with self.preemption.watching():
+            evaluation = stage.run(partial(self._evaluate, "predict", keep))
         return predictions_in_order(evaluation, self.accelerator.data_world) if keep else None
 
     def _measure(
@@ -394,7 +399,8 @@ class Trainer(LightningAliases):
     ) -> list[dict[str, float]]:
         by_kind = {KIND_OF_STAGE[stage]: loaders}
         evaluation = Stage(self, stage, model, by_kind, datamodule, ckpt_path)
-        metrics = evaluation.run(partial(self._evaluate, stage, False)).metrics
+        with self.preemption.watching():
+            metrics = evaluation.run(partial(self._evaluate, stage, False)).metrics
         if verbose:
             self.print(describe_results(stage, metrics))
         return metrics
@@ -589,6 +595,7 @@ class Trainer(LightningAliases):
         if self.val_check_seconds is not None:
             settings["val_check_interval"] = f"{self.val_check_seconds:g} s"
         settings["max_time"] = None if self.max_seconds is None else f"{self.max_seconds:g} s"
+        settings["grace"] = None if self.grace_seconds is None else f"{self.grace_seconds:g} s"
         settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
         settings["benchmark"] = torch.backends.cudnn.benchmark
         return settings

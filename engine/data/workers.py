@@ -126,7 +126,8 @@ class LiveWithRank:
     """A ``worker_init_fn`` that ties the worker's life to that of its rank, and calls the user's.
 
     Launchers and terminals signal whole process groups. A rank that gets SIGTERM completes its step and saves, for
-    which it needs its workers, and torch's end with SIGTERM; so they are a process group of their own.
+    which it needs its workers, and torch's end with SIGTERM; so they are a process group of their own. Ctrl-C that is
+    sent to each process by itself is ignored.
 
     When the rank is gone they end at once: torch's own look for their parent every 5 s. A thread that waits for the
     parent's end takes no time and works on every system, and unlike Linux's death signal it doesn't fire when only
@@ -143,6 +144,7 @@ class LiveWithRank:
         """Prepare the worker; runs in it."""
         if hasattr(os, "setpgid"):
             os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         rank = multiprocessing.parent_process()
         if rank is not None:
             threading.Thread(target=_end_with, args=(rank.sentinel,), name="treadle parent", daemon=True).start()

@@ -39,6 +39,7 @@ class Agreement:
         self.local_finite = True
         self.watch_finite = True
         self.alone = world.size == 1
+        self._world = world
         self.immediate = world.device.type == "cpu"
         self._device = world.device
         self._strategy = strategy
@@ -50,6 +51,14 @@ class Agreement:
         """This process got a signal that asks the run to end. May come at any time, from a signal handler."""
         self.signal_vote = True
         self.signaled |= self.alone
+
+    def ask(self, stop: bool) -> bool:
+        """Agree where no step carries votes, by an exchange; returns whether some process wants to stop."""
+        self.stop, self.signaled = stop, self.signal_vote
+        if not self.alone:
+            votes = torch.tensor([stop, self.signal_vote], dtype=torch.int32)
+            self.stop, self.signaled = map(bool, self._world.all_reduce(votes, "max").tolist())
+        return self.stop
 
     def watch(self, loss: Tensor) -> None:
         """Take note of one micro-batch's loss."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -40,12 +39,14 @@ import torch.distributed as dist
 
 from ..processes import (
     Dumps,
+    end_at_once,
     explain_silence,
     fetch_stacks,
     identify_host,
     is_alive,
     is_stage_running,
     read_start_time,
+    run_briefly,
     scratch,
     write_beat,
 )
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 HUNG = 124  # as that of timeout(1)
 _PERIOD = 1.0  # seconds; at most a fifth of the limit
 _ANSWER = 1.0  # seconds that the ranks have to answer an alarm
+_HURRY = 0.02  # seconds
 _REPORT = 2.0  # seconds that the others wait for the report
 _LOST = 3.0  # seconds that a rank may go without progress after another one has gone, before it counts as waiting
 _WAITING_FILES = ("/torch/distributed/", "/torch/autograd/graph.py", "/strategies/distributed/")
@@ -123,6 +125,8 @@ class Watchdog:
     def __init__(self, world: World, limit: float, strict: bool, store: dist.Store | None = None) -> None:
         self.rank, self.size = world.rank, world.size
         self.limit, self.strict = limit, strict
+        self._errand: Callable[[dist.Store], bool] = lambda store: False
+        self._errands = 0
         self._owner: Callable[[], Any] = lambda: None
         self._locate: Callable[[Any], tuple[str, Any]] = lambda owner: ("", None)
         self._find_directory: Callable[[Any], Any] = str
@@ -157,6 +161,19 @@ class Watchdog:
             find_directory: returns the directory of its run, None for the working directory.
         """
         self._owner, self._locate, self._find_directory = weakref.ref(owner), locate, find_directory
+
+    def run_errand(self, errand: Callable[[dist.Store], bool]) -> int:
+        """Have the courier call a function with the store, once per period, and soon again where it returns True.
+
+        Args:
+            errand: takes the place of the one before. All ranks must give theirs, in the same order.
+
+        Returns:
+            Its number, the same on all ranks.
+        """
+        self._errand = errand
+        self._errands += 1
+        return self._errands
 
     def _ask_owner(self, question: Callable[[Any], Any]) -> Any:
         owner = self._owner()
@@ -215,7 +232,7 @@ class Watchdog:
             return
         folder = self._write_stacks(_name_folder(), self.rank)
         _say(f"no progress for {self.limit:g} s: {self._describe(main_stack())}; stacks: {folder}")
-        self._exit()
+        end_at_once(HUNG)
 
     def _leave_alone(self) -> None:
         """The store does not answer, so nobody can be asked."""
@@ -224,7 +241,7 @@ class Watchdog:
             f"rank {self.rank} of {self.size} leaves: the process that keeps the store of the run, rank 0 or the "
             f"launcher, has not answered for {self.limit:g} s and may be stopped; stacks: {folder}"
         )
-        self._exit()
+        end_at_once(HUNG)
 
     # -- the courier ---------------------------------------------------------------------------------------------
 
@@ -245,7 +262,8 @@ class Watchdog:
                 self._answered_at = time.monotonic()
                 if alarmed or self._alarmed.is_set():
                     self._answer()
-                self._alarmed.wait(self.period)  # `leave` sets it too
+                unfinished = self._errand(self._store)
+                self._alarmed.wait(_HURRY if unfinished else self.period)  # `leave` sets it too
         self._answered_at = float("inf")
 
     def _read_beat(self, rank: int) -> str | None:
@@ -304,11 +322,11 @@ class Watchdog:
             return
         self._end_silent(answers)
         if self._find_lost(answers):
-            self._exit(1)
+            end_at_once(1)
         if rank not in self._blame(answers):
-            _run_briefly(scratch.leave)  # before the launcher learns of it, and ends this rank
+            run_briefly(scratch.leave)  # before the launcher learns of it, and ends this rank
             time.sleep(0.3)  # the one that hangs leaves first
-        self._exit()
+        end_at_once(HUNG)
 
     def _collect_answers(self) -> dict[int, Any]:
         """Return what each rank has answered, None for a silent one; without those that have ended."""
@@ -417,14 +435,6 @@ class Watchdog:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank-{rank}.txt").write_text(text)
         return folder
-
-    def _exit(self, status: int = HUNG) -> None:
-        """Leave at once: the main thread can't be asked to."""
-        for child in multiprocessing.active_children():  # data workers
-            child.kill()
-        _run_briefly(sys.stdout.flush)
-        _run_briefly(scratch.leave)
-        os._exit(status)
 
     def leave(self) -> None:
         """The script ends well, or with an error of its own. With a limit, see that the others end too."""
@@ -543,13 +553,6 @@ def _connect(world: World) -> dist.Store | None:
     name = base.compare_set("name of the watchdogs", "", uuid.uuid4().hex).decode()
     connection = dist.TCPStore(server.host, server.port, is_master=False, timeout=world.timeout, wait_for_workers=False)
     return dist.PrefixStore(f"treadle watchdog {name}", connection)
-
-
-def _run_briefly(work: Callable[[], Any]) -> None:
-    """Run what may hang too: the main thread may hold a lock that it needs, or the disk does not answer."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(0.5)
 
 
 def _is_users(frame: FrameType) -> bool:

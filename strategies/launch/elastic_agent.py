@@ -120,7 +120,7 @@ class Agent(LocalElasticAgent):
             stopped = failed[0] in _STOPPED
             seconds = self.grace if stopped else self.job.failure_grace
             # The watchdogs of the others have ended them by now, or can't.
-            self._close(signal.SIGTERM, min(seconds, _HUNG_GRACE) if failed[0] == HUNG else seconds)
+            self._end_ranks(signal.SIGTERM, min(seconds, _HUNG_GRACE) if failed[0] == HUNG else seconds)
         elif not self._await_others():
             self._start_again(worker_group, _CHANGED, self.job.failure_grace)
             return RunResult(state=WorkerState.HEALTHY)
@@ -172,8 +172,30 @@ class Agent(LocalElasticAgent):
             if self.closing is signal.SIGINT:
                 self._close(signal.SIGINT, _AGAIN_GRACE)  # a rank tidies up what it breaks off
             death_sig, self.closing = (signal.SIGKILL if self.closing else death_sig), death_sig
-        self._close(death_sig, self.grace)
+        self._end_ranks(death_sig, self.grace)
         super()._shutdown(death_sig)
+
+    def _end_ranks(self, number: signal.Signals, seconds: float) -> None:
+        """Send all ranks a signal, and SIGKILL later. Time counts from when the last one was seen to leave by itself.
+
+        A save may take longer than anybody knows here. A rank that does not even note the signal hangs.
+        """
+        context: Any = self._pcontext
+        if context is None:
+            return
+        handlers = context.subprocess_handlers
+        for handler in handlers.values():
+            if handler.proc.poll() is None:
+                handler.close(death_sig=number)
+        end = time.monotonic() + seconds
+        while living := [rank for rank, handler in handlers.items() if handler.proc.poll() is None]:
+            now = time.monotonic()
+            if any(map(self.board.is_leaving, living)):
+                end = now + seconds
+            if now >= end:
+                break
+            time.sleep(_POLL)
+        self._close(signal.SIGKILL, 1.0)
 
     def _close(self, number: signal.Signals, seconds: float) -> None:
         context: Any = self._pcontext

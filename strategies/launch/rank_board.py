@@ -29,8 +29,9 @@ class _Pulse:
 class RankBoard:
     """A file without a name, in which each rank of this machine has a record, whatever then becomes of the rank.
 
-    Its first byte tells whether a stage runs, as `mark_stage` writes it: to leave within one is a failure. The rest is
-    the last beat of the rank's watchdog, if the user has set a limit.
+    Its first byte tells whether a stage runs, as `mark_stage` writes it, and whether the rank leaves it because of a
+    signal, as `mark_leaving` does: to leave within a stage otherwise is a failure. The rest is the last beat of the
+    rank's watchdog, if the user has set a limit.
 
     Args:
         nproc: number of ranks.
@@ -59,7 +60,11 @@ class RankBoard:
 
     def is_running(self, local_rank: int) -> bool:
         """Tell whether a rank has begun a stage and not ended it."""
-        return self._read(local_rank)[:1] == b"\1"
+        return self._read(local_rank)[:1] in (b"\1", b"\2")
+
+    def is_leaving(self, local_rank: int) -> bool:
+        """Tell whether a rank has noted a signal, and leaves by itself."""
+        return self._read(local_rank)[:1] == b"\2"
 
     def find_silent(self, ended: Collection[int]) -> list[int]:
         """Return all ranks that have not ended, if none of them has given a sign of life for longer than its limit.

@@ -60,8 +60,8 @@ def supervise(
 
     The calling process is a supervisor and no rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to every
     rank (those it doesn't ignore itself: `nohup` stays effective). The ranks may save then: more SIGTERMs, SIGUSR1s and
-    SIGHUPs change nothing, any other second signal kills at once. The first rank to fail ends the others. Every launch
-    listens on a port of its own, which the system picks.
+    SIGHUPs change nothing. A second SIGINT is forwarded too, and kills a second later; any other second signal kills at
+    once. The first rank to fail ends the others. Every launch listens on a port of its own, which the system picks.
 
     `TREADLE_SUPERVISOR` hands each rank this process's id for `die_with_parent`. `OMP_NUM_THREADS`, where unset,
     becomes this process's CPUs divided by `nproc`.
@@ -70,7 +70,8 @@ def supervise(
         nproc: Number of ranks, at least 1.
         argv: The command, program first. Default: this script with its flags and arguments.
         run_id: Name of this run, `TORCHELASTIC_RUN_ID` in the ranks. Default: a random one.
-        grace: Seconds from a forwarded signal to SIGKILL. Default: 30.
+        grace: Seconds from a forwarded signal to SIGKILL, for ranks that have not noted the signal, see `mark_leaving`.
+            Default: 30.
         failure_grace: Seconds which the others have from SIGTERM to SIGKILL once a rank failed. Default: 2, as they
             can only wait for a rank that is gone.
 

@@ -8,8 +8,9 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import scratch
+    from .ending import end_at_once, run_briefly
     from .os_process import die_with_parent, identify_host, is_alive, kill_session, read_start_time
-    from .rank_board import BOARD_RECORD, is_stage_running, mark_stage, write_beat
+    from .rank_board import BOARD_RECORD, is_stage_running, mark_leaving, mark_stage, write_beat
     from .scratch import forget_unfinished, leave_on_sigterm, note_unfinished, open_scratch, sweep
     from .silent_rank import Dumps, explain_silence, fetch_stacks
 

@@ -21,6 +21,11 @@ def mark_stage(running: bool) -> None:
     _write(0, b"\1" if running else b"\0")
 
 
+def mark_leaving() -> None:
+    """Tell the supervisor that this rank has noted a signal, and leaves by itself. For signal handlers too."""
+    _write(0, b"\2")
+
+
 def is_stage_running() -> bool:
     """Tell whether a stage runs in this process."""
     return _running == [os.getpid()]

@@ -36,11 +36,25 @@ FEW_FAULTS = {  # hanging ranks: see test_watchdog.py
     FaultCell("first step", "exit 3", 0, launcher="torchrun"),
     FaultCell("teardown", "exit 0", 1, launcher="torchrun"),
 }
+TARGETS, MOMENTS = ("supervisor", "rank 1", "all"), ("training", "validation", "save")
+
+
+def spread_signals(strategy, launcher):
+    """Each signal, target and moment twice or more."""
+    return [
+        SignalCell(SIGNALS[n % 4], TARGETS[n % 3], 1 + n // 4 % 2, MOMENTS[n // 3 % 3], strategy, launcher)
+        for n in range(9)
+    ]
+
+
 SIGNALLED = [
-    SignalCell(name, target, times, point)
-    for target, times, point, name in itertools.product(
-        ("supervisor", "rank 1", "all"), (1, 2), ("training", "validation", "save"), SIGNALS
-    )
+    *(
+        SignalCell(name, target, times, point)
+        for target, times, point, name in itertools.product(TARGETS, (1, 2), MOMENTS, SIGNALS)
+    ),
+    *spread_signals("fsdp", "local"),
+    *spread_signals("ddp", "torchrun"),
+    *spread_signals("fsdp", "treadle launch"),
 ]
 FEW_SIGNALLED = {
     SignalCell("TERM", "supervisor", 2, "training"),

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...engine import Loader
 from ...engine.checkpoint import ADDED, STATE, CallbackStates, TrainState, store
 from ...engine.checkpoint import save as snapshot
 from ...engine.metrics import metric_state
 from ...strategies import World
-from ...strategies.distributed import local
+from .before_validation import sum_parameters
 from .trainer_state import collect_callback_states
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class LastStep:
         """The step itself is over, and its validation is still to come: a run that goes on from here does it."""
         if not self._trainer.sanity_checking:
             self.note()
-            self._sums = _compute_sums(self._task)  # some callbacks validate with other weights, such as averaged ones
+            self._sums = sum_parameters(self._task)  # some callbacks validate with other weights, such as averaged ones
 
     def note(self) -> None:
         """Remember the run as it is: a step is complete."""
@@ -152,7 +152,7 @@ class LastStep:
             self.note()  # the step is over, but for its end; with others one may have to wait for them here
         if self._moving:
             return "the error came between the optimizer's next step and its end"
-        if self._sums is not None and not all(map(torch.equal, self._sums, _compute_sums(self._task))):
+        if self._sums is not None and not all(map(torch.equal, self._sums, sum_parameters(self._task))):
             return "the error came in a validation, for which something has put other weights into the model"
         return ""
 
@@ -195,12 +195,6 @@ class LastStep:
         info = {**snapshot.run_metadata(accelerator), **trainer.checkpointer.info(state["progress"], task)}
         info |= {"world_size": 1, "saved_by": accelerator.num_processes}
         snapshot.publish(self._alone, path, files, info)
-
-
-def _compute_sums(task: nn.Module) -> list[Tensor]:
-    """What tells a model's parameters from others; on the device, read when it is compared."""
-    parameters = (local(parameter.detach()) for parameter in task.parameters())
-    return [(p.float() if p.element_size() == 1 else p).sum() for p in parameters]  # 8-bit formats can't be added up
 
 
 def _copy_options(group: dict[str, Any]) -> dict[str, Any]:

@@ -82,10 +82,14 @@ class TrainerCheckpointer:
 
     Args:
         trainer: whose parts these are.
+
+    Attributes:
+        earlier_callback_states: what is saved in place of some callbacks' states, by their ``state_key``.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self.earlier_callback_states: dict[str, Any] = {}
         self._added: dict[str, Any] | None = None  # what hooks have added to the checkpoint that is being made
 
     # -- save ----------------------------------------------------------------------------------------------------
@@ -187,7 +191,8 @@ class TrainerCheckpointer:
         trainer.accelerator.register_for_checkpointing(**states)
 
     def _collect_callback_states(self) -> CallbackStates:
-        return CallbackStates(callbacks=collect_callback_states(self._trainer.callbacks), added=self._added or {})
+        callback_states = collect_callback_states(self._trainer.callbacks) | self.earlier_callback_states
+        return CallbackStates(callbacks=callback_states, added=self._added or {})
 
     def _collect_callback_layouts(self) -> CallbackStates:
         """Show how the tensors of callbacks lie; no hook is called for it, as that may change something."""

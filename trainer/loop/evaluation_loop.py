@@ -10,17 +10,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...common.messages import warn
+from ...common.messages import announce, warn
 from ...engine import Loader, Metrics, evaluation_mode, move_data_to_device
 from ...strategies import World
+from ..checkpointing import BeforeValidation
 from ..core import TaskModule, overrides
 from .dataloaders import explain_empty
 from .hook_table import Hooks, count_positional
+from .preemption import leave_now, save_and_leave
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
 _NO_BATCH = object()
+
+
+class _LeftEarly(Exception):
+    """A signal ends the run within an evaluation; on all ranks before the same batch."""
+
+
 STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
@@ -70,6 +78,7 @@ class EvaluationLoop:
         self.within_fit = within_fit
         self.keep_predictions = keep_predictions
         self.metrics = trainer.new_metrics(training=False)
+        self._before: BeforeValidation | None = None
 
     def run(self) -> Evaluation:
         """Evaluate on all loaders. All processes must call it.
@@ -77,7 +86,25 @@ class EvaluationLoop:
         Raises:
             ValueError: if a loader yields no batch on any process, unless within ``fit``; or if there are several
                 loaders, and a step or a hook has no place for ``dataloader_idx``.
+            Preempted: a signal ended the run; within ``fit`` it is saved as it was before the validation.
+            KeyboardInterrupt: likewise.
         """
+        if self.within_fit and not self.trainer.sanity_checking:
+            self._before = BeforeValidation(self.trainer, self.task)
+        try:
+            evaluation = self._run()
+        except _LeftEarly:
+            if self._before is None:
+                leave_now(self.trainer)
+            if (restore := self._own_hook("model_train")) is not None:
+                restore()
+            self._before.restore()
+            save_and_leave(self.trainer)
+        if self._before is not None:
+            self._before.discard()
+        return evaluation
+
+    def _run(self) -> Evaluation:
         trainer, task, metrics = self.trainer, self.task, self.metrics
         self.hooks.check_loader_index(self.name, len(self.loaders))
         inference_mode = trainer.inference_mode and not self.within_fit
@@ -98,6 +125,8 @@ class EvaluationLoop:
             metrics.between_batches(True)
             self._fire("start")
             self._fire("epoch_start")
+            if self._before is not None:
+                self._before.note_start()
             for number in range(len(self.loaders)):
                 metrics.between_batches(False)
                 batches_before = trainer.evaluation_batch
@@ -128,8 +157,12 @@ class EvaluationLoop:
         on_start, on_end = self._get_hooks("batch_start"), self._get_hooks("batch_end")
         cursor = trainer.accelerator.cursor
         predictions: list[Any] = []
+        departure = trainer.preemption.departure
+        departure.begin_loop()
         index = -1
         for index, batch in enumerate(metrics.counted(loader, cursor, task)):
+            if departure.must_leave(index) and self._try_to_leave():
+                break
             metrics.weight, metrics.place = cursor.micro.samples, (number, index)  # type: ignore[union-attr]
             trainer.evaluation_batch += 1
             for hook in on_start:
@@ -139,6 +172,14 @@ class EvaluationLoop:
                 hook(output, batch, index, number)
             if self.keep_predictions and metrics.weight:
                 predictions.append(move_data_to_device(output, "cpu"))
+        else:
+            departure.end_loop()
+            self._check_empty(index, loader)
+            return predictions
+        raise _LeftEarly  # not in the loop: a traceback would keep the loader's iterator
+
+    def _check_empty(self, index: int, loader: Loader) -> None:
+        trainer = self.trainer
         if trainer.accelerator.world.all(index < 0):
             reason = explain_empty(loader, trainer.world_size)
             message = f"the {self.stage} loader yielded no batch. {reason}"
@@ -146,7 +187,14 @@ class EvaluationLoop:
                 raise ValueError(message)
             if loader.length != 0:  # else it was said when fit began
                 warn(message)
-        return predictions
+
+    def _try_to_leave(self) -> bool:
+        """Return whether the run can be saved from here; else it ends when the validation does."""
+        if self._before is None or self._before.try_to_leave():
+            return True
+        self.trainer.preemption.departure.stay()
+        announce("the run ends after this validation: something has put other weights into the model for it")
+        return False
 
     def _end_epoch(self, counts: list[int]) -> dict[str, float]:
         """Call the hooks of the epoch's end, hand what was logged to the loggers, and return the epoch's values."""

@@ -120,7 +120,7 @@ class FitLoop:
             hook()
         if random_state is not None:
             set_random_state(random_state)
-        if progress.step and (self._is_complete() or self._is_late()):
+        if progress.step and not progress.step_is_unfinished and (self._is_complete() or self._is_late()):
             spent = f"{progress.seconds:.0f} s of max_time={trainer.max_seconds:.0f} s, " if self._is_late() else ""
             warn(
                 f"nothing is left to train: {spent}{progress.step:,} optimizer steps and {progress.epoch:,} epochs are "
@@ -128,7 +128,7 @@ class FitLoop:
             )
         with trainer.history.spending("training"):
             trainer.history.begin(progress, read_learning_rates(trainer))
-            while not self._is_finished():
+            while progress.step_is_unfinished or not self._is_finished():
                 self._epoch()
         progress.seconds = time.monotonic() - self.started
         with trainer.logging_to(None):  # the last values are out
@@ -142,8 +142,14 @@ class FitLoop:
     def _is_finished(self) -> bool:
         if self._is_complete():
             return True
-        trainer = self.trainer
-        return self._may_stop(trainer.accelerator.world.any(self._wants_to_stop()))
+        return self._agree_to_stop()
+
+    def _agree_to_stop(self) -> bool:
+        """Agree where no step does so. Returns whether to stop now; leaves if a signal asks for that."""
+        stop = self._may_stop(self.agreement.ask(self._wants_to_stop()))
+        if self.agreement.signaled and not stop:
+            save_and_leave(self.trainer)
+        return stop
 
     def _may_stop(self, requested: bool) -> bool:
         """Whether to stop now: someone wants to, as every process knows, and the minimum is reached."""
@@ -228,9 +234,9 @@ class FitLoop:
         write = stepped and trainer.log_every_n_steps and progress.step % trainer.log_every_n_steps == 0
         if write:
             trainer.logbook.write_step(self.metrics, progress.step, progress.epoch)
-        if self.agreement.signaled:
-            save_and_leave(trainer)
         stop = self._wants_to_stop() if self.alone else self.agreement.stop
+        if self.agreement.signaled and not self._may_stop(stop):  # a run that stops is not resumed
+            save_and_leave(trainer)
         if progress.batch == self.total:
             self._close_epoch()
             stop = False  # the epoch is over anyway
@@ -241,7 +247,8 @@ class FitLoop:
                 due = self.validation_every is not None and self._has_passed(self.validation_every)
             if due:
                 self._validate()
-                stop = trainer.accelerator.world.any(self._wants_to_stop())
+                self._agree_to_stop()
+                stop = self.agreement.stop
             progress.phase = Phase.BETWEEN_STEPS
         if write:
             trainer.history.measure(progress, read_learning_rates(trainer))

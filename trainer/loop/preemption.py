@@ -36,3 +36,16 @@ def save_and_leave(trainer: Trainer) -> NoReturn:
         trainer.last_step.close()
         trainer.last_step = None
     trainer.preemption.leave()
+
+
+def leave_now(trainer: Trainer) -> NoReturn:
+    """End a stage that has nothing to save. All ranks must call it.
+
+    Raises:
+        Preempted: for every signal but Ctrl-C.
+        KeyboardInterrupt: for Ctrl-C.
+    """
+    caught = trainer.preemption.agree()
+    what = "the sanity check" if trainer.sanity_checking else f"{trainer.stage}, whose results are lost"
+    announce(f"{caught.name} ends {what}")
+    trainer.preemption.leave()

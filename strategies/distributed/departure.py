@@ -1,0 +1,131 @@
+"""Let all ranks leave a loop before the same batch, though the loop has no collective that could carry a vote.
+
+The ranks may be at different batches, or wait for each other within one. Nobody may just stop: a rank that is ahead may
+need the others in a collective of the batch it is in. So
+
+1. the rank that wants to leave says so in the store;
+2. each rank, when it hears that, pledges not to begin the batch after its present one without a decision. A thread
+   does this, as the rank itself may be waiting for others;
+3. rank zero decides on the furthest batch that was pledged; nobody has begun that one. There all leave.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from .watchdog import Watchdog
+
+_POLL = 0.005  # seconds
+_FAR = 2**62
+
+Position = tuple[int, int]
+"""The number of a loop since the beginning, and of a batch in it."""
+
+
+class _Round:
+    """What has been said since the beginning of one stage.
+
+    Attributes:
+        number: of the stage; the ranks go through the same ones.
+        position: the batch that this rank is in, or about to begin.
+        asked: this rank wants to leave.
+        limit: where this rank waits for the decision.
+        decision: where all leave.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.position: Position = (0, _FAR)
+        self.asked = False
+        self.limit: Position | None = None
+        self.decision: Position | None = None
+
+    def pledge(self) -> Position:
+        """Stop this rank at a batch that it has not begun; returns that one."""
+        while True:
+            loop, batch = self.position
+            self.limit = (loop, batch + 1) if batch < _FAR else (loop + 1, 0)
+            if self.position < self.limit:  # else it has moved on before it could see the limit
+                return self.limit
+
+
+class Departure:
+    """Tells a rank before which batch it has to leave.
+
+    Args:
+        rank: this process's.
+        size: number of processes.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._round = _Round()
+        self._on_asked: Callable[[], None] = lambda: None
+
+    def begin_stage(self, watchdog: Watchdog | None, on_asked: Callable[[], None]) -> None:
+        """Begin a stage: what was asked before no longer counts. All ranks must call it.
+
+        Args:
+            watchdog: whose thread talks to the store; without one several ranks leave no loop early.
+            on_asked: called by that thread when any rank has asked.
+        """
+        self._round, self._on_asked = _Round(), on_asked
+        if watchdog is not None:
+            self._round.number = watchdog.run_errand(self.exchange)
+
+    def ask(self) -> None:
+        """Make all ranks leave. May come at any time, from a signal handler."""
+        self._round.asked = True
+
+    def begin_loop(self) -> None:
+        """Begin a loop; all ranks go through the same ones."""
+        self._round.position = (self._round.position[0] + 1, 0)
+
+    def end_loop(self) -> None:
+        """End a loop: all its batches are done."""
+        self._round.position = (self._round.position[0], _FAR)
+
+    def must_leave(self, batch: int) -> bool:
+        """Return whether all leave before this batch of the loop. It may wait for the others, once."""
+        state = self._round
+        state.position = position = (state.position[0], batch)
+        if self._size == 1:
+            return state.asked
+        if state.limit is None or position < state.limit:
+            return False
+        while state.decision is None:
+            time.sleep(_POLL)
+        state.limit = state.decision
+        return position >= state.decision
+
+    def stay(self) -> None:
+        """Don't leave in this stage after all. All ranks must call it, where they would have left."""
+        self._round.asked, self._round.limit = False, (_FAR, 0)
+        self._round.decision = self._round.limit
+
+    def exchange(self, store: dist.Store) -> bool:
+        """Take part in what the ranks say; a thread calls it every now and then. Returns whether more is to come."""
+        state = self._round
+        asking, deciding = f"leave {state.number}", f"leave {state.number} at"
+        if state.decision is not None or not state.number:
+            return False
+        if state.limit is None:
+            if state.asked:
+                store.set(asking, "")
+            elif not store.check([asking]):
+                return False
+            self._on_asked()
+            store.set(f"{asking}, rank {self._rank}", json.dumps(state.pledge()))
+        if self._rank == 0:
+            pledges = [f"{asking}, rank {rank}" for rank in range(self._size)]
+            if store.check(pledges):
+                store.set(deciding, json.dumps(max(json.loads(store.get(pledge)) for pledge in pledges)))
+        if store.check([deciding]):
+            state.decision = tuple(json.loads(store.get(deciding)))
+        return state.decision is None

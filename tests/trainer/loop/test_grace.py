@@ -1,0 +1,138 @@
+"""`Trainer(grace=...)`: a run that does not end after a signal is ended, with all ranks and data workers."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from processes import clean_environment, python
+from quiet import trainer
+from strikes import kill_all, living
+from torch.utils.data import DataLoader
+from treadle.engine.checkpoint import CheckpointStore
+
+import treadle
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc as on Linux")
+
+HANGS = """
+import os, time, torch, treadle
+from torch.utils.data import DataLoader, TensorDataset
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def hang(self):
+        if self.trainer.global_step == 2 and self.global_rank == self.trainer.world_size - 1:
+            with open("part", "w") as file:
+                file.write(str(os.getpid()))
+            os.rename("part", "hangs")
+            time.sleep(600)
+
+    def {hook}(self, *args):
+        self.hang()
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+saving = treadle.callbacks.ModelCheckpoint("ckpt", save_top_k=-1, every_n_train_steps=1, save_on_exception=True)
+trainer = treadle.Trainer(
+    accelerator="cpu", devices={devices}, callbacks=[saving], logger=False, enable_progress_bar=False,
+    max_epochs=1, grace={{"seconds": 1}},
+)
+trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(8, 1)), num_workers=1))
+"""
+STEP = "on_train_batch_start"
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(
+    ("devices", "hook", "number", "to_rank"),
+    [
+        (1, STEP, signal.SIGTERM, True),
+        (2, STEP, signal.SIGTERM, True),  # the other rank waits for it, and has got no signal
+        (2, STEP, signal.SIGINT, False),
+        (2, "on_save_checkpoint", signal.SIGUSR1, False),
+    ],
+)
+def test_a_run_that_hangs_after_a_signal_ends(devices, hook, number, to_rank, tmp_path):
+    (tmp_path / "train.py").write_text(HANGS.format(hook=hook, devices=devices))
+    with (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen(
+            [python(), "train.py"], cwd=tmp_path, env=clean_environment(), stderr=err, start_new_session=True
+        )
+        try:
+            end = time.monotonic() + 60
+            while not (tmp_path / "hangs").exists():
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            time.sleep(0.1)
+            began = time.monotonic()
+            os.kill(int((tmp_path / "hangs").read_text()) if to_rank else process.pid, number)
+            status = process.wait(20)
+            seconds = time.monotonic() - began
+            end = time.monotonic() + 2
+            while living(tmp_path) and time.monotonic() < end:
+                time.sleep(0.02)
+            orphans = living(tmp_path)
+        finally:
+            kill_all(tmp_path, process)
+    text = (tmp_path / "err").read_text()
+    assert status == (130 if number is signal.SIGINT else 143), text
+    assert 0.9 < seconds < 6
+    assert orphans == {}
+    assert "grace=1 s after the signal are over" in text
+    newest, broken = CheckpointStore(tmp_path / "ckpt").latest()
+    assert newest is not None
+    assert broken == []
+
+
+def test_grace_is_a_duration():
+    with pytest.raises(ValueError, match="grace"):
+        treadle.Trainer(grace={"seconds": 0}, logger=False)
+    with pytest.raises(TypeError, match="grace"):
+        treadle.Trainer(grace=30, logger=False)
+
+
+class Tiny(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Wakes(treadle.Callback):
+    """Sees whether whoever else waits for signals still hears of them."""
+
+    def __init__(self):
+        self.reading, self.writing = os.pipe()
+        os.set_blocking(self.writing, False)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_others_who_wait_for_signals_still_do(tmp_path):
+    wakes = Wakes()
+    before = signal.set_wakeup_fd(wakes.writing)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            trainer(callbacks=[wakes], grace={"seconds": 60}).fit(Tiny(), DataLoader(torch.ones(4, 1)))
+        assert caught.value.code == 143
+        assert signal.set_wakeup_fd(wakes.writing) == wakes.writing
+    finally:
+        signal.set_wakeup_fd(before)
+    assert os.read(wakes.reading, 1) == bytes([signal.SIGTERM])

@@ -1,0 +1,246 @@
+"""A signal within an evaluation: all ranks leave before the same batch, and a resumed run does a validation again."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from processes import run
+from quiet import trainer
+from torch import nn
+from torch.utils.data import DataLoader
+from treadle.callbacks import EMAWeightAveraging, ModelCheckpoint
+from treadle.engine import Preempted
+
+import treadle
+
+STEPS, VALIDATED = 3, 400  # of an epoch, and in each validation
+
+
+class Count(nn.Module):
+    """A metric object, as torchmetrics' are."""
+
+    def __init__(self):
+        super().__init__()
+        self._defaults = {"total": torch.zeros(())}
+        self.total = torch.zeros(())
+
+    def update(self, value):
+        self.total += value.detach().mean()
+
+    def compute(self):
+        return self.total
+
+    def reset(self):
+        self.total = torch.zeros(())
+
+    forward = update
+
+
+class Task(treadle.TaskModule):
+    """Its validation draws random numbers and moves a buffer; it may be slow, on one rank more than on another."""
+
+    def __init__(self, pause=0.0):
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.register_buffer("validated", torch.zeros(()))
+        self.pause, self.seen, self.drawn = pause, [], []
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(batch_idx)
+        self.validated += 1
+        self.drawn.append(torch.rand(()).item())
+        self.log("val", self.net(batch).square().mean() + self.drawn[-1])
+        time.sleep(self.pause * (1 + self.global_rank / 4))
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        self.validation_step(batch, batch_idx)
+
+    def log(self, *args, **kwargs):
+        if self.trainer.stage != "predict":
+            super().log(*args, **kwargs)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+class SendsOnce(treadle.Callback):
+    """Sends a signal to this process within the validation after some step, and counts the batches of validations."""
+
+    def __init__(self, number, batch=4, rank=0, step=STEPS):
+        self.number, self.batch, self.rank, self.step, self.batches = number, batch, rank, step, 0
+
+    def state_dict(self):
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict):
+        self.batches = state_dict["batches"]
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        self.batches += 1
+        here = trainer.global_step == self.step and batch_idx == self.batch and trainer.global_rank == self.rank
+        if here and self.number is not None:
+            os.kill(os.getpid(), self.number)
+
+    def on_test_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        self.on_validation_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_predict_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        self.on_validation_batch_start(trainer, pl_module, batch, batch_idx)
+
+
+def loaders(world):
+    sizes = (STEPS * 2, VALIDATED)
+    return [DataLoader(torch.arange(float(n))[:, None], 2 // world, shuffle=True) for n in sizes]
+
+
+def fit(folder, number=None, rank=0, world=1, strategy="auto", pause=0.0, callbacks=(), task=None, **flags):
+    task = task or Task(pause)
+    sends = SendsOnce(number, rank=rank)
+    saving = ModelCheckpoint(folder, filename="{step}", save_on_exception=True)
+    flags = {"max_epochs": 2, "num_sanity_val_steps": 0, "enable_checkpointing": None, **flags}
+    own = trainer(callbacks=[sends, saving, *callbacks], strategy=strategy, devices=world, **flags)
+    status = None
+    began = time.monotonic()
+    try:
+        own.fit(task, *loaders(world), ckpt_path="auto")
+    except (Preempted, KeyboardInterrupt) as error:
+        status = getattr(error, "code", 130)
+    words = {
+        "status": status,
+        "step": own.global_step,
+        "seen": task.seen,
+        "batches": sends.batches,
+        "values": {name: value.item() for name, value in own.callback_metrics.items()},
+        "validated": task.validated.item(),
+        "drawn": torch.rand(()).item(),
+        "seconds": time.monotonic() - began,
+        "training": (task.training, torch.is_grad_enabled()),
+    }
+    return words if strategy == "fsdp" else words | {"weights": [p.detach().clone() for p in task.parameters()]}
+
+
+def check(first, second, whole, status):
+    assert (first["status"], first["step"], first["training"]) == (status, STEPS, (True, True))
+    assert second["status"] is None
+    for name in ("step", "values", "validated", "drawn", "batches"):
+        assert second[name] == whole[name], name
+    assert all(map(torch.equal, second.get("weights", ()), whole.get("weights", ())))
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("flags", [{}, {"val_check_interval": 1}, {"max_epochs": 1}], ids=str)
+def test_a_signal_leaves_the_validation_at_the_next_batch(number, status, flags, tmp_path):
+    whole = fit(tmp_path / "whole", **flags)
+    first = fit(tmp_path / "a", number, **flags)
+    assert first["seen"][-5:] == [0, 1, 2, 3, 4]
+    check(first, fit(tmp_path / "a", **flags), whole, status)
+
+
+def leave_on_two(folder, strategy, rank, number, status):
+    whole = fit(f"{folder}/whole", world=2, strategy=strategy)
+    first = fit(f"{folder}/a", number, rank, world=2, strategy=strategy, pause=0.02)
+    second = fit(f"{folder}/a", world=2, strategy=strategy)
+    check(first, second, whole, status)
+    return first["seen"], first["seconds"]
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(
+    ("strategy", "rank", "number", "status"),
+    [
+        ("ddp", 1, signal.SIGTERM, 143),
+        ("ddp", 0, signal.SIGINT, 130),
+        ("fsdp", 0, signal.SIGUSR1, 143),
+    ],
+)
+def test_all_ranks_leave_before_the_same_batch(strategy, rank, number, status, tmp_path):
+    (seen, seconds), (other, _) = run(leave_on_two, 2, str(tmp_path), strategy, rank, number, status)
+    assert seen == other
+    assert 5 <= len(seen) < VALIDATED // 2
+    assert seconds < 8
+
+
+def leave_stage(stage, rank):
+    task = Task(0.02)
+    own = trainer(callbacks=[SendsOnce(signal.SIGTERM, rank=rank, step=0)], devices=2)
+    with pytest.raises(Preempted) as caught:
+        getattr(own, stage)(task, loaders(2)[1])
+    return caught.value.code, task.seen
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_an_evaluation_alone_ends_too(stage, tmp_path):
+    (code, seen), other = run(leave_stage, 2, stage, 1)
+    assert (code, seen) == other
+    assert code == 143
+    assert 5 <= len(seen) < VALIDATED // 2
+
+
+def test_a_sanity_check_ends_and_saves_nothing(tmp_path):
+    own = trainer(
+        callbacks=[SendsOnce(signal.SIGTERM, step=0), ModelCheckpoint(tmp_path)],
+        num_sanity_val_steps=-1,
+        enable_checkpointing=None,
+    )
+    task = Task()
+    with pytest.raises(Preempted):
+        own.fit(task, *loaders(1))
+    assert task.seen == [0, 1, 2, 3, 4]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("callback", [lambda: EMAWeightAveraging(decay=0.9)])
+def test_averaged_weights_are_taken_out_before_the_run_is_saved(callback, tmp_path):
+    whole = fit(tmp_path / "whole", callbacks=[callback()])
+    first = fit(tmp_path / "a", signal.SIGTERM, callbacks=[callback()])
+    assert len(first["seen"]) == 5
+    check(first, fit(tmp_path / "a", callbacks=[callback()]), whole, 143)
+
+
+class Swaps(treadle.Callback):
+    """Validates with other weights, and does not say how to undo that."""
+
+    def on_validation_start(self, trainer, pl_module):
+        self.before = [p.detach().clone() for p in pl_module.parameters()]
+        for parameter in pl_module.parameters():
+            parameter.data.mul_(0.5)
+
+    def on_validation_end(self, trainer, pl_module):
+        for parameter, before in zip(pl_module.parameters(), self.before, strict=True):
+            parameter.data.copy_(before)
+
+
+def test_a_validation_with_weights_of_its_own_is_completed_first(tmp_path):
+    whole = fit(tmp_path / "whole", callbacks=[Swaps()])
+    first = fit(tmp_path / "a", signal.SIGTERM, callbacks=[Swaps()])
+    assert len(first["seen"]) == VALIDATED // 2
+    check(first, fit(tmp_path / "a", callbacks=[Swaps()]), whole, 143)
+
+
+class Counting(Task):
+    def __init__(self):
+        super().__init__()
+        self.count = Count()
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.count(self.net(batch))
+
+    def on_validation_epoch_end(self):
+        self.log("count", self.count.compute())
+        self.count.reset()
+
+
+def test_metric_objects_count_no_batch_twice(tmp_path):
+    whole = fit(tmp_path / "whole", task=Counting())
+    first = fit(tmp_path / "a", signal.SIGTERM, task=Counting())
+    check(first, fit(tmp_path / "a", task=Counting()), whole, 143)
