@@ -6,7 +6,7 @@ BENCH := .venv-bench
 # Tests start many processes; each would compile the whole package where bytecode is not kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-all test-slow test-resume test-faults test-soak test-slurm test-browser lint types compat wheel bench clean
+.PHONY: install demo test test-all test-slow test-resume test-faults test-elastic test-soak test-slurm test-browser lint types compat wheel bench clean
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -40,6 +40,12 @@ test-faults: install
 # Long trainings with everything on, and a table of what they hold per minute; TREADLE_SOAK_MINUTES=n of the first.
 test-soak: install
 	$(BIN)/python -m pytest -m soak -q tests/fault_injection/test_soak.py $(ARGS)
+
+# Ranks killed at random moments under launchers that restart them; machines that come and go, some of them in network
+# namespaces, which takes root and the program ip. Prints a table: kills, status, seconds, latency of each restart.
+test-elastic: install
+	$(BIN)/python -m pytest -q -s --tb short tests/fault_injection/test_restarts.py \
+	  tests/fault_injection/test_elastic_worlds.py $(ARGS)
 
 # A SLURM cluster of two nodes on this machine, made for the tests and ended with them.
 test-slurm: install

@@ -146,7 +146,7 @@ class World:
         A line has two threads and five descriptors, and torch keeps each until the process group ends: without this
         every Trainer that saves beside the training would add one.
         """
-        if self._beside is not None and self.group is None:
+        if self._beside is not None and self._beside.group is not None and self.group is None:
             process_group.spare_lines.append((self.timeout, self._beside.group))
         self._beside = None
 

@@ -33,8 +33,8 @@ def describe(outcome: Outcome, equal: bool) -> str:
     """A row of the table that the tests print."""
     latencies = ", ".join("-" if math.isnan(seconds) else f"{seconds:.1f}" for seconds in outcome.latencies)
     status = "HUNG" if outcome.status is None else outcome.status
-    result = "equal" if equal else "DIFFERS"
-    return f"{len(outcome.killed)} kills | {status} | {outcome.seconds:.1f} s | {result} | {latencies}"
+    weights = "equal" if equal else "DIFFERS"
+    return f"{len(outcome.killed)} kills | {status} | {outcome.seconds:.1f} s | {weights} | {latencies}"
 
 
 def check(outcome: Outcome, expected: dict) -> None:

@@ -7,6 +7,7 @@ says; `draw_kills` draws such a list from a seed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -85,8 +86,8 @@ def draw_kills(seed: int, number: int, ranks: int = 2) -> list[Kill]:
     """Draw kills at random moments; any of them may be the start of an attempt, soon after the kill before."""
     chance = random.Random(seed)
     kills = []
-    for _ in range(number):
-        moment = chance.choice(list(MOMENTS))
+    for left in reversed(range(number)):
+        moment = chance.choice([moment for moment in MOMENTS if moment != "done" or not left])
         count = chance.randint(1, 8) if moment in ("step", "save") else 1
         kills.append(Kill(chance.randrange(ranks), moment, count, chance.uniform(0, MOMENTS[moment])))
     return kills
@@ -187,4 +188,6 @@ def final_samples(events: Iterable[dict[str, Any]]) -> dict[int, list[int]]:
                 taken[epoch] = [(step, samples) for step, samples in steps if step < event["step"]]
         elif event["moment"] == "step":
             taken.setdefault(event["epoch"], []).append((event["step"], event["samples"]))
-    return {epoch: sorted(sample for _, samples in steps for sample in samples) for epoch, steps in taken.items()}
+    return {
+        epoch: sorted(itertools.chain.from_iterable(samples for _, samples in steps)) for epoch, steps in taken.items()
+    }
