@@ -22,7 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import open_world
-from ..distributed import LaunchEnvironment, die_with_parent, disconnect, process_group
+from ..distributed import LaunchEnvironment, disconnect, process_group
+from ..processes import die_with_parent
 from .findings import FAULT, Finding, find_worst, format_ranks, judge
 from .machine import Facts, inspect_process
 from .measurements import measure_all_reduce, measure_clocks
