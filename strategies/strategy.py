@@ -104,8 +104,17 @@ class Strategy(StrategyAliases):
             )
         return self.wrap(module)
 
-    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Average gradients that a backward has left on its process, where `replicate` leaves them there."""
+    def reduce_gradients(self, parameters: Iterable[Tensor], note: Tensor | None = None) -> Tensor | None:
+        """Average gradients that a backward has left on its process, where `replicate` leaves them there.
+
+        Args:
+            parameters: whose.
+            note: a number to sum over the processes in the same exchange (0-d tensor).
+
+        Returns:
+            The sum; None where nothing is exchanged.
+        """
+        return None
 
     def place(self, module: nn.Module) -> nn.Module:
         """Put ``module`` where it can be evaluated, in the storage format; returns what to call in its stead."""
@@ -334,8 +343,17 @@ class Strategy(StrategyAliases):
 
     # -- what the processes agree on -----------------------------------------------------------------------------
 
+    @property
+    def votes_in_backward(self) -> bool:
+        """Whether votes that are cast before the coming backward ride in its reduction of the gradients.
+
+        Its gradients must then be the same on every process, as they can't be voted on. Otherwise votes are an exchange
+        of their own, which is better begun when the gradients are known.
+        """
+        return False
+
     def start_agreement(self, votes: Tensor) -> None:
-        """Begin to sum ``votes`` (4 floats) over the processes. Called before the last backward of a step."""
+        """Begin to sum ``votes`` over the processes; called before the last backward of a step, or after it."""
         self._votes = votes
         self._work = self.world.start_all_reduce(votes)
 

@@ -42,9 +42,12 @@ class Accumulation:
         groups_end_with_loader: whether the end of a loader ends a group.
         position: micro-batches of the current group that came from elsewhere than a prepared loader.
         agreement: what all processes decide together in each step.
-        always_agree: every step's backward carries votes; see `agree_on_steps`.
+        always_agree: every step carries votes; see `agree_on_steps`.
+        watches_gradients: `agree` looks whether the gradients are finite.
+        guard: asked before each optimizer step, with the optimizer, whether it may be taken; None where nobody asks.
         unfinished: gradients are still to be divided by the reported weights.
         unreduced: optimizers whose gradients were left on their process.
+        agreed_taint: NaN if some process's loss was not finite when gradients were reduced last; see `Agreement.taint`.
     """
 
     def __init__(
@@ -65,12 +68,15 @@ class Accumulation:
         self.scaler = scaler
         self.agreement = Agreement(world, strategy)
         self.always_agree = False
+        self.watches_gradients = False
+        self.guard: Callable[[PreparedOptimizer], bool] | None = None
         self.groups_end_with_loader = plugin.sync_with_dataloader
         self.sync_gradients = True
         self.optimizer_step_was_skipped = False
         self.position = 0
         self.unfinished = False
         self.unreduced: set[PreparedOptimizer] = set()
+        self.agreed_taint: Tensor | None = None
         self._micro_batches = plugin.num_steps
         self._delays_sync = strategy.delays_sync and not plugin.sync_each_batch
         self._weight: float | Tensor | None = None
@@ -210,7 +216,8 @@ class Accumulation:
                 loss = loss * scale
         if self.loss_scale is not None:
             loss = self.loss_scale.scale(loss)
-        if self.sync_gradients and (self.always_agree or self.unfinished):
+        votes = self.sync_gradients and (self.always_agree or self.unfinished)
+        if votes and (not self.watches_gradients or self.strategy.votes_in_backward):
             self.agreement.vote(self._weight)
         try:
             if by is None:
@@ -233,7 +240,8 @@ class Accumulation:
     def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
         """Average the gradients that backward left on their process, for one optimizer."""
         self.unreduced.discard(optimizer)
-        self.strategy.reduce_gradients(p for group in optimizer.param_groups for p in group["params"])
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self.agreed_taint = self.strategy.reduce_gradients(parameters, self.agreement.taint())
 
     def drop_gradients(self) -> None:
         """Drop the gradients of the current group, which will not be finished."""
@@ -259,13 +267,20 @@ class Accumulation:
         """Let every step's backward carry what all processes must agree on."""
         on_cpu = self.world.device.type == "cpu"
         self.always_agree = self.world.size > 1 or not on_cpu
+        self.guard = None
+        self.watches_gradients = finite and self.scaler is None  # the loss scaler looks at them itself
         self.agreement.reset()
-        self.agreement.watch_finite = finite and self.scaler is None
+        self.agreement.watch_finite = finite
         self.agreement.immediate = at_once or on_cpu
 
     def agree(self) -> Agreement:
-        """Read what all processes agreed on in the last backward."""
-        total = self.agreement.count()
+        """Look at the gradients, and read what all processes agreed on."""
+        agreement = self.agreement
+        if self.watches_gradients:
+            agreement.watch_gradients(self.optimizers)
+        if not agreement.has_voted and not agreement.alone:
+            agreement.vote(self._weight)
+        total = agreement.count()
         if self.unfinished:
             weight = self._weight if total is None else total
             assert weight is not None
@@ -274,9 +289,9 @@ class Accumulation:
         return self.agreement
 
     def not_finite_on(self) -> list[int]:
-        """Return the ranks whose loss was not finite, and forget them."""
+        """Return the ranks whose loss was not finite, and forget what was not."""
         local_finite = self.agreement.local_finite
-        self.agreement.finite = self.agreement.local_finite = True
+        self.agreement.forget_losses()
         return [rank for rank, finite in enumerate(self.world.gather_objects(local_finite)) if not finite]
 
     def _iter_trained_parameters(self) -> Iterable[Tensor]:

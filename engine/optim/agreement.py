@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...strategies import BALLOT_SIZE, Strategy, World
+from .gradient_check import are_finite, is_finite, largest_elements, real_values
+
+if TYPE_CHECKING:
+    from .prepared_optimizer import PreparedOptimizer
 
 _WEIGHT, _STOP, _TAINT, _LEAVE, _SIGNAL = range(5)
 
@@ -21,11 +27,16 @@ class Agreement:
     Attributes:
         stop_vote: this process wants to stop; set it at any time.
         stop: some process wanted to stop, and every process knows it now.
-        finite: the losses of the step were finite on every process.
+        finite: the step's losses, and its gradients where they are watched, were finite on every process.
+        local_finite: the losses were, on this process.
+        bad_losses: which of this process's micro-batches of the step had a loss that was not, counted from its first.
+        micro_batches: how many micro-batches of this process ``bad_losses`` counts.
+        next_place: what names the current step; any value.
         leave_vote: this process wants to leave the epoch without this step.
         leaves: how many processes wanted that.
         signal_vote: this process got a signal that asks the run to end; see `signal`.
         signaled: some process got one, and every process knows it now.
+        has_voted: the votes of the current step were cast.
     """
 
     def __init__(self, world: World, strategy: Strategy) -> None:
@@ -35,17 +46,26 @@ class Agreement:
         self.leaves = 0
         self.signal_vote = False
         self.signaled = False
+        self.has_voted = False
         self.finite = True
         self.local_finite = True
         self.watch_finite = True
         self.alone = world.size == 1
         self._world = world
         self.immediate = world.device.type == "cpu"
+        self.next_place: Any = None
+        self._read_place: Any = None
+        self.bad_losses: list[int] = []
+        self.micro_batches = 0
         self._device = world.device
+        self._on_host = world.device.type == "cpu"
         self._strategy = strategy
-        self._taint: Tensor | None = None
-        self._local_taint: Tensor | None = None
-        self._pending: tuple[Tensor, Tensor, torch.cuda.Event | None] | None = None
+        self._taints: list[Tensor] = []  # one per micro-batch: 0 for a finite loss, NaN for any other
+        self._gradients_finite = True  # as far as the host knows
+        self._norms: list[Tensor] = []
+        self._watched: list[Tensor] = []  # the parameters whose gradients were looked at last
+        self._bad_parameters: list[Tensor] | None = None
+        self._pending: _Ballots | None = None
 
     def signal(self) -> None:
         """This process got a signal that asks the run to end. May come at any time, from a signal handler."""
@@ -64,15 +84,41 @@ class Agreement:
         """Take note of one micro-batch's loss."""
         if not self.watch_finite:
             return
-        if self.alone and self.immediate:
-            if not math.isfinite(loss.item()):
-                self.local_finite = self.finite = False
+        if not self._on_host:
+            self._taints.append(loss.detach().float() * 0.0)  # no host read
             return
-        taint = loss.detach().float() * 0.0  # 0 for a finite loss, NaN for any other: no host read
-        self._taint = taint if self._taint is None else self._taint + taint
+        if not math.isfinite(loss.item()):
+            self.bad_losses.append(self.micro_batches)
+            self.local_finite = False
+            if self.alone:
+                self.finite = False
+        self.micro_batches += 1
+
+    def watch_gradients(self, optimizers: Iterable[PreparedOptimizer]) -> None:
+        """Look at the gradients that optimizers are about to apply, reduced where they are reduced."""
+        watched, gradients, sharded = [], [], self._strategy.sharded
+        for optimizer in optimizers:
+            for group in optimizer.optimizer.param_groups:
+                for parameter in group["params"]:
+                    gradient = parameter.grad
+                    if gradient is not None:
+                        watched.append(parameter)
+                        plain = not (sharded or gradient.is_sparse or gradient.is_complex())
+                        gradients.append(gradient if plain else real_values(gradient))
+        if self._on_host:
+            self._watched = watched
+            self._gradients_finite = are_finite(gradients)
+        elif gradients:
+            self._watched += watched
+            self._norms.append(largest_elements(gradients, self._device))
 
     def vote(self, weight: float | Tensor | None) -> None:
-        """Cast this process's votes; called before the last backward of a step."""
+        """Cast this process's votes; called before the last backward of a step, or after it.
+
+        Args:
+            weight: what this process's losses of the step are a mean over, where that was reported.
+        """
+        self.has_voted = True
         if self.alone:
             return
         votes = torch.zeros(BALLOT_SIZE, device=self._device)
@@ -84,61 +130,89 @@ class Agreement:
             votes[_LEAVE] = 1.0
         if self.signal_vote:
             votes[_SIGNAL] = 1.0
-        if self._taint is not None:
-            votes[_TAINT] = self._taint
-        self._local_taint, self._taint = self._taint, None
+        if self._taints or self._norms or not (self.local_finite and self._gradients_finite):
+            votes[_TAINT] = self.taint()
         self._strategy.start_agreement(votes)
+
+    def taint(self) -> Tensor:
+        """Return NaN if a loss or a watched gradient is not finite on this process, else 0; no host read."""
+        if self._on_host:
+            return torch.tensor(0.0 if self.local_finite and self._gradients_finite else math.nan)
+        values = [*self._taints, *((norms * 0.0).sum() for norms in self._norms)]
+        return torch.stack(values).sum() if values else torch.zeros((), device=self._device)
+
+    @property
+    def place(self) -> Any:
+        """What ``next_place`` was in the step that ``finite`` is about."""
+        return self.next_place if self.immediate else self._read_place
+
+    def finite_so_far(self, agreed_taint: Tensor | None) -> bool:
+        """Tell whether losses and gradients are finite that no votes were cast on yet; may wait for the device.
+
+        Args:
+            agreed_taint: `taint` summed in the reduction of these gradients; None in a world of one.
+        """
+        taint = self.taint() if agreed_taint is None else self.taint() + agreed_taint.to(self._device)
+        return not math.isnan(taint.item())
 
     def count(self) -> Tensor | None:
         """Read the votes after that backward; returns the summed weight (on the device), or None in a world of one."""
+        self.has_voted = False
+        summed = None if self.alone else self._strategy.agreement()
+        if self._on_host:
+            if summed is not None:
+                self._read_votes(summed.tolist())
+            if not self._gradients_finite:
+                self.finite, self._gradients_finite = False, True
+            if self.finite:
+                self.micro_batches = 0
+        elif summed is not None or self.watch_finite:
+            ballots = _Ballots(summed, self._taints, self._norms, self._watched, self.next_place)
+            self._taints, self._norms, self._watched = [], [], []
+            if self.immediate:
+                self._read(ballots)
+            else:
+                self.settle()
+                self._pending = ballots.copy_to_host()
         if self.alone:
             self.stop = self.stop_vote
-            if not self.immediate and self.watch_finite:
-                taint, self._taint = self._taint, None
-                self._read_later(_pack_votes(None, taint, self._device))
-            return None
-        summed = self._strategy.agreement()
-        packed = _pack_votes(summed, self._local_taint, self._device)
-        if self.immediate:
-            self._read(packed)
-        else:
-            self._read_later(packed)
-        return summed[_WEIGHT]
+        return None if summed is None else summed[_WEIGHT]
 
-    def _read(self, packed: Tensor) -> None:
-        values = packed.tolist()
-        if not self.alone:
-            self.stop = values[_STOP] > 0
-            self.leaves = round(values[_LEAVE])
-            self.signaled = values[_SIGNAL] > 0
-        self.finite = not math.isnan(values[_TAINT])
-        self.local_finite = not math.isnan(values[-1])
+    def _read_votes(self, votes: list[float]) -> None:
+        self.stop = votes[_STOP] > 0
+        self.leaves = round(votes[_LEAVE])
+        self.signaled = votes[_SIGNAL] > 0
+        self.finite = not math.isnan(votes[_TAINT])
+
+    def _read(self, ballots: _Ballots) -> None:
+        votes, losses, norms = ballots.read()
+        if votes is not None:
+            self._read_votes(votes)
+        self.bad_losses = [number for number, taint in enumerate(losses) if math.isnan(taint)]
+        self.micro_batches = len(losses)
+        self.local_finite = not self.bad_losses
+        self._bad_parameters = [p for p, norm in zip(ballots.watched, norms, strict=False) if not math.isfinite(norm)]
+        self.finite = (self.finite if votes is not None else self.local_finite) and not self._bad_parameters
+        self._read_place = ballots.place
 
     def settle(self) -> None:
         """Read at once what would be read one step later; waits for the device."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            _, host, event = pending
-            if event is not None:
-                event.synchronize()
-            self._read(host)
+            self._read(pending)
 
-    def _read_later(self, packed: Tensor) -> None:
-        self.settle()
-        event = None
-        if packed.is_cuda:
-            host = torch.empty(packed.shape, pin_memory=True)
-            host.copy_(packed, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        else:
-            host = packed
-        self._pending = (packed, host, event)
+    def find_bad_parameters(self) -> list[Tensor]:
+        """Return the parameters whose gradients are not finite on this process; of the step that was read last."""
+        if self._bad_parameters is not None:
+            return self._bad_parameters
+        return [p for p in self._watched if p.grad is not None and not is_finite(p.grad)]
 
     def forget_losses(self) -> None:
-        """Forget the losses of a group that will not be finished."""
-        self.finite = self.local_finite = True
-        self._taint = None
+        """Forget the losses and gradients of a group that is over, or will not be finished."""
+        self.finite = self.local_finite = self._gradients_finite = True
+        self.has_voted = False
+        self.bad_losses, self.micro_batches = [], 0
+        self._taints, self._norms, self._watched, self._bad_parameters = [], [], [], None
 
     def reset(self) -> None:
         """Forget the votes of the run before."""
@@ -146,13 +220,47 @@ class Agreement:
         self.stop_vote = self.stop = self.leave_vote = False
         self.signaled = self.signal_vote and self.alone  # a signal that came before the first step counts
         self.leaves = 0
-        self._local_taint = self._pending = None
+        self._read_place = self.next_place = None
+        self._pending = None
 
 
-def _pack_votes(votes: Tensor | None, local_taint: Tensor | None, device: torch.device) -> Tensor:
-    """The summed votes and this process's own taint, to be read at once; in a world of one they are the same."""
-    taint = torch.zeros(1, device=device) if local_taint is None else local_taint.reshape(1)
-    if votes is None:
-        votes = torch.zeros(BALLOT_SIZE, device=device)
-        votes[_TAINT] = taint[0]
-    return torch.cat((votes.float(), taint))
+class _Ballots:
+    """What is read of one step: the summed votes, and what this process alone has seen. Made without waiting.
+
+    Args:
+        votes: summed over the processes; None in a world of one.
+        taints: of each micro-batch's loss.
+        norms: of each gradient that was looked at.
+        watched: the parameters that these are of.
+        place: what names the step.
+    """
+
+    def __init__(
+        self, votes: Tensor | None, taints: list[Tensor], norms: list[Tensor], watched: list[Tensor], place: Any
+    ) -> None:
+        self.sizes = [0 if votes is None else len(votes), len(taints), len(watched) if norms else 0]
+        values = [torch.stack(taints)] if taints else []
+        values += norms
+        values += [] if votes is None else [votes.float()]
+        self.watched = watched
+        self.place = place
+        self._on_device = torch.cat(values) if values else torch.zeros(0)
+        self._on_host = self._on_device
+        self._event: torch.cuda.Event | None = None
+
+    def copy_to_host(self) -> _Ballots:
+        """Begin to copy them."""
+        if self._on_device.is_cuda:
+            self._on_host = torch.empty(self._on_device.shape, pin_memory=True)
+            self._on_host.copy_(self._on_device, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        return self
+
+    def read(self) -> tuple[list[float] | None, list[float], list[float]]:
+        """Return the votes, the taints and the norms; waits for the device if they are not here yet."""
+        if self._event is not None:
+            self._event.synchronize()
+        values = self._on_host.tolist()
+        votes, taints, norms = self.sizes
+        return values[taints + norms :] if votes else None, values[:taints], values[taints : taints + norms]

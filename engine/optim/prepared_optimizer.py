@@ -34,7 +34,7 @@ class PreparedOptimizer(Optimizer):
         built: the options that the script built it with.
         effective_options: the options that hold, which a resume changes.
         steps_taken: steps taken in this process.
-        skipped: steps that a float16 overflow prevented.
+        skipped: steps that a float16 overflow, or a number that was not finite, prevented.
     """
 
     def __init__(
@@ -85,8 +85,10 @@ class PreparedOptimizer(Optimizer):
             accumulation.finish_gradients()
         if self in accumulation.unreduced:
             accumulation.reduce_gradients(self)
-        skipped = False
-        if accumulation.loss_scale is not None:
+        skipped = accumulation.guard is not None and not accumulation.guard(self)
+        if skipped:
+            result = None
+        elif accumulation.loss_scale is not None:
             result, skipped = accumulation.loss_scale.step(self.optimizer, closure)
         else:
             result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()

@@ -39,18 +39,28 @@ def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
         _scatter(world.broadcast_tensor(_flatten(bucket), source), bucket)
 
 
-def average_gradients(parameters: Iterable[Tensor], world: World) -> None:
+def average_gradients(parameters: Iterable[Tensor], world: World, note: Tensor | None = None) -> Tensor | None:
     """Replace each gradient by its mean over all ranks; one that a rank lacks counts as zero there.
 
     What is the same everywhere stays so: gradients may be averaged again after more has been added to them. One that no
     rank has stays None. All ranks must call it with the same parameters.
+
+    Args:
+        parameters: whose gradients.
+        world: the ranks.
+        note: a number that is summed over the ranks beside them (0-d tensor).
+
+    Returns:
+        The sum; None in a world of one.
     """
     if world.size == 1:
-        return
+        return None
     parameters = list(dict.fromkeys(parameters))
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
         raise ValueError("sparse gradients can't be averaged on demand: make the embedding with sparse=False.")
-    holders = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=world.device)
+    holders = torch.tensor([*(float(parameter.grad is not None) for parameter in parameters), 0.0], device=world.device)
+    if note is not None:
+        holders[-1] = note
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     works = [world.start_all_reduce(holders)]
     packed = []
@@ -64,9 +74,10 @@ def average_gradients(parameters: Iterable[Tensor], world: World) -> None:
     for bucket, flat in packed:
         _scatter(flat.div_(world.size), bucket)
     if any(parameter.grad is None for parameter in parameters):  # else nothing has to be read from the device
-        for parameter, gradient, count in zip(parameters, gradients, holders.tolist(), strict=True):
+        for parameter, gradient, count in zip(parameters, gradients, holders[:-1].tolist(), strict=True):
             if parameter.grad is None and count:
                 parameter.grad = gradient
+    return holders[-1]
 
 
 def _flatten(bucket: list[Tensor]) -> Tensor:

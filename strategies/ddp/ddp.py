@@ -255,9 +255,9 @@ class DDP(Strategy):
             self.world.broadcast_tensor(tensor.detach())
         return super().wrap(module)
 
-    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+    def reduce_gradients(self, parameters: Iterable[Tensor], note: Tensor | None = None) -> Tensor | None:
         """See `Strategy.reduce_gradients`."""
-        average_gradients(parameters, self.world)
+        return average_gradients(parameters, self.world, note)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """See `Strategy.wrap_optimizer`. It stays the user's own object; hooks around its step do the rest."""
@@ -372,10 +372,16 @@ class DDP(Strategy):
 
     # -- what the processes agree on -----------------------------------------------------------------------------
 
+    @property
+    def votes_in_backward(self) -> bool:
+        """See `Strategy.votes_in_backward`: with a ballot, if the backward reduces."""
+        replica = self._ballot_replica
+        return self._ballot is not None and replica is not None and replica.require_backward_grad_sync
+
     def start_agreement(self, votes: Tensor) -> None:
-        """See `Strategy.start_agreement`. With a ballot, the coming backward is the exchange, if it reduces."""
-        ballot, replica = self._ballot, self._ballot_replica
-        self._by_ballot = ballot is not None and replica is not None and replica.require_backward_grad_sync
+        """See `Strategy.start_agreement`."""
+        ballot = self._ballot
+        self._by_ballot = self.votes_in_backward
         if self._by_ballot:
             ballot.value = votes.to(ballot.carrier.dtype)  # type: ignore[union-attr]
         else:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...common.messages import announce
 from ...engine import isolated_random_state
 from ...engine.metrics import MutedMetrics
+from ...engine.optim import PreparedOptimizer
 from ..core import TaskModule, overrides
 from .hook_table import Hook, Hooks, count_positional
 from .lr_schedulers import Schedules
@@ -130,7 +131,8 @@ class Steps:
     def _optimize(self, index: int, loss: Tensor) -> None:
         """Agree, clip, step, zero; then the schedulers by step."""
         accumulation, optimizer, progress, hooks = self.accumulation, self.optimizer, self.progress, self.hooks
-        if accumulation.always_agree or accumulation.unfinished:
+        self.agreement.next_place = progress.step + 1, progress.epoch, index
+        if accumulation.always_agree or accumulation.watches_gradients or accumulation.unfinished:
             accumulation.agree()
         if self.agreement.leaves:
             self.refuse_to_leave(None)
@@ -260,25 +262,75 @@ class Steps:
         else:
             self.custom_zero_grad(self.progress.epoch, index, self.optimizer)
 
-    def refuse(self) -> None:
-        """The loss is not finite on some process; every process comes here after the same step.
+    def settle(self) -> None:
+        """Read what is known of the last step, which accelerators tell one step later; see `refuse`."""
+        self.agreement.settle()
+        if not self.agreement.finite:
+            self.refuse()
+
+    def refuse(self, optimizer: PreparedOptimizer | None = None) -> None:
+        """A loss or a gradient is not finite on some process; every process comes here in the same step.
+
+        Args:
+            optimizer: the one that is about to step, where the task steps its optimizers itself.
 
         Raises:
-            ValueError: where the flag says ``"raise"``; names the step and the processes.
+            ValueError: where the flag says ``"raise"``; names the step, and the processes or the parameter.
         """
-        ranks = self.accumulation.not_finite_on()
-        step, epoch, batch = self.progress.step + 1, self.progress.epoch, self.progress.batch - 1
-        problem = f"the loss is not finite on rank {', '.join(map(str, ranks))}"
-        location = f"optimizer step {step} (epoch {epoch}, micro-batch {batch})"
+        step, epoch, batch = self.agreement.place
+        problem, batches, losses = self.describe_not_finite(batch)
+        location = f"optimizer step {step} (epoch {epoch}, micro-batch {batches})"
         if self.trainer.on_nonfinite == "raise":
             raise ValueError(
                 f"{problem} in {location}. Look at that batch, lower the learning rate or clip the gradients; "
                 "Trainer(on_nonfinite='skip') leaves such steps out."
             )
-        announce(f"{problem}: {location} is skipped")
+        announce(f"{problem} in {location}, which is skipped")
+        self.leave_out(losses, optimizer)
+
+    def leave_out(self, losses: bool, optimizer: PreparedOptimizer | None = None) -> None:
+        """Leave out a step.
+
+        Args:
+            losses: a loss is not finite, rather than a gradient alone.
+            optimizer: see `refuse`.
+        """
         self.progress.skipped += 1
         if self.optimizer is not None:
-            self.optimizer.zero_grad()
+            self.optimizer.optimizer.zero_grad()
+
+    def describe_not_finite(self, batch: int) -> tuple[str, str, bool]:
+        """Say what is not finite, and forget it. All ranks must call it.
+
+        Args:
+            batch: the step's last micro-batch.
+
+        Returns:
+            Which rank's loss or which parameter's gradient, in which micro-batches, and whether it is a loss.
+        """
+        agreement, world = self.agreement, self.accelerator.world
+        first = batch - max(0, agreement.micro_batches - 1)
+        bad_batches = [first + number for number in agreement.bad_losses]
+        bad_gradients = [] if bad_batches else self._name_bad_gradients()
+        agreement.forget_losses()
+        by_rank = world.gather_objects((bad_batches, bad_gradients))
+        batches_by_rank = {rank: ", ".join(map(str, batches)) for rank, (batches, _) in enumerate(by_rank) if batches}
+        if batches_by_rank:
+            ranks, batches = ", ".join(map(str, batches_by_rank)), set(batches_by_rank.values())
+            same = len(batches) == 1
+            where = batches.pop() if same else "; ".join(f"{b} on rank {r}" for r, b in batches_by_rank.items())
+            return f"the loss is not finite on rank {ranks}", where, True
+        where = str(batch) if first == batch else f"{first} to {batch}"
+        order = {name: number for number, (name, _) in enumerate(self.task.named_parameters())}
+        names = sorted({name for _, bad in by_rank for name in bad}, key=order.__getitem__, reverse=True)
+        if not names:  # of what is not the task's own parameter
+            return "every loss is finite, but a gradient is not,", where, False
+        more = f", the first of {len(names)} in the order of backward" if len(names) > 1 else ""
+        return f"every loss is finite, but the gradient of {names[0]} is not{more},", where, False
+
+    def _name_bad_gradients(self) -> list[str]:
+        bad = set(map(id, self.agreement.find_bad_parameters()))
+        return [name for name, parameter in self.task.named_parameters() if id(parameter) in bad]
 
 
 def _is_users(hook: Hook) -> bool:

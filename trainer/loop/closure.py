@@ -89,7 +89,8 @@ class ClosureSteps(Steps):
             self.metrics.counted(self._replay_batches(micro_batches), self.cursor, self.task)
         ):
             results.append(self._forward_and_backward(batch, first + number, micro_batches[number][1].last))
-        if accumulation.always_agree or accumulation.unfinished:
+        self.agreement.next_place = self.progress.step + 1, self.progress.epoch, first + len(micro_batches) - 1
+        if accumulation.always_agree or accumulation.watches_gradients or accumulation.unfinished:
             accumulation.agree()
         if not self.agreement.finite:
             self.refuse()

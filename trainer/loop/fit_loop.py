@@ -185,6 +185,7 @@ class FitLoop:
                 raise ValueError(f"the training loader yielded no batch. {self._explain_empty()}")
             if not progress.epoch_is_trained:  # a loader without a length ends only when it ends
                 self._close_epoch()
+        self.steps.settle()  # a limit ended the run within the epoch
         if self.steps.skip_rest or progress.epoch_is_trained:
             self.loader.end_epoch()
             progress.phase = Phase.EPOCH_END
@@ -313,6 +314,7 @@ class FitLoop:
 
     def _close_epoch(self) -> None:
         """After the epoch's last step: validate if due, then the schedulers by epoch."""
+        self.steps.settle()
         if self.trainer.has_validation and self._is_validation_due():
             self._validate()
         self.schedules.after_epoch()

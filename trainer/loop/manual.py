@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...common.messages import warn
+from ...engine.optim import PreparedOptimizer
 from ..core import overrides
 from .automatic import Steps
 from .progress import Phase
@@ -37,11 +38,17 @@ class ManualSteps(Steps):
         self.votes = self.accumulation.always_agree
         self.accumulation.always_agree = False  # not in each backward, but once, after the step
         self.voting = self.may_leave()
+        self.tainted: set[PreparedOptimizer] = set()  # whose next step is left out
+        self.watches_gradients = self.accumulation.watches_gradients
+        self.accumulation.watches_gradients = False  # not where votes are read, but before each optimizer's step
+        if self.agreement.watch_finite:
+            self.accumulation.guard = self._may_step
         hooked = optimizers if self.hooks.on_before_optimizer_step else []
         self._handles = [optimizer.optimizer.register_step_pre_hook(self._before_step) for optimizer in hooked]
 
     def close(self) -> None:
         """Let go of the optimizers, which a user may keep for another run."""
+        self.accumulation.guard = None
         for handle in self._handles:
             handle.remove()
 
@@ -66,6 +73,7 @@ class ManualSteps(Steps):
                 progress.phase = Phase.BETWEEN_STEPS
                 return
             accumulation.sync_gradients = True
+            self.agreement.next_place = progress.step + 1, progress.epoch, index
             steps_before, skipped_before = self._count_steps()
             output = self.step(batch, index) if self.takes_index else self.step(batch)
             progress.batch, progress.batches = index + 1, progress.batches + 1
@@ -98,12 +106,37 @@ class ManualSteps(Steps):
         ]
 
     def _agree(self) -> None:
+        agreement = self.agreement
         if self.votes:
-            self.agreement.stop_vote = self.wants_to_stop()
-            self.agreement.vote(None)
+            agreement.stop_vote = self.wants_to_stop()
+            agreement.vote(None)
             self.accumulation.agree()
-        if not self.agreement.finite:
+        if not agreement.finite:
             self.refuse()
+        agreement.micro_batches = 0
+
+    def _may_step(self, optimizer: PreparedOptimizer) -> bool:
+        """Look at what an optimizer is about to apply, which every rank sees alike; see `Accumulation.guard`."""
+        agreement, accumulation = self.agreement, self.accumulation
+        if self.watches_gradients:
+            agreement.watch_gradients((optimizer,))
+        if agreement.immediate and not agreement.finite_so_far(accumulation.agreed_taint):
+            self.refuse(optimizer)
+            return False
+        if optimizer in self.tainted:
+            self.tainted.discard(optimizer)
+            optimizer.optimizer.zero_grad()
+            return False
+        return True
+
+    def leave_out(self, losses: bool, optimizer: PreparedOptimizer | None = None) -> None:
+        """See `Steps.leave_out`: a loss that is not finite may be in the gradients of every optimizer."""
+        self.accumulation.agreed_taint = None
+        if losses or optimizer is None:
+            self.tainted.update(self.optimizers)
+        if optimizer is not None:
+            self.tainted.discard(optimizer)
+            optimizer.optimizer.zero_grad()
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         for hook in self.hooks.on_before_optimizer_step:
@@ -115,7 +148,6 @@ def _refuse_flags(trainer: Any) -> None:
     conflicts = {
         "gradient_clip_val": (trainer.gradient_clip_val is not None, "call self.clip_gradients(optimizer, ...)"),
         "accumulate_grad_batches": (trainer.accumulate_grad_batches != 1, "step every so many batches"),
-        "on_nonfinite='skip'": (trainer.on_nonfinite == "skip", "look at the loss before the step"),
     }
     for flag, (is_set, fix) in conflicts.items():
         if is_set:

@@ -178,7 +178,6 @@ def test_hooks():
     [
         ({"gradient_clip_val": 1.0}, r"gradient_clip_val\) has no effect .* self.clip_gradients"),
         ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches\) has no effect .* step every so many batches"),
-        ({"on_nonfinite": "skip"}, r"on_nonfinite='skip'\) has no effect"),
         ({"strategy": FSDP()}, "strategy='fsdp' can't run .* Use 'ddp', or DDP"),
     ],
 )
