@@ -248,9 +248,11 @@ class Watchdog:
     def _tell(self) -> None:
         assert self._store is not None
         with contextlib.suppress(RuntimeError):  # who kept the store is gone: the collectives will say so
-            number, neighbour = 0, Pulse((self.rank + 1) % self.size)
+            number, woke, neighbour = 0, time.monotonic(), Pulse((self.rank + 1) % self.size)
             while not self._ended.is_set():
-                number += 1
+                if time.monotonic() - woke > 2 * self.period + 1.0:  # all may have been stopped; the neighbour still is
+                    neighbour = Pulse(neighbour.rank)
+                number, woke = number + 1, time.monotonic()
                 self._store.set(f"beat of {self.rank}", json.dumps([number, *self._introduce()]))
                 if neighbour.silent(self._read_beat(neighbour.rank)) > self.limit and not self._has_ended(
                     neighbour.rank

@@ -240,7 +240,7 @@ class _Launch:
             # A rank's error refers to this frame and to the copy of its variables that `hide_frames` made, in a cycle.
             # A rank of the next attempt that collected the store would wait for its threads, which it doesn't have.
             stores.clear()
-            sweep(os.getpid())
+            sweep(os.getpid(), all_ended=True)
 
     def _wait(self, ranks: list[Any], pipes: list[Connection]) -> None:
         waiting = dict(enumerate(ranks))

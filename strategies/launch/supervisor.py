@@ -128,7 +128,7 @@ def supervise_job(job: Job) -> int:
             return elastic_agent.run(job, place, board)
         finally:
             board.close()
-            sweep(os.getpid())
+            sweep(os.getpid(), all_ended=True)
 
 
 def has_script() -> bool:

@@ -50,6 +50,7 @@ class _Entry:
 
 
 _opened: list[_Entry] = []
+_leaving = threading.Lock()
 
 
 def open_scratch(job: int) -> None:
@@ -84,7 +85,7 @@ def open_scratch(job: int) -> None:
     config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]  # what get_temp_dir reads
     config.setdefault("tempdir", str(entry.path))
     # After multiprocessing's own finalizers, which unlink the sockets; as it removes a folder that it made itself.
-    multiprocessing.util.Finalize(None, leave, exitpriority=-100)
+    multiprocessing.util.Finalize(None, _leave_at_exit, exitpriority=-100)
 
 
 def note_unfinished(directory: Path) -> None:
@@ -112,21 +113,29 @@ def forget_unfinished(directory: Path) -> None:
 
 def leave() -> None:
     """This process ends: remove its folder, and as the last one of its job what ranks that were killed left."""
-    if not _opened or _opened[0].pid != os.getpid():
-        if not _opened:  # a world of one
-            for directory, identity in list(_unfinished.items()):
+    with _leaving:  # the main thread and a watchdog's
+        if not _opened or _opened[0].pid != os.getpid():
+            for directory, identity in [] if _opened else list(_unfinished.items()):  # a world of one
                 _remove_unfinished(directory, identity)
-        return
-    entry = _opened.pop()
-    if not _unfinished:
-        shutil.rmtree(entry.path, ignore_errors=True)
-    else:  # others may still write into these directories
-        with contextlib.suppress(OSError):
-            entry.path.rename(f"{entry.path}-left")
-    if not any(other.job == entry.job and not other.has_left and other.is_alive for other in _list_entries()):
-        sweep(entry.job)
-    else:
-        _drop_root()
+            return
+        entry = _opened[0]
+        if not _unfinished:
+            shutil.rmtree(entry.path, ignore_errors=True)
+        else:  # others may still write into these directories
+            with contextlib.suppress(OSError):
+                entry.path.rename(f"{entry.path}-left")
+        if not any(other.job == entry.job and not other.has_left and other.is_alive for other in _list_entries()):
+            sweep(entry.job)
+        else:
+            _drop_root()
+        _opened.clear()
+        _unfinished.clear()
+
+
+def _leave_at_exit() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is left takes a moment and must be done
+    leave()
 
 
 def leave_on_sigterm() -> None:
@@ -140,19 +149,21 @@ def leave_on_sigterm() -> None:
 
 
 def _end_by_signal(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)
+    signal.signal(number, signal.SIG_IGN)
     leave()
+    signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 
 
-def sweep(job: int | None = None) -> None:
+def sweep(job: int | None = None, all_ended: bool = False) -> None:
     """Remove what processes that are gone have left.
 
     Args:
         job: the job that ends on this machine, whose unfinished directories are removed as well. None: a job begins.
+        all_ended: all of its ranks have been ended, though one that was killed may not be gone yet.
     """
     for entry in _list_entries():
-        if entry.job == job and (entry.has_left or not entry.is_alive):
+        if entry.job == job and (all_ended or entry.has_left or not entry.is_alive):
             for link in _list(entry.path):
                 with contextlib.suppress(OSError, ValueError):  # a socket
                     device, inode = link.name.split("-")

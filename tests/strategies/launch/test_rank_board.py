@@ -16,7 +16,8 @@ TRAIN = """
 import os, sys, time, treadle
 accelerator = treadle.Accelerator(cpu=True, devices=int(sys.argv[1]), timeout={"seconds": 2}, project_dir="here")
 accelerator.wait_for_everyone()
-open(f"{os.getpid()}.part", "w").close()
+with open(f"{os.getpid()}.part", "w") as file:
+    file.write(os.environ["TREADLE_SUPERVISOR"])
 os.rename(f"{os.getpid()}.part", f"{os.getpid()}.pid")
 for _ in range(18):
     time.sleep(0.1)
@@ -58,7 +59,7 @@ def test_ranks_that_are_all_stopped_end_the_job(ranks, command, tmp_path):
     assert process.returncode == 124, err
     assert 2 < time.monotonic() - began < 2 + 5
     for rank in range(ranks):
-        assert re.search(rf"treadle: rank {rank} of {ranks} is stopped by a signal .*stands at .*train.py:8", err), err
+        assert re.search(rf"treadle: rank {rank} of {ranks} is stopped by a signal .*stands at .*train.py:9", err), err
     (folder,) = tmp_path.glob("here/stacks-*")
     for rank in range(ranks):
         assert "train.py" in (folder / f"rank-{rank}.txt").read_text()
@@ -67,10 +68,8 @@ def test_ranks_that_are_all_stopped_end_the_job(ranks, command, tmp_path):
 
 def test_a_job_that_is_suspended_whole_goes_on(tmp_path):
     process, pids = start(tmp_path, 2, "treadle", "launch", "--nproc-per-node", "2")
-    family = [process.pid, *pids]
-    # The program above may be a stand-in for the supervisor, whose process is a parent of the ranks.
-    with open(f"/proc/{pids[0]}/environ") as file:
-        family.append(int(re.search("TREADLE_SUPERVISOR=([0-9]+)", file.read())[1]))
+    # The program above may be a stand-in for the supervisor.
+    family = [process.pid, int((tmp_path / f"{pids[0]}.pid").read_text()), *pids]
     for pid in family:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(5)
