@@ -104,8 +104,8 @@ class Agent(LocalElasticAgent):
         else:
             # Not torch's own look: one that met a failure before ours would start its 30 s.
             self._hear()
-            gone, _ = self.membership.look()
-            if gone:  # torch looks at those that come only; the ranks of this machine may wait for half an hour
+            # torch looks at those that come only, and the ranks of this machine may wait for half an hour.
+            if self.may_change and self.membership.look()[0]:
                 self._start_again(worker_group, _CHANGED, self.job.failure_grace)
             return RunResult(state=WorkerState.HEALTHY)
         if failed := [code for code in self.ends.values() if code]:
@@ -136,13 +136,14 @@ class Agent(LocalElasticAgent):
         if nodes is None or not nodes.elastic:
             return False
         # A machine that is told to go does so when its ranks have saved, at the same time as ours.
-        end = time.monotonic() + (_NEWS_OF_LEAVING if failed[0] in _STOPPED else _NEWS)
-        while time.monotonic() < end:
+        seconds = _NEWS_OF_LEAVING if failed[0] in _STOPPED else _NEWS
+        end = time.monotonic() + (seconds if self.several else 0.0)
+        while not any(self.membership.look()):
+            if time.monotonic() >= end:
+                return False
             self._hear()
-            if any(self.membership.look()):
-                return True
             time.sleep(0.05)
-        return False
+        return True
 
     def _exit_barrier(self) -> None:
         """Upstream waits 300 s for the other machines and then goes. `_await_others` has waited."""
@@ -151,6 +152,9 @@ class Agent(LocalElasticAgent):
         """Waits until the ranks of all machines have ended well; False if a machine has gone before.
 
         It has vanished, or a rank of it has failed at the very end: then all machines have to start again.
+
+        Raises:
+            Elsewhere: a machine has gone, and there is no restart.
         """
         if not self.several:
             return True
@@ -158,9 +162,10 @@ class Agent(LocalElasticAgent):
         while self._ask("add", _DONE, 0) < self._worker_group.group_world_size:
             time.sleep(0.05)
             self._hear()
-            gone, _ = self.membership.look()
-            if gone:
-                return False
+            if self.membership.look()[0]:
+                if self.may_change:
+                    return False
+                raise self._make_elsewhere(1, "a machine has gone whose ranks had not ended")
         return True
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
@@ -221,6 +226,12 @@ class Agent(LocalElasticAgent):
         if silent:
             self._close(signal.SIGKILL, self.job.failure_grace)
         return bool(silent)
+
+    @property
+    def may_change(self) -> bool:
+        """Whether the ranks may be started again where a machine has gone."""
+        nodes = self.job.nodes
+        return nodes is not None and (nodes.elastic or self.job.max_restarts > 0)
 
     @property
     def several(self) -> bool:

@@ -28,19 +28,22 @@ class Membership:
     def __init__(self, handler: Any) -> None:
         self._handler = handler if isinstance(handler, DynamicRendezvousHandler) else None
         self._size = 0
-        self._rounds = 0
 
     def begin_round(self) -> None:
-        """Prepare a rendezvous: the first of a run, or one more."""
+        """Prepare a rendezvous: the first of the run, or one more.
+
+        Raises:
+            RendezvousError: if the store does not answer.
+        """
         if self._handler is None:
             return
         # torch (2.4 to 2.13) keeps the store of the ranks over restarts: with the keys of the killed ranks, and on some
         # machines with the address of one that has left. None has it made anew, which all machines then see.
         self._handler._bootstrap_store_info = self._handler._shared_tcp_store_server = None
-        timeout = self._handler.settings.timeout
-        if self._rounds and timeout.last_call > _LAST_CALL:
+        self._handler.num_nodes_waiting()  # asks the store for the state
+        state, timeout = self._handler._state_holder.state, self._handler.settings.timeout
+        if (state.complete or state.round > 0) and timeout.last_call > _LAST_CALL:
             timeout._set_timeouts(last_call=_LAST_CALL)
-        self._rounds += 1
 
     def end_round(self, size: int) -> None:
         """Note with how many machines the rendezvous has ended."""

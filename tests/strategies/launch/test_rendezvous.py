@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from machines import namespaces
 from processes import clean_environment, python
 from treadle.strategies.launch import rendezvous
 
@@ -204,32 +203,10 @@ def test_the_interface_of_an_address() -> None:
     assert rendezvous.interface_of("192.0.2.1") is None
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
-    """Two network namespaces joined by a pair of interfaces, 10.213.7.1 and 10.213.7.2; the host's name is loopback."""
-    if shutil.which("ip") is None:
-        pytest.skip("needs the program ip: apt-get install iproute2")
-    names = [f"treadle{os.getpid()}{letter}" for letter in "ab"]
-    links = [f"tr{os.getpid()}{letter}" for letter in "ab"]
-    try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
-        ip("link", "add", links[0], "netns", names[0], "type", "veth", "peer", "name", links[1], "netns", names[1])
-        for number, (name, link) in enumerate(zip(names, links, strict=True), 1):
-            ip("-n", name, "addr", "add", f"10.213.7.{number}/24", "dev", link)
-            ip("-n", name, "link", "set", link, "up")
-            ip("-n", name, "link", "set", "lo", "up")
+    with namespaces() as names:
         yield names
-    finally:
-        for name in names:  # the interfaces go with it
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
 @pytest.mark.slow
