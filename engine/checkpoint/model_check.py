@@ -178,7 +178,7 @@ def find_not_finite(model: nn.Module) -> list[str]:
 
 
 def find_not_finite_states(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[str]:
-    """The tensors of an optimizer's state that no checkpoint should hold, of what this process has; empty for a sound one.
+    """Return the names of tensors in this process's optimizer state that no checkpoint should hold.
 
     What has its parameter's shape must be finite: of an infinite second moment the parameter would never move again. Of
     everything else NaN is refused alone.
