@@ -107,8 +107,9 @@ class Trainer(LightningAliases):
         plugins: a `Precision`, or ``TorchSyncBatchNorm()``; one or several.
         enable_autolog_hparams: hand hyperparameters to the loggers at the start.
         default_root_dir: where logs and checkpoints go that are given no place.
-        on_nonfinite: a loss that is not finite on any process: ``"raise"``, ``"skip"`` the step on all processes
-            (which waits for the device in every step), or ``"ignore"``. With float16 the loss scaler decides.
+        on_nonfinite: a loss or a gradient that is not finite on any process: ``"raise"`` (on accelerators one step
+            later), ``"skip"`` the step on all processes (which waits for the device in every step), or ``"ignore"``.
+            With float16 gradients are the loss scaler's affair.
         timeout: how long a rank may make no progress, as ``max_time``; see `Accelerator`.
         grace: how long a stage may take to end after a signal, as ``max_time``. Then all ranks end, even if a save is
             incomplete; the latest complete checkpoint is what counts. Default: as long as it takes.

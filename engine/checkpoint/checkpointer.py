@@ -125,7 +125,7 @@ class Checkpointer:
         with world.together():
             path = Path(output_dir) if output_dir is not None else automatic_naming.choose_next_target(project)
             targets = [Path(os.path.abspath(target)) for target in (path, *also)]
-            snapshot.check(accelerator, targets, parts or {})
+            snapshot.check(accelerator, targets, parts or {}, weights_only)
         _check_equal_targets(targets, world)
         if self.save_hooks and len(targets) > 1:
             raise ValueError("save_state(also=...): what a save_state pre-hook writes would be in one of them only.")

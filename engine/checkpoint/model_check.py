@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from xxhash import xxh3_64
 
 from ...common.messages import warn
@@ -173,7 +174,34 @@ def find_not_finite(model: nn.Module) -> list[str]:
     others = {
         name: t.detach() for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in trained
     }
-    tensors = {n: _to_summable(t) for n, t in (trained | others).items() if t.is_floating_point() or t.is_complex()}
+    return _find_bad(trained | others, set(trained))
+
+
+def find_not_finite_states(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[str]:
+    """Return the names of tensors in this process's optimizer state that no checkpoint should hold.
+
+    What has its parameter's shape must be finite: of an infinite second moment the parameter would never move again. Of
+    everything else NaN is refused alone.
+
+    Args:
+        optimizer: which may have taken no step yet.
+        names: of the parameters.
+    """
+    states: dict[str, Tensor] = {}
+    like_parameter = set()
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, Tensor):
+                name = f"{key} of {names.get(parameter, 'a parameter')}"
+                states[name] = value.detach()
+                if isinstance(parameter, Tensor) and value.shape == parameter.shape and value.ndim:
+                    like_parameter.add(name)
+    return _find_bad(states, like_parameter)
+
+
+def _find_bad(tensors: Mapping[str, Tensor], finite: Collection[str]) -> list[str]:
+    """The names of tensors that hold NaN; or infinity, of those whose name is in ``finite``."""
+    tensors = {n: _to_summable(t) for n, t in tensors.items() if t.is_floating_point() or t.is_complex()}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
     suspects: list[str] = []
     for device in {tensor.device for tensor in tensors.values()}:
@@ -182,7 +210,7 @@ def find_not_finite(model: nn.Module) -> list[str]:
         sums = torch.stack([_sum(tensors[name]) for name in names_on_device])
         fine = torch.isfinite(sums).tolist()
         suspects += [name for name, good in zip(names_on_device, fine, strict=True) if not good]
-    return [name for name in tensors if name in suspects and _is_bad(tensors[name], name in trained)]
+    return [name for name in tensors if name in suspects and _is_bad(tensors[name], name in finite)]
 
 
 def _to_summable(tensor: Tensor) -> Tensor:
@@ -197,5 +225,5 @@ def _sum(tensor: Tensor) -> Tensor:
     return tensor.sum(dtype=wide).to(torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
-def _is_bad(tensor: Tensor, trained: bool) -> bool:
-    return not bool(torch.isfinite(tensor).all()) if trained else bool(torch.isnan(tensor).any())
+def _is_bad(tensor: Tensor, finite: bool) -> bool:
+    return not bool(torch.isfinite(tensor).all()) if finite else bool(torch.isnan(tensor).any())

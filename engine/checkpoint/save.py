@@ -85,11 +85,11 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
         registered[name] = Counts(value, world) if is_metric else value
 
 
-def check(accelerator: Accelerator, targets: list[Path], parts: dict[str, Any]) -> None:
+def check(accelerator: Accelerator, targets: list[Path], parts: dict[str, Any], weights_only: bool) -> None:
     """See before anything is written that it will find a place.
 
     Raises:
-        ValueError: for a name of a part that is taken, or a directory that is somebody else's.
+        ValueError: for a name of a part that is taken, a directory that is somebody else's, or what is not finite.
     """
     for name in parts:
         if _RESERVED.fullmatch(name):
@@ -100,6 +100,24 @@ def check(accelerator: Accelerator, targets: list[Path], parts: dict[str, Any]) 
     if accelerator.is_main_process:
         for target in targets:
             store.check_target(target)
+    _refuse_not_finite(accelerator, targets[0], weights_only)
+
+
+def _refuse_not_finite(accelerator: Accelerator, target: Path, weights_only: bool) -> None:
+    """Raise a ValueError if this process's share of weights or optimizer states could resume no run."""
+    models = accelerator.unwrapped_models
+    bad = [name for model in models for name in model_check.find_not_finite(model)]
+    if not weights_only:
+        names = {p: strip_compile_prefix(name) for model in models for name, p in model.named_parameters()}
+        for prepared in accelerator.optimizers:
+            bad += model_check.find_not_finite_states(prepared.optimizer, names)
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise ValueError(
+            f"{', '.join(bad[:3])}{more} hold NaN or infinity after optimizer step {accelerator.steps}, so {target} is "
+            "not saved; what was saved before stays. Go on from that with a lower learning rate or with clipped "
+            "gradients."
+        )
 
 
 @contextmanager

@@ -153,7 +153,16 @@ class Agreement:
             agreed_taint: `taint` summed in the reduction of these gradients; None in a world of one.
         """
         taint = self.taint() if agreed_taint is None else self.taint() + agreed_taint.to(self._device)
-        return not math.isnan(taint.item())
+        finite = not math.isnan(taint.item())
+        if not finite and not self._on_host:
+            self._note_losses([taint.item() for taint in self._taints])
+            self._bad_parameters = None  # of the step that was read last
+        return finite
+
+    def _note_losses(self, taints: list[float]) -> None:
+        self.bad_losses = [number for number, taint in enumerate(taints) if math.isnan(taint)]
+        self.micro_batches = len(taints)
+        self.local_finite = not self.bad_losses
 
     def count(self) -> Tensor | None:
         """Read the votes after that backward; returns the summed weight (on the device), or None in a world of one."""
@@ -188,9 +197,7 @@ class Agreement:
         votes, losses, norms = ballots.read()
         if votes is not None:
             self._read_votes(votes)
-        self.bad_losses = [number for number, taint in enumerate(losses) if math.isnan(taint)]
-        self.micro_batches = len(losses)
-        self.local_finite = not self.bad_losses
+        self._note_losses(losses)
         self._bad_parameters = [p for p, norm in zip(ballots.watched, norms, strict=False) if not math.isfinite(norm)]
         self.finite = (self.finite if votes is not None else self.local_finite) and not self._bad_parameters
         self._read_place = ballots.place

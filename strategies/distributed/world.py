@@ -211,7 +211,10 @@ class World:
 
     def start_all_reduce(self, tensor: torch.Tensor) -> dist.Work | None:
         """Begin to sum ``tensor`` over all processes, in place; wait on what is returned before reading it."""
-        return dist.all_reduce(tensor, group=self.group, async_op=True) if self.size > 1 else None
+        if self.size == 1:
+            return None
+        self.advance()
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensor of every process, in rank order; shapes must agree."""

@@ -111,7 +111,6 @@ class TrainerCheckpointer:
             )
         accelerator.world.meet("trainer.save_checkpoint")
         with accelerator.world.together():
-            self.refuse_broken_weights(task, path)
             hooked = self.call_save_hooks(task)
         if trainer.stage is None and not accelerator.registered and not weights_only:
             warn(

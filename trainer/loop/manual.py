@@ -118,14 +118,14 @@ class ManualSteps(Steps):
     def _may_step(self, optimizer: PreparedOptimizer) -> bool:
         """Look at what an optimizer is about to apply, which every rank sees alike; see `Accumulation.guard`."""
         agreement, accumulation = self.agreement, self.accumulation
+        if optimizer in self.tainted:  # as was said after the micro-batch whose loss was not finite
+            agreement.forget_losses()
+            self.leave_out(False, optimizer)
+            return False
         if self.watches_gradients:
             agreement.watch_gradients((optimizer,))
         if agreement.immediate and not agreement.finite_so_far(accumulation.agreed_taint):
             self.refuse(optimizer)
-            return False
-        if optimizer in self.tainted:
-            self.tainted.discard(optimizer)
-            optimizer.optimizer.zero_grad()
             return False
         return True
 

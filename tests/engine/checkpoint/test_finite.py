@@ -1,0 +1,59 @@
+"""What is not finite is in no checkpoint: weights and optimizer states, of a loop of one's own too."""
+
+import math
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+
+import treadle
+
+
+def stepped(strategy="auto"):
+    accelerator = treadle.Accelerator(cpu=True, strategy=strategy)
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(3, 4)).square().mean())
+    optimizer.step()
+    return accelerator, net, optimizer
+
+
+def spoil(tensor, value):
+    with torch.no_grad():
+        getattr(tensor, "_local_tensor", tensor).flatten()[0] = value
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("what", ["weight", "exp_avg_sq of weight"])
+def test_an_own_loop_saves_nothing_that_is_not_finite(tmp_path, what, value):
+    accelerator, net, optimizer = stepped()
+    accelerator.save_state(tmp_path / "good")
+    spoil(net.weight if what == "weight" else optimizer.state[net.weight]["exp_avg_sq"], value)
+    with pytest.raises(ValueError, match=f"^{what} hold NaN or infinity after optimizer step 1, so .*bad is not saved"):
+        accelerator.save_state(tmp_path / "bad")
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
+    accelerator.load_state(tmp_path / "good")
+    assert torch.isfinite(net.weight).all()
+    assert torch.isfinite(optimizer.state[net.weight]["exp_avg_sq"]).all()
+
+
+def test_weights_alone_are_saved_without_the_optimizer(tmp_path):
+    accelerator, net, optimizer = stepped()
+    spoil(optimizer.state[net.weight]["exp_avg_sq"], math.inf)
+    accelerator.save_state(tmp_path / "weights", weights_only=True)
+
+
+def save_on_two(root, strategy):
+    accelerator, net, optimizer = stepped(strategy)
+    if accelerator.process_index == 1:
+        spoil(optimizer.state[net.weight]["exp_avg"], math.nan)
+    with pytest.raises((ValueError, RuntimeError), match="exp_avg of weight hold NaN or infinity"):
+        accelerator.save_state(root / "bad")
+    return (root / "bad").exists()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_rank_is_enough(tmp_path, strategy):
+    assert run(save_on_two, 2, tmp_path, strategy) == [False, False]

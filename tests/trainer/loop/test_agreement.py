@@ -1,0 +1,147 @@
+"""What one rank alone decides: all ranks act on it after the same step, or all get an error. No one is left waiting."""
+
+import os
+
+import pytest
+import torch
+from processes import run
+from quiet import trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
+
+import treadle
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Task(treadle.TaskModule):
+    """Writes down what happens, by optimizer step."""
+
+    def __init__(self, manual):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+        self.automatic_optimization = not manual
+        self.happened = []
+
+    def note(self, what):
+        self.happened.append((what, self.trainer.global_step))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).mean()
+        self.log("rank", float(self.global_rank * self.trainer.global_step), sync_dist=False)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+            return None
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", float(self.global_rank * self.trainer.global_step), sync_dist=False)
+
+    def on_train_epoch_start(self):
+        self.note("epoch")
+
+    def on_validation_start(self):
+        self.note("validation")
+
+    def on_save_checkpoint(self, checkpoint):
+        self.note("save")
+
+    def on_train_end(self):
+        self.note("end")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OnRankOne(Callback):
+    """Does something on rank 1, after its third batch."""
+
+    def __init__(self, action):
+        self.action = action
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_rank == 1 and batch_idx == 2:
+            self.action(trainer)
+
+
+class Leaves(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        return -1 if trainer.global_rank == 1 and batch_idx == 2 else None
+
+
+def samples(count=12):
+    return DataLoader(TensorDataset(torch.ones(count, 2)))
+
+
+def flags_of(case, rank, folder):
+    """Flags and callbacks of a rank."""
+    return {
+        "stop": {"callbacks": [OnRankOne(lambda trainer: setattr(trainer, "should_stop", True))]},
+        "leave": {"callbacks": [Leaves()]},
+        "save": {"callbacks": [OnRankOne(lambda trainer: trainer.save_checkpoint(folder / "x"))]},
+        "timer": {"callbacks": [Timer(duration={"seconds": 0.2 if rank else 3600})], "max_epochs": 2000},
+        "max_time": {"max_time": {"seconds": 0.2 if rank else 3600}, "max_epochs": 2000},
+        "early stopping": {"callbacks": [EarlyStopping("val", patience=1)], "val_check_interval": 2, "max_epochs": 3},
+        "best": {
+            "callbacks": [ModelCheckpoint(folder, monitor="val", mode="max")],
+            "enable_checkpointing": True,
+            "val_check_interval": 2,
+        },
+        "limit_train_batches": {"limit_train_batches": 4 + rank},
+        "limit_val_batches": {"limit_val_batches": 1 + rank},
+        "accumulate": {"accumulate_grad_batches": 1 + rank},
+        "max_steps": {"max_steps": 3 + rank},
+    }[case]
+
+
+def decide(case, strategy, manual, folder):
+    task = Task(manual)
+    rank = int(os.environ["RANK"])
+    one = trainer(**{"max_epochs": 1, "devices": 2, "strategy": strategy, **flags_of(case, rank, folder)})
+    try:
+        one.fit(task, samples(), samples(4))
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return task.happened
+
+
+ACTED_ON = ["stop", "timer", "max_time", "early stopping", "best"]
+REFUSED = {
+    "leave": "on_train_batch_start returned -1 on rank 1",
+    "save": "trainer.save_checkpoint needs all processes, but rank 1 called it",
+    "limit_train_batches": "limit_train_batches",
+    "limit_val_batches": "limit_val_batches",
+    "accumulate": "accumulate_grad_batches",
+    "max_steps": "max_steps",
+}
+WAYS = [("ddp", False), ("fsdp", False), ("ddp", True)]
+
+
+@pytest.mark.parametrize(("strategy", "manual"), WAYS)
+@pytest.mark.parametrize("case", ACTED_ON)
+def test_all_ranks_act_after_the_same_step(tmp_path, case, strategy, manual):
+    first, second = run(decide, 2, case, strategy, manual, tmp_path)
+    assert first == second
+    assert first[-1][0] == "end"
+    if case in ("stop", "best"):  # the others depend on a clock, or on the epoch
+        assert first[-1][1] == (4 if case == "stop" else 6)
+
+
+@pytest.mark.parametrize(("strategy", "manual"), WAYS)
+@pytest.mark.parametrize("case", REFUSED)
+def test_all_ranks_refuse_what_they_cannot_agree_on(tmp_path, case, strategy, manual):
+    if case == "accumulate" and manual:
+        pytest.skip("manual optimization takes no accumulate_grad_batches")
+    errors = run(refused, 2, case, strategy, manual, tmp_path)
+    # Of a save that one rank calls, the other learns by the end of the one that got the error.
+    assert REFUSED[case] in errors[1], errors
+    assert REFUSED[case] in errors[0] or case == "save", errors
+
+
+def refused(case, strategy, manual, folder):
+    outcome = decide(case, strategy, manual, folder)
+    assert isinstance(outcome, str), outcome
+    return outcome
