@@ -59,7 +59,8 @@ def places(kind: str):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("how", ["terminate", pytest.param("kill", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["terminate", "kill"])
 def test_a_machine_leaves(how, tmp_path):
     """One that is told to leave says so, after the ranks of all machines have saved: no restart is needed for that."""
     command = ["treadle", "launch", "--nnodes", "1:2", "--rdzv-conf", QUICKLY]
