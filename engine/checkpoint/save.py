@@ -107,7 +107,9 @@ def _refuse_not_finite(accelerator: Accelerator, target: Path, weights_only: boo
     models = accelerator.unwrapped_models
     bad = [name for model in models for name in model_check.find_not_finite(model)]
     if not weights_only:
-        names = {p: strip_compile_prefix(name) for model in models for name, p in model.named_parameters()}
+        names: dict[Tensor, str] = {
+            p: strip_compile_prefix(name) for model in models for name, p in model.named_parameters()
+        }
         for prepared in accelerator.optimizers:
             bad += model_check.find_not_finite_states(prepared.optimizer, names)
     if bad:
