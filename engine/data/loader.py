@@ -29,8 +29,7 @@ from .sampler_rng import (
 from .sharded_sampler import ShardedBatches, get_length, set_epoch, shards_itself
 from .source_libraries import explain_not_repeatable, explain_state_gap
 from .streamed_batches import Counted, StreamedBatches, follow_iterator, make_batches_error
-from .worker_seeding import SeededSamples, SeededStream, iterate_in_process
-from .workers import WorkerInit, end_workers, note_workers
+from .worker_seeding import SeededSamples, SeededStream, WorkerInit, end_workers, iterate_in_process, note_workers
 
 _NO_MORE = object()
 

@@ -20,8 +20,7 @@ from .rank_shares import RankShares, Share, compare_across_ranks
 from .sampler_rng import Draws, get_stateful
 from .sharded_sampler import get_length
 from .source_libraries import split_over
-from .worker_seeding import TORCH_SEEDED, SeededStream, seed_epoch
-from .workers import note_workers
+from .worker_seeding import TORCH_SEEDED, SeededStream, note_workers, seed_epoch
 
 
 class Counted:

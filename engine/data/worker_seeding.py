@@ -1,9 +1,14 @@
-"""How single samples are read: in workers, each from a random state of its own; in this process, for less."""
+"""How single samples are read: in workers, each from a random state of its own; in this process, for less.
+
+Workers are left alone by Ctrl-C, and ended by the process they work for.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import signal
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -114,3 +119,36 @@ def _generate_batches(loader: DataLoader[Any]) -> Iterator[Any]:
     in_bulk = getattr(dataset, "__getitems__", None)
     for indices in loader.batch_sampler:
         yield collate(in_bulk(indices) if in_bulk else [dataset[index] for index in indices])
+
+
+class WorkerInit:
+    """The ``worker_init_fn`` of a loader: the user's own, in a worker that ignores Ctrl-C.
+
+    A terminal sends it to the workers too, and they may be needed for the step in progress. They end with their rank.
+
+    Args:
+        own: the user's function, if there is one.
+    """
+
+    def __init__(self, own: Callable[[int], Any] | None) -> None:
+        self.own = own
+
+    def __call__(self, worker_id: int) -> None:
+        """Called in the worker."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self.own is not None:
+            self.own(worker_id)
+
+
+def note_workers(view: DataLoader[Any], iterator: Any) -> Any:
+    """Remember an iterator that has workers, for `end_workers`; returns it."""
+    if hasattr(iterator, "_shutdown_workers"):
+        view.__dict__["_treadle_iterator"] = weakref.ref(iterator)
+    return iterator
+
+
+def end_workers(view: DataLoader[Any]) -> None:
+    """End the workers of the loader's latest iterator, whoever still refers to that."""
+    iterator = view.__dict__.pop("_treadle_iterator", lambda: None)()
+    if iterator is not None:
+        iterator._shutdown_workers()  # private, as is its `__del__`'s call; in torch 2.6 to 2.13

@@ -10,14 +10,12 @@ if TYPE_CHECKING:
     from . import process_group
     from .collective_debug import DistributedOperationException
     from .current import backend_of, connected, current_place, current_world, disconnect
-    from .deadline import Deadline
-    from .departure import Departure
     from .device_mesh import SHARD, TENSOR, Layout
     from .devices import ACCELERATORS, Devices, device_of, device_type, parse_devices
     from .dtensor import Whole, clip_to_norm, cut_like, get_original_class, is_sharded, local, piece_of, whole
     from .launch_environment import LaunchEnvironment, is_forked, variables_set
     from .open_world import make_world, open_world
-    from .os_process import die_with_parent, is_alive, mark_leaving, mark_stage
+    from .os_process import die_with_parent, end_at_once, is_alive, mark_leaving, mark_stage
     from .retry import DONE, RETRY, Attempts
     from .tracebacks import format_error, hide_frames
     from .watchdog import HUNG, Watchdog, name_phase, watch

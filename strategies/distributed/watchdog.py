@@ -51,7 +51,7 @@ _ANSWER = 1.0  # seconds that the ranks have to answer an alarm
 _HURRY = 0.02  # seconds
 _REPORT = 2.0  # seconds that the others wait for the report
 _DUMP = getattr(signal, "SIGRTMIN", None)  # asks a silent rank for its stacks: no handler in Python is needed
-_WAITING_FILES = ("/torch/distributed/", "/torch/autograd/graph.py", "/strategies/distributed/")
+_WAITING_FILES = ("/torch/distributed/", "/torch/autograd/graph.py", "/strategies/distributed/", "/engine/preemption/")
 _DEBUGGERS = ("bdb", "pdb")
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Collection
 
-from .os_process import end_at_once
+from ...strategies.distributed import end_at_once
 
 _OVER, _HEARD = 0, 255  # no signals
 _forks_watched: list[bool] = []
