@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from . import process_group
     from .collective_debug import DistributedOperationException
     from .current import backend_of, connected, current_place, current_world, disconnect
-    from .deadline import Deadline
-    from .departure import Departure
     from .device_mesh import SHARD, TENSOR, Layout
     from .devices import ACCELERATORS, Devices, device_of, device_type, parse_devices
     from .dtensor import Whole, clip_to_norm, cut_like, get_original_class, is_sharded, local, piece_of, whole

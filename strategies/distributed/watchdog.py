@@ -62,7 +62,7 @@ _ANSWER = 1.0  # seconds that the ranks have to answer an alarm
 _HURRY = 0.02  # seconds
 _REPORT = 2.0  # seconds that the others wait for the report
 _LOST = 3.0  # seconds that a rank may go without progress after another one has gone, before it counts as waiting
-_WAITING_FILES = ("/torch/distributed/", "/torch/autograd/graph.py", "/strategies/distributed/")
+_WAITING_FILES = ("/torch/distributed/", "/torch/autograd/graph.py", "/strategies/distributed/", "/engine/preemption/")
 _DEBUGGERS = ("bdb", "pdb")
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -109,7 +109,7 @@ class Job:
         nproc: Number of ranks on this machine.
         command: The program and its arguments.
         run_id: Name of the run, the same on all machines.
-        grace: Seconds from a forwarded signal to SIGKILL.
+        grace: Seconds from a forwarded signal to SIGKILL, for ranks that have not noted it.
         failure_grace: Seconds from SIGTERM to SIGKILL for the others, once a rank failed.
         nodes: The machines. Default: this one alone.
         max_restarts: How often all ranks are started again after a failure.

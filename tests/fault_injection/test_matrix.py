@@ -40,9 +40,16 @@ TARGETS, MOMENTS = ("supervisor", "rank 1", "all"), ("training", "validation", "
 
 
 def spread_signals(strategy, launcher):
-    """Each signal, target and moment twice or more."""
+    """Each signal, target and moment twice or more. A second signal to torchrun itself breaks off its wait."""
     return [
-        SignalCell(SIGNALS[n % 4], TARGETS[n % 3], 1 + n // 4 % 2, MOMENTS[n // 3 % 3], strategy, launcher)
+        SignalCell(
+            SIGNALS[n % 4],
+            TARGETS[n % 3],
+            1 if launcher == "torchrun" and TARGETS[n % 3] != "rank 1" else 1 + n // 4 % 2,
+            MOMENTS[n // 3 % 3],
+            strategy,
+            launcher,
+        )
         for n in range(9)
     ]
 

@@ -230,6 +230,8 @@ def strike(
     temporary = Path(tempfile.mkdtemp(prefix="strike-"))
     env = clean_environment({"TMPDIR": str(temporary)})
     env["PATH"] = f"{programs()}{os.pathsep}{env['PATH']}"
+    if launcher == "torchrun":  # by default SIGUSR1 ends its agent, and the store with it
+        env["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     program, *options = COMMANDS[launcher]
     command = [str(programs() / program), *options, struck_job.__file__]
     outcome = Outcome()

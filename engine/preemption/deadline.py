@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Collection
 
-from ..processes import end_at_once
+from ...strategies.processes import end_at_once
 
 _OVER, _HEARD = 0, 255  # no signals
 _forks_watched: list[bool] = []

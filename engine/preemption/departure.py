@@ -14,12 +14,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from .watchdog import Watchdog
+    from ...strategies.distributed import Watchdog
 
 _POLL = 0.005  # seconds
 _FAR = 2**62
@@ -109,8 +107,12 @@ class Departure:
         self._round.asked, self._round.limit = False, (_FAR, 0)
         self._round.decision = self._round.limit
 
-    def exchange(self, store: dist.Store) -> bool:
-        """Take part in what the ranks say; a thread calls it every now and then. Returns whether more is to come."""
+    def exchange(self, store: Any) -> bool:
+        """Take part in what the ranks say; a thread calls it every now and then. Returns whether more is to come.
+
+        Args:
+            store: torch's, of the process group.
+        """
         state = self._round
         asking, deciding = f"leave {state.number}", f"leave {state.number} at"
         if state.decision is not None or not state.number:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ..common.durations import parse_duration
-from ..common.messages import announce, warn
-from ..strategies.distributed import Deadline, Departure
-from ..strategies.processes import mark_leaving, mark_stage
+from ...common.durations import parse_duration
+from ...common.messages import announce, warn
+from ...strategies.processes import mark_leaving, mark_stage
+from .deadline import Deadline
+from .departure import Departure
 
 if TYPE_CHECKING:
-    from .accelerator import Accelerator
+    from ..accelerator import Accelerator
 
 # SIGHUP: the terminal has closed. Where processes get different signals, the one that stands last here counts.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))

@@ -1,0 +1,12 @@
+"""Signals that ask a run to end: noted, agreed on over the ranks, and held to a time limit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .signals import Preempted, Preemption, preemptible
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)
