@@ -230,12 +230,7 @@ def test_two_processes(tmp_path):
 
 
 def test_an_error_raised_while_a_lost_rank_was_handled_follows_from_that():
-    lost = RuntimeError("[pair.cc:537] Read error: Connection reset by peer")
-    try:
-        try:
-            raise lost
-        except RuntimeError:
-            raise ValueError("DataLoader worker is killed by signal: Terminated.")  # noqa: B904
-    except ValueError as error:
-        assert tracebacks.is_consequence(error)
-    assert not tracebacks.is_consequence(ValueError("DataLoader worker is killed by signal: Killed."))
+    error = ValueError("DataLoader worker is killed by signal: Terminated.")
+    assert not tracebacks.is_consequence(error)
+    error.__context__ = RuntimeError("[pair.cc:537] Read error: Connection reset by peer")
+    assert tracebacks.is_consequence(error)
