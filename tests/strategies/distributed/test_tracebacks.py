@@ -227,3 +227,10 @@ def test_two_processes(tmp_path):
     rank = done.stderr.partition("on rank ")[2][0]
     assert f"on rank {rank} of 2, in fit, epoch 0, after optimizer step 2, in batch 2" in done.stderr
     assert f"treadle: rank {rank} of 2 failed first: exit status 1" in done.stderr
+
+
+def test_an_error_raised_while_a_lost_rank_was_handled_follows_from_that():
+    error = ValueError("DataLoader worker is killed by signal: Terminated.")
+    assert not tracebacks.is_consequence(error)
+    error.__context__ = RuntimeError("[pair.cc:537] Read error: Connection reset by peer")
+    assert tracebacks.is_consequence(error)

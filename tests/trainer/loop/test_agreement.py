@@ -130,11 +130,12 @@ def test_all_ranks_act_after_the_same_step(tmp_path, case, strategy, manual):
         assert first[-1][1] == (4 if case == "stop" else 6)
 
 
-@pytest.mark.parametrize(("strategy", "manual"), WAYS)
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    ("case", "strategy", "manual"),
+    # Manual optimization takes no accumulate_grad_batches.
+    [(case, *way) for case in REFUSED for way in WAYS if not (case == "accumulate" and way[1])],
+)
 def test_all_ranks_refuse_what_they_cannot_agree_on(tmp_path, case, strategy, manual):
-    if case == "accumulate" and manual:
-        pytest.skip("manual optimization takes no accumulate_grad_batches")
     errors = run(refused, 2, case, strategy, manual, tmp_path)
     # Of a save that one rank calls, the other learns by the end of the one that got the error.
     assert REFUSED[case] in errors[1], errors
