@@ -194,30 +194,57 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
         raise ValueError(
             f"{folder} holds no finished predictions: there is no {_INDEX}, which is written last. Predict again."
         )
-    loaders = filesystem.read_json(folder / _INDEX, _MAX_INDEX_BYTES)["loaders"]
+    loaders = _read_index(folder / _INDEX)
     if str(dataloader_idx) not in loaders:
         raise ValueError(f"{folder} has no predictions of loader {dataloader_idx}, only of {', '.join(loaders)}.")
-    return _read_loader(folder, loaders[str(dataloader_idx)], indices)
+    return _read_loader(folder, *loaders[str(dataloader_idx)], indices)
 
 
-def _read_loader(folder: Path, of_loader: dict[str, Any], indices: bool) -> Iterator[Any]:
+def _read_index(path: Path) -> dict[str, tuple[int, list[list[str]]]]:
+    """Return for each loader the number of batches, and the names of each rank's files.
+
+    Raises:
+        ValueError: if the index is damaged.
+    """
+    document = filesystem.read_json(path, _MAX_INDEX_BYTES)
+    try:
+        loaders = {loader: (written["batches"], written["ranks"]) for loader, written in document["loaders"].items()}
+        names = [name for batches, ranks in loaders.values() for rank in ranks for name in rank]
+        whole = all(isinstance(batches, int) for batches, _ in loaders.values())
+        if not whole or not all(isinstance(name, str) and filesystem.is_inside(name) for name in names):
+            raise ValueError("it names a file outside of its folder, or no file")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: is no index of predictions: {error!r}. Predict again.") from error
+    return loaders
+
+
+def _read_loader(folder: Path, batches: int, ranks: list[list[str]], indices: bool) -> Iterator[Any]:
     count = 0
-    ranks = (_read_rank(folder, files) for files in of_loader["ranks"])
-    for _, batch in heapq.merge(*ranks, key=lambda numbered: numbered[0]):
+    for _, batch in heapq.merge(*(_read_rank(folder, files) for files in ranks), key=lambda numbered: numbered[0]):
         count += 1
         yield (batch["indices"], batch["prediction"]) if indices else batch["prediction"]
-    if count != of_loader["batches"]:
-        raise ValueError(f"{folder}: {count} of {of_loader['batches']} batches are there. Predict again.")
+    if count != batches:
+        raise ValueError(f"{folder}: {count} of {batches} batches are there. Predict again.")
 
 
 def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
     for name in files:
-        if not filesystem.is_inside(name):
-            raise ValueError(f"{folder / _INDEX}: names a file outside of its folder: {name!r}.")
-        pieces, notes = read_safetensors(folder / name)
+        path = folder / name
+        pieces, notes = read_safetensors(path)
         tensors = _Tensors(pieces)
-        for number, document in json.loads(notes[_NOTE]):
-            yield number, decode(document, tensors)
+        for number, document in _parse_note(path, notes):
+            batch = decode(document, tensors)
+            if not isinstance(batch, dict) or batch.keys() != {"prediction", "indices"}:
+                raise ValueError(f"{path}: batch {number} is none of a PredictionWriter's.")
+            yield number, batch
+
+
+def _parse_note(path: Path, notes: Mapping[str, str]) -> list[tuple[int, Any]]:
+    document = filesystem.parse_json(path, notes.get(_NOTE, "").encode())
+    pairs = document if isinstance(document, list) else [None]
+    if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) for pair in pairs):
+        raise ValueError(f"{path}: was not written by a PredictionWriter.")
+    return [(number, batch) for number, batch in pairs]
 
 
 class _Tensors(Mapping[str, Tensor]):

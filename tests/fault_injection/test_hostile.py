@@ -78,6 +78,18 @@ def load_state(path):
     accelerator.load_state(path)
 
 
+def make_predictions(folder):
+    task = Task()
+    task.predict_step = lambda batch, batch_idx: batch[0]
+    writer = treadle.callbacks.PredictionWriter(folder / "whole")
+    trainer(writer).predict(task, data())
+    return folder / "whole"
+
+
+def read_predictions(path):
+    list(treadle.read_predictions(path))
+
+
 def project(path):
     kept = treadle.engine.configuration.ProjectConfiguration(project_dir=str(path), automatic_checkpoint_naming=True)
     accelerator = treadle.Accelerator(cpu=True, project_config=kept)
@@ -164,11 +176,13 @@ DOORS = {
     "Trainer.validate(ckpt_path)": (stage("validate"), "whole", "run"),
     "Trainer.test(ckpt_path)": (stage("test"), "whole", "run"),
     "Trainer.predict(ckpt_path)": (stage("predict"), "whole", "run"),
+    "read_predictions(path)": (read_predictions, "whole", "predictions"),
 }
 # What takes a path, or a word that sounds like one, and reads nothing there.
 READ_NOTHING = {
     **{f"Accelerator.{way}": "writes" for way in ("save(f)", "save_model(save_directory)", "save_state(output_dir)")},
     "Trainer.save_checkpoint(filepath)": "writes",
+    "PredictionWriter.__init__(dirpath)": "writes",
     **dict.fromkeys(("RunReport.__init__(dirpath)", "RunReport.__init__(filename)"), "writes"),
     **dict.fromkeys((f"{one}.__init__(default_root_dir)" for one in ("Trainer", "TrainerSettings")), "writes"),
     "Accelerator.__init__(project_dir)": "writes; reading is ProjectConfiguration's",
@@ -327,7 +341,8 @@ def attack(name, folder, good, files):
             outcome = "" if str(error) else "an error without words"
         except Exception as error:
             # States that are damaged with right digests meet whatever takes them.
-            outcome = "" if DOORS[name][2] not in ("files", "settings") else f"{type(error).__name__}: {error}"[:300]
+            strict = DOORS[name][2] in ("files", "settings", "predictions")
+            outcome = f"{type(error).__name__}: {error}"[:300] if strict else ""
         except BaseException as error:
             outcome = f"{type(error).__name__}: {error}"[:300]
         on.clear()
@@ -356,6 +371,10 @@ def files(tmp_path_factory):
         made[kind] = hostile_files.of_ours(make(folder / kind), folder / f"{kind}-forged", marker)
     more = hostile_files.of_ours(folder / "state" / "whole", folder / "state-more", marker)
     made["projects"] = hostile_files.projects(more, folder / "state-more")
+    (folder / "predictions").mkdir()
+    (folder / "predictions-more").mkdir()
+    whole = make_predictions(folder / "predictions")
+    made["predictions"] = hostile_files.predictions(whole, folder / "predictions-more", marker)
     (folder / "project" / "checkpoints").mkdir(parents=True)
     shutil.copytree(folder / "state" / "whole", folder / "project" / "checkpoints" / "checkpoint_0")
     (folder / "good-folder").mkdir()

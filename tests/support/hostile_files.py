@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import xxhash
+from safetensors.torch import save
 from torch import nn
 
 PAYLOAD = "hostile_payload"  # a module that stands beside the files; importing it leaves the marker
@@ -296,6 +297,34 @@ def of_ours(whole, folder, marker):
     """Checkpoints of Treadle's own format, made from a whole one, with what a hostile hand would put into it."""
     folder = Path(folder)
     state = {path.name: path for path in whole.iterdir()}
+    found = {}
+    for name, data in _documents(marker).items():
+        for part in [n for n in state if n.endswith(".json") and n != "manifest.json"]:
+            found[f"ours-{part.removesuffix('.json')}-{name}"] = _forged(whole, folder, {part: data})
+        found[f"ours-manifest-{name}"] = _forged(whole, folder, {}, manifest=data)
+    for name, data in headers(1000).items():
+        found[f"ours-weights-{name}"] = _forged(whole, folder, {"model.safetensors": data})
+    document = json.loads(state["manifest.json"].read_text())
+    for name, value in {"processes": 2**60, "sequence": 10**30}.items():
+        counted = {**document, {"processes": "world_size"}.get(name, name): value}
+        found[f"ours-many-{name}"] = _forged(whole, folder, {}, manifest=json.dumps(counted).encode())
+    for name in ("../outside.json", "/etc/passwd", "..", "a/b.json", "x.pkl", "manifest.json", "\0.json"):
+        target = _forged(whole, folder, {}, listed=name)
+        found[f"ours-named-{len(found)}"] = target
+    linked = _forged(whole, folder, {})
+    (linked / "model.safetensors").rename(folder / "elsewhere.safetensors")
+    (linked / "model.safetensors").symlink_to(folder / "elsewhere.safetensors")
+    piped = _forged(whole, folder, {})
+    (piped / "manifest.json").unlink()
+    os.mkfifo(piped / "manifest.json")
+    pickled_beside = _forged(whole, folder, {})
+    (pickled_beside / ".metadata").write_bytes(stream(call("os.system", f"touch {marker}")))
+    (pickled_beside / "random_states_0.pkl").write_bytes(stream(call("os.system", f"touch {marker}")))
+    return found | {"ours-link": linked, "ours-pipe": piped, "ours-beside": pickled_beside}
+
+
+def _documents(marker):
+    """JSON of Treadle's own form, and text that is none."""
     texts = {
         "tag-import": {"$import": "os"},
         "tag-call": {"$call": ["os.system", f"touch {marker}"]},
@@ -323,30 +352,35 @@ def of_ours(whole, folder, marker):
         "not-text": b"\xff\xfe",
         "digits": b"[" + b"9" * 10**5 + b"]",
     }
+    return {**{name: json.dumps(text).encode() for name, text in texts.items()}, **raw}
+
+
+def predictions(whole, folder, marker):
+    """Folders of predictions: their index, the notes in their files and these files themselves forged."""
+    (shard,) = whole.glob("*.safetensors")
+    index = json.loads((whole / "predictions.json").read_text())
+    forged = {f"index-{name}": {"predictions.json": data} for name, data in _documents(marker).items()}
+    outside = {"outside": [["../whole/" + shard.name]], "absolute": [[str(shard)]], "kind": [1], "no": 7}
+    for name, ranks in outside.items():
+        loader = {**index["loaders"]["0"], "ranks": ranks}
+        forged[f"index-{name}"] = {"predictions.json": json.dumps({**index, "loaders": {"0": loader}}).encode()}
+    for name, data in _documents(marker).items():
+        for form in (b"%s", b"[[0,%s]]", b'[["x",{"prediction":%s}]]'):
+            note = (form % data).decode(errors="replace")
+            forged[f"note-{name}-{form}"] = {shard.name: _one_tensor({"predictions": note})}
+    forged["note-missing"] = {shard.name: _one_tensor(None)}
+    forged |= {f"shard-{name}": {shard.name: data} for name, data in headers(1000).items()}
     found = {}
-    for name, data in {**{n: json.dumps(t).encode() for n, t in texts.items()}, **raw}.items():
-        for part in [n for n in state if n.endswith(".json") and n != "manifest.json"]:
-            found[f"ours-{part.removesuffix('.json')}-{name}"] = _forged(whole, folder, {part: data})
-        found[f"ours-manifest-{name}"] = _forged(whole, folder, {}, manifest=data)
-    for name, data in headers(1000).items():
-        found[f"ours-weights-{name}"] = _forged(whole, folder, {"model.safetensors": data})
-    document = json.loads(state["manifest.json"].read_text())
-    for name, value in {"processes": 2**60, "sequence": 10**30}.items():
-        counted = {**document, {"processes": "world_size"}.get(name, name): value}
-        found[f"ours-many-{name}"] = _forged(whole, folder, {}, manifest=json.dumps(counted).encode())
-    for name in ("../outside.json", "/etc/passwd", "..", "a/b.json", "x.pkl", "manifest.json", "\0.json"):
-        target = _forged(whole, folder, {}, listed=name)
-        found[f"ours-named-{len(found)}"] = target
-    linked = _forged(whole, folder, {})
-    (linked / "model.safetensors").rename(folder / "elsewhere.safetensors")
-    (linked / "model.safetensors").symlink_to(folder / "elsewhere.safetensors")
-    piped = _forged(whole, folder, {})
-    (piped / "manifest.json").unlink()
-    os.mkfifo(piped / "manifest.json")
-    pickled_beside = _forged(whole, folder, {})
-    (pickled_beside / ".metadata").write_bytes(stream(call("os.system", f"touch {marker}")))
-    (pickled_beside / "random_states_0.pkl").write_bytes(stream(call("os.system", f"touch {marker}")))
-    return found | {"ours-link": linked, "ours-pipe": piped, "ours-beside": pickled_beside}
+    for number, (name, files) in enumerate(forged.items()):
+        found[name] = target = Path(folder) / f"predictions-{number}"
+        target.mkdir()
+        for path in whole.iterdir():
+            (target / path.name).write_bytes(files.get(path.name, path.read_bytes()))
+    return found
+
+
+def _one_tensor(notes):
+    return save({"0.prediction": torch.ones(2)}, notes)
 
 
 def projects(made, folder):

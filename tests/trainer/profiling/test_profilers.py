@@ -94,8 +94,8 @@ def test_every_phase_is_measured_in_order_and_properly_nested(tmp_path):
     first = seen[seen.index("data") :]
     hook = "hook Sleeper.on_train_batch_end"
     micro = ["data", "forward", "backward"]
-    assert first[:9] == [*micro, hook, *micro, "clip", "optimizer"]
-    assert first[9:13] == ["zero_grad", hook, *micro[:2]]
+    assert first[:10] == [*micro, hook, *micro, "agree", "clip", "optimizer"]
+    assert first[10:14] == ["zero_grad", hook, *micro[:2]]
     counts = {name: seen.count(name) for name in set(seen)}
     assert counts["forward"] == counts["backward"] == counts[hook] == 4
     assert counts["optimizer"] == counts["zero_grad"] == counts["clip"] == 2
