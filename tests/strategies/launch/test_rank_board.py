@@ -48,7 +48,11 @@ def start(folder, ranks, *command):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "command"), [(2, ("python",)), (1, ("treadle", "launch", "--nproc-per-node", "1"))], ids=["two", "one"]
+    ("ranks", "command"),
+    [
+        pytest.param(2, ("python",), id="two"),
+        pytest.param(1, ("treadle", "launch", "--nproc-per-node", "1"), id="one", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_ranks_that_are_all_stopped_end_the_job(ranks, command, tmp_path):
     process, pids = start(tmp_path, ranks, *command)

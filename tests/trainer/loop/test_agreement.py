@@ -120,8 +120,17 @@ REFUSED = {
 WAYS = [("ddp", False), ("fsdp", False), ("ddp", True)]
 
 
-@pytest.mark.parametrize(("strategy", "manual"), WAYS)
-@pytest.mark.parametrize("case", ACTED_ON)
+def each(cases, always, without=()):
+    """Return every case in every way but those without, of which all but the first way run for some cases only."""
+    every = [(case, *way) for case in cases for way in WAYS if (case, way[1]) not in without]
+    marks = [
+        () if case in always or (strategy, manual) == WAYS[0] else pytest.mark.exhaustive
+        for case, strategy, manual in every
+    ]
+    return [pytest.param(*one, marks=mark) for one, mark in zip(every, marks, strict=True)]
+
+
+@pytest.mark.parametrize(("case", "strategy", "manual"), each(ACTED_ON, ["stop"]))
 def test_all_ranks_act_after_the_same_step(tmp_path, case, strategy, manual):
     first, second = run(decide, 2, case, strategy, manual, tmp_path)
     assert first == second
@@ -130,11 +139,8 @@ def test_all_ranks_act_after_the_same_step(tmp_path, case, strategy, manual):
         assert first[-1][1] == (4 if case == "stop" else 6)
 
 
-@pytest.mark.parametrize(
-    ("case", "strategy", "manual"),
-    # Manual optimization takes no accumulate_grad_batches.
-    [(case, *way) for case in REFUSED for way in WAYS if not (case == "accumulate" and way[1])],
-)
+# Manual optimization takes no accumulate_grad_batches.
+@pytest.mark.parametrize(("case", "strategy", "manual"), each(REFUSED, ["leave"], without=[("accumulate", True)]))
 def test_all_ranks_refuse_what_they_cannot_agree_on(tmp_path, case, strategy, manual):
     errors = run(refused, 2, case, strategy, manual, tmp_path)
     # Of a save that one rank calls, the other learns by the end of the one that got the error.

@@ -59,7 +59,7 @@ STEP = "on_train_batch_start"
     [
         (1, STEP, signal.SIGTERM, True),
         (2, STEP, signal.SIGTERM, True),  # the other rank waits for it, and has got no signal
-        (2, STEP, signal.SIGINT, False),
+        pytest.param(2, STEP, signal.SIGINT, False, marks=pytest.mark.exhaustive),
         (2, "on_save_checkpoint", signal.SIGUSR1, False),
     ],
 )
