@@ -241,7 +241,7 @@ def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
 
 def _parse_note(path: Path, notes: Mapping[str, str]) -> list[tuple[int, Any]]:
     document = filesystem.parse_json(path, notes.get(_NOTE, "").encode())
-    pairs = document if isinstance(document, list) else [None]
+    pairs: list[Any] = document if isinstance(document, list) else [None]
     if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) for pair in pairs):
         raise ValueError(f"{path}: was not written by a PredictionWriter.")
     return [(number, batch) for number, batch in pairs]
