@@ -294,7 +294,9 @@ def test_killed_while_recovering_from_a_kill(tmp_path):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
+@pytest.mark.parametrize(
+    "hooked", [pytest.param(False, id="plain", marks=pytest.mark.exhaustive), pytest.param(True, id="hooked")]
+)
 def test_killed_while_overwriting_nothing_of_others_is_lost(tmp_path, hooked):
     target, seen, searched = tmp_path / "run" / "last", set(), False
     action = (lambda: others_beside(target)) if hooked else lambda: save(target, 5)

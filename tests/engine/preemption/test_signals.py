@@ -97,7 +97,7 @@ def on_two(folder, strategy, rank):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 1), ("fsdp", 0)])
+@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 1), pytest.param("fsdp", 0, marks=pytest.mark.exhaustive)])
 def test_all_ranks_leave_after_the_same_step(strategy, rank, tmp_path):
     steps, other = run(on_two, 2, str(tmp_path), strategy, rank)
     assert steps == other

@@ -158,7 +158,7 @@ def leave_on_two(folder, strategy, rank, number, status):
     ("strategy", "rank", "number", "status"),
     [
         ("ddp", 1, signal.SIGTERM, 143),
-        ("ddp", 0, signal.SIGINT, 130),
+        pytest.param("ddp", 0, signal.SIGINT, 130, marks=pytest.mark.exhaustive),
         ("fsdp", 0, signal.SIGUSR1, 143),
     ],
 )
@@ -177,7 +177,7 @@ def leave_stage(stage, rank):
     return caught.value.code, task.seen
 
 
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize("stage", ["validate", pytest.param("test", marks=pytest.mark.exhaustive), "predict"])
 def test_an_evaluation_alone_ends_too(stage, tmp_path):
     (code, seen), other = run(leave_stage, 2, stage, 1)
     assert (code, seen) == other
