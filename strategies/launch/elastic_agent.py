@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from typing import Any
 
 from torch.distributed.elastic.agent.server import WorkerSpec
@@ -220,8 +221,9 @@ class Agent(LocalElasticAgent):
     def _end_silent(self) -> bool:
         """End ranks that are all stopped, or blocked in C code; tells whether they were."""
         silent = self.board.find_silent(self.ends)
+        folder_name = f"stacks-{datetime.now():%Y%m%d-%H%M%S}" if silent else ""
         for rank in silent:
-            _say(f"rank {self.global_rank(rank)} of {self.world_size} {self.board.report(rank)}")
+            _say(f"rank {self.global_rank(rank)} of {self.world_size} {self.board.report(rank, folder_name)}")
         self.ends |= dict.fromkeys(silent, HUNG)
         if silent:
             self._close(signal.SIGKILL, self.job.failure_grace)

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +88,17 @@ class RankBoard:
                 silent.append(rank)
         return ranks if silent == ranks else []
 
-    def report(self, local_rank: int) -> str:
-        """Return what keeps a silent rank, and have its stacks written where it would have written them."""
+    def report(self, local_rank: int, folder_name: str) -> str:
+        """Return what keeps a silent rank, and have its stacks written where it would have written them.
+
+        Args:
+            local_rank: the rank.
+            folder_name: of the stacks of all ranks.
+        """
         beat = _parse(self._read(local_rank))
         if beat is None:
             return "is silent"
-        folder = Path(beat["directory"], f"stacks-{datetime.now():%Y%m%d-%H%M%S}")
+        folder = Path(beat["directory"], folder_name)
         reason = f"{explain_silence(beat['pid'])}, process {beat['pid']}"
         place = ""
         with contextlib.suppress(OSError):  # a full disk
