@@ -18,7 +18,7 @@ import torch
 
 from ...common.durations import parse_duration
 from ...common.messages import announce, warn
-from ...strategies.processes import mark_leaving, mark_stage
+from ...strategies.processes import end_by_signal, mark_leaving, mark_stage
 from .deadline import Deadline
 from .departure import Departure
 
@@ -112,7 +112,8 @@ class Preemption:
             for number, handler in replaced.items():
                 if signal.getsignal(number) in (self._note, self._interrupt):
                     signal.signal(number, handler)
-        if self.caught is not None and not callable(replaced[self.caught]):
+        handler = None if self.caught is None else replaced[self.caught]
+        if self.caught is not None and (handler is end_by_signal or not callable(handler)):
             signal.raise_signal(self.caught)
 
     @contextmanager
@@ -153,7 +154,7 @@ class Preemption:
             return  # to the whole process group; data workers are needed for the step in progress
         self._set(caught)
         handler = self._replaced.get(caught)
-        if callable(handler):
+        if callable(handler) and handler is not end_by_signal:  # that is ours, of a stage that has failed before
             handler(number, frame)
 
     def _set(self, caught: signal.Signals) -> None:

@@ -145,10 +145,11 @@ def leave_on_sigterm() -> None:
     """
     handled = threading.current_thread() is threading.main_thread()
     if handled and _opened and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _end_by_signal)
+        signal.signal(signal.SIGTERM, end_by_signal)
 
 
-def _end_by_signal(number: int, frame: FrameType | None) -> None:
+def end_by_signal(number: int, frame: FrameType | None) -> None:
+    """End this process as the system would, once its folder is removed: the handler of `leave_on_sigterm`."""
     signal.signal(number, signal.SIG_IGN)
     leave()
     signal.signal(number, signal.SIG_DFL)

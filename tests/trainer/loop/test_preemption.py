@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from treadle.callbacks import ModelCheckpoint
 from treadle.engine import Preempted
+from treadle.strategies.processes import scratch
 
 import treadle
 
@@ -350,3 +351,13 @@ def interrupt_two(folder, strategy, rank):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ctrl_c_on_one_rank_saves_on_all_after_the_same_step(strategy, rank, tmp_path):
     run(interrupt_two, 2, str(tmp_path), strategy, rank)
+
+
+def fit_after_a_failure(folder):
+    scratch.open_scratch(os.getppid())
+    scratch.leave_on_sigterm()  # as a rank does whose stage has failed
+    return fit(folder, [Signals(signal.SIGTERM, 3)])["step"]
+
+
+def test_a_stage_that_failed_before_changes_nothing(tmp_path):
+    assert run(fit_after_a_failure, 1, str(tmp_path)) == [3]
