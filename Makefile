@@ -19,11 +19,11 @@ demo: install
 	$(BIN)/python examples/digits.py
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser' $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser' $(ARGS)
 
 # The same, and every variant of what the tests above show with one.
 test-all: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not faults and not soak and not slurm and not browser' $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not slow and not faults and not soak and not slurm and not browser' $(ARGS)
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow --timeout 3600

@@ -9,6 +9,31 @@ import sys
 import pytest
 from treadle.strategies.distributed.current import disconnect
 
+# Files that take longest, most of it in waiting. With `--no-loadscope-reorder` they are handed out first, so that none
+# of them is what everything waits for at the end.
+LONGEST_FIRST = (
+    "integration/test_readme.py",
+    "fault_injection/test_matrix.py",
+    "strategies/fsdp/test_fsdp.py",
+    "fault_injection/test_killed.py",
+    "engine/data/test_loader.py",
+    "strategies/launch/test_supervisor.py",
+    "engine/checkpoint/test_store.py",
+    "callbacks/test_lr_finder.py",
+    "integration/test_examples.py",
+    "strategies/distributed/test_watchdog.py",
+    "integration/test_parity.py",
+    "strategies/distributed/test_matching_calls.py",
+    "callbacks/progress/test_progress_bar.py",
+    "trainer/checkpointing/test_resume.py",
+    "trainer/loop/test_leaving_validation.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    place = {f"tests/{name}": number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.nodeid.split("::")[0], len(place)))
+
 
 @pytest.fixture(autouse=True, scope="session")
 def an_interrupt_is_not_ignored():

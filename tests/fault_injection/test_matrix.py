@@ -33,7 +33,6 @@ FEW_FAULTS = {  # hanging ranks: see test_watchdog.py
     FaultCell("teardown", "exit 0", 0),
     FaultCell("save", "SIGKILL", 0, "fsdp", "local"),
     FaultCell("save", "SIGKILL", 1, launcher="treadle launch"),
-    FaultCell("first step", "exit 3", 0, launcher="torchrun"),
     FaultCell("teardown", "exit 0", 1, launcher="torchrun"),
 }
 TARGETS, MOMENTS = ("supervisor", "rank 1", "all"), ("training", "validation", "save")

@@ -196,7 +196,7 @@ def test_signal_goes_to_every_rank_and_sigkill_after_the_grace_or_a_second_ctrl_
         process.send_signal(number)
         wait_for(lambda: f"rank 0 saved on {int(number)}\n" in (tmp_path / "out").read_text(), 5)
     assert process.wait(10) == 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15  # the ranks sleep for 60
     assert number == signal.SIGINT or time.monotonic() - began > 1
     err = (tmp_path / "err").read_text()
     assert f"treadle: {number.name} was forwarded to 2 rank(s)\n" in err
