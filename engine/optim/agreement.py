@@ -80,19 +80,21 @@ class Agreement:
             self.stop, self.signaled = map(bool, self._world.all_reduce(votes, "max").tolist())
         return self.stop
 
-    def watch(self, loss: Tensor) -> None:
-        """Take note of one micro-batch's loss."""
+    def watch(self, loss: Tensor) -> bool:
+        """Take note of one micro-batch's loss; returns False if it is known at once that the loss is not finite."""
         if not self.watch_finite:
-            return
+            return True
         if not self._on_host:
             self._taints.append(loss.detach().float() * 0.0)  # no host read
-            return
-        if not math.isfinite(loss.item()):
+            return True
+        finite = math.isfinite(loss.item())
+        if not finite:
             self.bad_losses.append(self.micro_batches)
             self.local_finite = False
             if self.alone:
                 self.finite = False
         self.micro_batches += 1
+        return finite
 
     def watch_gradients(self, optimizers: Iterable[PreparedOptimizer]) -> None:
         """Look at the gradients that optimizers are about to apply, reduced where they are reduced."""
