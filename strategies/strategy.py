@@ -150,11 +150,11 @@ class Strategy(StrategyAliases):
                 return module
 
     def graph_leaves(self, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what autograd's graph of the unwrapped ``module`` ends in, each with the parameter that it belongs to.
+        """Yield what autograd's graph of a wrapped ``module`` ends in, each with the parameter that it belongs to.
 
         They differ where parameters are gathered for the computation.
         """
-        return ((parameter, parameter) for parameter in module.parameters())
+        return ((parameter, parameter) for parameter in self.unwrap(module).parameters())
 
     def method(self, wrapped: nn.Module, name: str) -> Callable[..., Any]:
         """Return method ``name`` of the user's module, run the way ``forward`` of the wrapped one runs."""

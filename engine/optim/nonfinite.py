@@ -94,7 +94,7 @@ def order_by_backward(
 
     Args:
         bad: the parameters.
-        model: the unwrapped model.
+        model: the wrapped model.
         loss: a loss of the step, or of another one with the same model; None where none is left.
         strategy: how the model lies on the processes.
 
@@ -105,7 +105,7 @@ def order_by_backward(
     uses = {} if loss is None else _find_first_uses(loss)
     positions = {id(parameter): uses.get(id(leaf)) for leaf, parameter in strategy.graph_leaves(model)} if uses else {}
     keys = []
-    for number, (name, parameter) in enumerate(model.named_parameters()):
+    for number, (name, parameter) in enumerate(strategy.unwrap(model).named_parameters()):
         if id(parameter) in bad_ids:
             use = positions.get(id(parameter))
             keys.append((math.inf if use is None else -use, -number, name))

@@ -325,7 +325,7 @@ class Steps:
         evidence = Evidence(bad_batches, samples="; ".join(self.bad_batches))
         if not bad_batches:
             bad_parameters = agreement.find_bad_parameters()
-            evidence.gradients = order_by_backward(bad_parameters, self.task, loss, self.accelerator.strategy)
+            evidence.gradients = order_by_backward(bad_parameters, self.model, loss, self.accelerator.strategy)
             if agreement.immediate:  # else the loader is a step further on
                 evidence.samples, evidence.has_bad_input = describe_group(self._find_loader(), batch, last - first)
         self.bad_batches.clear()

@@ -8,6 +8,7 @@ from processes import run
 from quiet import trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from treadle.callbacks import NonFiniteWatch
 
 import treadle
 
@@ -86,7 +87,7 @@ class Net(treadle.TaskModule):
 def fail(task, data, *callbacks, batch_size=2, **flags):
     """Return the message that a run ends with."""
     one = trainer(**{"callbacks": list(callbacks), **flags})
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=r"not finite|infinity|but the gradient") as raised:
         one.fit(task, DataLoader(data, batch_size))
     assert all(p.isfinite().all() for p in map(plain, task.parameters()))
     return str(raised.value)
@@ -169,3 +170,27 @@ def test_two_ranks(strategy, where):
         assert "the gradient of middle.bias is not, the first of 4 in the order of backward" in finite_input[0]
         samples = "On rank 0: sample 4 of the dataset. On rank 1: sample 5 of the dataset."
         assert f"{samples} The reduced gradients do not tell which rank it was" in finite_input[0]
+
+
+def watched_on_two_ranks(strategy, manual):
+    task = Net(manual=manual)
+    return fail(task, Samples(), NonFiniteWatch(), devices=2, strategy=strategy, batch_size=1)
+
+
+@pytest.mark.parametrize(("strategy", "manual"), [("ddp", False), ("fsdp", False), ("ddp", True)])
+def test_the_watch_names_the_rank(strategy, manual):
+    for message in [run_until_failure(strategy, manual)] if manual else run(watched_on_two_ranks, 2, strategy, manual):
+        assert message.startswith("the gradient of the output of middle (Linear) is the first to hold NaN or infinity")
+        assert "on rank 1 in optimizer step 3 (epoch 0, micro-batch 2)" in message
+
+
+def run_until_failure(strategy, manual):
+    """A task that calls backward itself may do so on one rank alone, so that rank raises alone."""
+    with pytest.raises(ValueError, match="NaN or infinity") as raised:
+        run(fit_on_two_ranks, 2, strategy, manual)
+    return str(raised.value)
+
+
+def fit_on_two_ranks(strategy, manual):
+    flags = {"devices": 2, "strategy": strategy, "callbacks": [NonFiniteWatch()]}
+    trainer(**flags).fit(Net(manual=manual), DataLoader(Samples(), 1))
