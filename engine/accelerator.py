@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from ..common.messages import warn
+from ..common.validation import choose
 from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world, resolve_devices
 from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, name_phase, watch
 from . import configuration
@@ -42,6 +43,7 @@ from .optim import (
     Accumulation,
     Agreement,
     BuiltSchedule,
+    GradientGuard,
     PreparedOptimizer,
     PreparedScheduler,
     join_uneven_inputs,
@@ -121,6 +123,9 @@ class Accelerator(Process):
             of its arguments. Then the run ends with exit status 124; the rank that hangs is named, and the Python
             stacks of all ranks are written. By default this holds only for a rank that waits for others, and nearly as
             long as a collective may wait (30 minutes).
+        on_nonfinite: a prepared optimizer is about to apply a gradient that is not finite: ``"raise"`` on all ranks (on
+            accelerators one step later, and in `end_training`), ``"skip"`` the step on all ranks (which waits for the
+            device in every step), or ``"ignore"``. With float16 the loss scaler leaves out such steps.
 
     Attributes:
         strategy: how models are laid out over the processes.
@@ -170,6 +175,7 @@ class Accelerator(Process):
         num_nodes: int = 1,
         spread: bool = False,
         timeout: Any = None,
+        on_nonfinite: str = "raise",
         **unknown: Any,
     ) -> None:
         configuration.refuse(
@@ -181,6 +187,7 @@ class Accelerator(Process):
             torch_tp_plugin=torch_tp_plugin,
         )
         configuration.check_random_types(rng_types)
+        self.on_nonfinite = choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
         handlers = configuration.sort_handlers(kwargs_handlers)
         self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
         self.dataloader_config = configuration.resolve_dataloader_config(dataloader_config, split_batches)
@@ -221,6 +228,8 @@ class Accelerator(Process):
             self.models,
             self.optimizers,
         )
+        self._gradient_guard = GradientGuard(self.on_nonfinite, self.loaders, immediate=self.device.type == "cpu")
+        self.accumulation.guard = None if self.on_nonfinite == "ignore" else self._gradient_guard
         self.checkpointer = Checkpointer(self)
         self.tracking = trackers
         self.dataloader_config.announce_differences()
@@ -344,6 +353,7 @@ class Accelerator(Process):
             "step_scheduler_with_optimizer": self.step_scheduler_with_optimizer,
             "split_batches": self.split_batches,
             "use_seedable_sampler": self.use_seedable_sampler,
+            "on_nonfinite": self.on_nonfinite,
         }
 
     def _check_device(self, model: nn.Module) -> None:
@@ -988,10 +998,15 @@ class Accelerator(Process):
     # -- the end -------------------------------------------------------------------------------------------------
 
     def end_training(self) -> None:
-        """Finish saves and trackers, and wait for everyone. Another Accelerator may follow."""
+        """Finish saves and trackers, and wait for everyone. Another Accelerator may follow.
+
+        Raises:
+            ValueError: if gradients of the latest step were not finite, which accelerators tell one step later.
+        """
         self.finish_saving()
         self.world.release_beside()
         self.tracking.finish()
+        self._gradient_guard.settle()
         self.wait_for_everyone()
 
     def free_memory(self, *objects: Any) -> Any:

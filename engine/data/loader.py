@@ -376,6 +376,10 @@ class Loader:
         assert self._micro is not None
         return self._micro
 
+    def is_at(self, micro: Micro) -> bool:
+        """Whether ``micro`` is the batch that was yielded last."""
+        return self._micro is micro
+
     def draw_from(self, stream: RandomStream) -> None:
         """Draw the order from another stream, before anything is drawn."""
         self._stream = self._plan.draws.stream = stream

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...strategies import BALLOT_SIZE, Strategy, World
-from .gradient_check import are_finite, is_finite, largest_elements, real_values
+from .gradient_check import are_finite, collect_gradients, is_finite, largest_elements
 
 if TYPE_CHECKING:
     from .prepared_optimizer import PreparedOptimizer
@@ -65,7 +65,7 @@ class Agreement:
         self._norms: list[Tensor] = []
         self._watched: list[Tensor] = []  # the parameters whose gradients were looked at last
         self._bad_parameters: list[Tensor] | None = None
-        self._pending: _Ballots | None = None
+        self._pending: Ballots | None = None
 
     def signal(self) -> None:
         """This process got a signal that asks the run to end. May come at any time, from a signal handler."""
@@ -98,15 +98,7 @@ class Agreement:
 
     def watch_gradients(self, optimizers: Iterable[PreparedOptimizer]) -> None:
         """Look at the gradients that optimizers are about to apply, reduced where they are reduced."""
-        watched, gradients, sharded = [], [], self._strategy.sharded
-        for optimizer in optimizers:
-            for group in optimizer.optimizer.param_groups:
-                for parameter in group["params"]:
-                    gradient = parameter.grad
-                    if gradient is not None:
-                        watched.append(parameter)
-                        plain = not (sharded or gradient.is_sparse or gradient.is_complex())
-                        gradients.append(gradient if plain else real_values(gradient))
+        watched, gradients = collect_gradients(optimizers, self._strategy.sharded)
         if self._on_host:
             self._watched = watched
             self._gradients_finite = are_finite(gradients)
@@ -178,7 +170,7 @@ class Agreement:
             if self.finite:
                 self.micro_batches = 0
         elif summed is not None or self.watch_finite:
-            ballots = _Ballots(summed, self._taints, self._norms, self._watched, self.next_place)
+            ballots = Ballots(summed, self._taints, self._norms, self._watched, self.next_place)
             self._taints, self._norms, self._watched = [], [], []
             if self.immediate:
                 self._read(ballots)
@@ -195,7 +187,7 @@ class Agreement:
         self.signaled = votes[_SIGNAL] > 0
         self.finite = not math.isnan(votes[_TAINT])
 
-    def _read(self, ballots: _Ballots) -> None:
+    def _read(self, ballots: Ballots) -> None:
         votes, losses, norms = ballots.read()
         if votes is not None:
             self._read_votes(votes)
@@ -233,7 +225,7 @@ class Agreement:
         self._pending = None
 
 
-class _Ballots:
+class Ballots:
     """What is read of one step: the summed votes, and what this process alone has seen. Made without waiting.
 
     Args:
@@ -257,7 +249,7 @@ class _Ballots:
         self._on_host = self._on_device
         self._event: torch.cuda.Event | None = None
 
-    def copy_to_host(self) -> _Ballots:
+    def copy_to_host(self) -> Ballots:
         """Begin to copy them."""
         if self._on_device.is_cuda:
             self._on_host = torch.empty(self._on_device.shape, pin_memory=True)

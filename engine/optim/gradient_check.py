@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...strategies.distributed import is_sharded, local
+
+if TYPE_CHECKING:
+    from .prepared_optimizer import PreparedOptimizer
 
 _ONE = torch.ones((), dtype=torch.float32)
 
@@ -25,6 +29,25 @@ def are_finite(gradients: Sequence[Tensor]) -> bool:
     not_finite = torch.zeros((), dtype=torch.float32)
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, not_finite, _ONE)  # type: ignore[arg-type]
     return not not_finite.item()
+
+
+def collect_gradients(optimizers: Iterable[PreparedOptimizer], sharded: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parameters of optimizers that have gradients, and the gradients as real, dense tensors.
+
+    Args:
+        optimizers: the optimizers.
+        sharded: gradients may be shards.
+    """
+    parameters, gradients = [], []
+    for optimizer in optimizers:
+        for group in optimizer.optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is not None:
+                    parameters.append(parameter)
+                    plain = not (sharded or gradient.is_sparse or gradient.is_complex())
+                    gradients.append(gradient if plain else real_values(gradient))
+    return parameters, gradients
 
 
 def largest_elements(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

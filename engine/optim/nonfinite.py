@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,34 +50,42 @@ class Findings(NamedTuple):
     losses: bool
 
 
-def combine(evidence: Sequence[Evidence], first: int, last: int) -> Findings:
+def combine(evidence: Mapping[int, Evidence], first: int, last: int) -> Findings:
     """Combine the evidence of every rank into what a message says.
 
     Args:
         evidence: by rank.
         first, last: the step's micro-batches.
     """
-    bad_ranks = {rank: ", ".join(map(str, known.batches)) for rank, known in enumerate(evidence) if known.batches}
+    bad_ranks = {rank: ", ".join(map(str, known.batches)) for rank, known in evidence.items() if known.batches}
     if bad_ranks:
         ranks, distinct = ", ".join(map(str, bad_ranks)), set(bad_ranks.values())
         one = len(distinct) == 1
         batches = distinct.pop() if one else "; ".join(f"{bad} on rank {rank}" for rank, bad in bad_ranks.items())
-        return Findings(f"the loss is not finite on rank {ranks}", batches, _list_samples(evidence, bad_ranks), True)
-    keys = sorted(key for known in evidence for key in known.gradients)
-    names = list(dict.fromkeys(name for *_, name in keys))
-    subject = f"the gradient of {names[0]}" if names else "a gradient"  # none of what is not the model's own
-    order = "first of {} in the order of backward" if names and keys[0][0] < math.inf else "last of {} in the model"
-    more = f", the {order.format(len(names))}," if len(names) > 1 else ""
-    bad_inputs = [rank for rank, known in enumerate(evidence) if known.has_bad_input]
-    samples = _list_samples(evidence, bad_inputs or range(len(evidence)))
+        samples = list_samples({rank: evidence[rank] for rank in bad_ranks})
+        return Findings(f"the loss is not finite on rank {ranks}", batches, samples, True)
+    origin, order = describe_origin(evidence)
+    bad_inputs = {rank: known for rank, known in evidence.items() if known.has_bad_input}
+    samples = list_samples(bad_inputs or evidence)
     if len(evidence) > 1 and not bad_inputs:
         samples += " The reduced gradients do not tell which rank it was: callbacks=[NonFiniteWatch()] finds it."
     batches = str(last) if first == last else f"{first} to {last}"
-    return Findings(f"every loss is finite, but {subject} is not{more}", batches, samples, False)
+    return Findings(f"every loss is finite, but {origin} is not{order}", batches, samples, False)
 
 
-def _list_samples(evidence: Sequence[Evidence], ranks: Iterable[int]) -> str:
-    known = [f" On rank {rank}: {evidence[rank].samples}." for rank in ranks if evidence[rank].samples]
+def describe_origin(evidence: Mapping[int, Evidence]) -> tuple[str, str]:
+    """Return the gradient next to the origin in words, and where it stands among those that are not finite."""
+    keys = sorted(key for known in evidence.values() for key in known.gradients)
+    names = list(dict.fromkeys(name for *_, name in keys))
+    if not names:  # a parameter of no prepared model
+        return "a gradient", ""
+    order = "first of {} in the order of backward" if keys[0][0] < math.inf else "last of {} in the model"
+    return f"the gradient of {names[0]}", f", the {order.format(len(names))}," if len(names) > 1 else ""
+
+
+def list_samples(evidence: Mapping[int, Evidence]) -> str:
+    """Return a sentence for each rank about its samples, each with a space before it."""
+    known = [f" On rank {rank}: {known.samples}." for rank, known in evidence.items() if known.samples]
     more = f" {len(known) - _MOST_RANKS} more ranks had others." if len(known) > _MOST_RANKS else ""
     return "".join(known[:_MOST_RANKS]) + more
 

@@ -141,7 +141,7 @@ class Steps:
         if self.agreement.leaves:
             self.refuse_to_leave(None)
         if not self.agreement.finite:
-            self.refuse(batch=batch, loss=loss)
+            self.refuse(batch=batch)
             return
         if optimizer is None:
             progress.step += 1
@@ -277,21 +277,18 @@ class Steps:
         text, _ = describe_batch(batch, batch_indices(self._find_loader()))
         self.bad_batches += [text] if text else []
 
-    def refuse(
-        self, optimizer: PreparedOptimizer | None = None, *, batch: Any = None, loss: Tensor | None = None
-    ) -> None:
+    def refuse(self, optimizer: PreparedOptimizer | None = None, *, batch: Any = None) -> None:
         """A loss or a gradient is not finite on some process; every process comes here in the same step.
 
         Args:
             optimizer: the one that is about to step, where the task steps its optimizers itself.
             batch: the step's last micro-batch.
-            loss: its loss, or that of a later step.
 
         Raises:
             ValueError: where the flag says ``"raise"``; names the step, the samples, and the ranks or the parameter.
         """
         step, epoch, last = self.agreement.place
-        found = self.describe_not_finite(last, batch, loss)
+        found = self.describe_not_finite(last, batch)
         problem = f"{found.problem} in optimizer step {step} (epoch {epoch}, micro-batch {found.batches})"
         if self.trainer.on_nonfinite == "raise":
             raise ValueError(
@@ -312,12 +309,12 @@ class Steps:
         if self.optimizer is not None:
             self.optimizer.optimizer.zero_grad()
 
-    def describe_not_finite(self, last: int, batch: Any, loss: Tensor | None) -> Findings:
+    def describe_not_finite(self, last: int, batch: Any) -> Findings:
         """Say what is not finite, and forget it. All ranks must call it.
 
         Args:
             last: the number of the step's last micro-batch.
-            batch, loss: see `refuse`.
+            batch: see `refuse`.
         """
         agreement = self.agreement
         first = last - max(0, agreement.micro_batches - 1)
@@ -325,12 +322,13 @@ class Steps:
         evidence = Evidence(bad_batches, samples="; ".join(self.bad_batches))
         if not bad_batches:
             bad_parameters = agreement.find_bad_parameters()
+            loss = self.accumulation.get_latest_loss()
             evidence.gradients = order_by_backward(bad_parameters, self.model, loss, self.accelerator.strategy)
             if agreement.immediate:  # else the loader is a step further on
                 evidence.samples, evidence.has_bad_input = describe_group(self._find_loader(), batch, last - first)
         self.bad_batches.clear()
         agreement.forget_losses()
-        return combine(self.accelerator.world.gather_objects(evidence), first, last)
+        return combine(dict(enumerate(self.accelerator.world.gather_objects(evidence))), first, last)
 
     def _find_loader(self) -> Any:
         assert self.trainer.sources is not None

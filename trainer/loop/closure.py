@@ -93,7 +93,7 @@ class ClosureSteps(Steps):
         if accumulation.always_agree or accumulation.watches_gradients or accumulation.unfinished:
             accumulation.agree()
         if not self.agreement.finite:
-            self.refuse(batch=micro_batches[-1][0], loss=results[-1][1])
+            self.refuse(batch=micro_batches[-1][0])
         for hook in self.hooks.on_before_optimizer_step:
             hook(optimizer.optimizer)
         if self.clips:
