@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from ..common.messages import warn
-from ..common.validation import choose
 from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world, resolve_devices
 from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, name_phase, watch
 from . import configuration
@@ -186,8 +185,7 @@ class Accelerator(Process):
             megatron_lm_plugin=megatron_lm_plugin,
             torch_tp_plugin=torch_tp_plugin,
         )
-        configuration.check_random_types(rng_types)
-        self.on_nonfinite = choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
+        configuration.check_choices(rng_types, on_nonfinite)
         handlers = configuration.sort_handlers(kwargs_handlers)
         self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
         self.dataloader_config = configuration.resolve_dataloader_config(dataloader_config, split_batches)
@@ -197,7 +195,7 @@ class Accelerator(Process):
         )
         self.dynamo_plugin = configuration.resolve_compilation(dynamo_plugin, dynamo_backend)
         self.precision, self.mixed_precision = configuration.resolve_precision(mixed_precision, handlers["autocast"])
-        self.fsdp_plugin, self.parallelism_config = fsdp_plugin, parallelism_config
+        self.fsdp_plugin, self.parallelism_config, self.on_nonfinite = fsdp_plugin, parallelism_config, on_nonfinite
         self.profile_handler, sources = handlers["profile"], tracker_sources(log_with, self.project_configuration)
         limit, group = configuration.resolve_timeout(timeout), (handlers["group"] or InitProcessGroupKwargs()).options()
         kind, devices = resolve_devices(strategy, configuration.resolve_device(accelerator, cpu), devices)
@@ -205,10 +203,10 @@ class Accelerator(Process):
         self.strategy = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
         self.strategy.attach(world, self.precision)
         super().__init__(world, self.strategy.data_world)
-        scaler = configuration.build_scaler(handlers["scaler"], self.precision, world.device)
-        self._begin(scaler, Trackers(world, sources), watch(world, limit))
+        self._begin(handlers["scaler"], Trackers(world, sources), watch(world, limit))
 
-    def _begin(self, scaler: torch.amp.GradScaler | None, trackers: Trackers, watchdog: Watchdog | None) -> None:
+    def _begin(self, scaling: Any, trackers: Trackers, watchdog: Watchdog | None) -> None:
+        scaler = configuration.build_scaler(scaling, self.precision, self.device)
         self.watchdog = watchdog
         self.models: list[nn.Module] = []
         self.optimizers: list[PreparedOptimizer] = []
@@ -228,7 +226,7 @@ class Accelerator(Process):
             self.models,
             self.optimizers,
         )
-        self._gradient_guard = GradientGuard(self.on_nonfinite, self.loaders, immediate=self.device.type == "cpu")
+        self._gradient_guard = GradientGuard(self.on_nonfinite, self.loaders, on_host=self.device.type == "cpu")
         self.accumulation.guard = None if self.on_nonfinite == "ignore" else self._gradient_guard
         self.checkpointer = Checkpointer(self)
         self.tracking = trackers

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...strategies import BALLOT_SIZE, Strategy, World
-from .gradient_check import are_finite, collect_gradients, is_finite, largest_elements
+from .gradient_check import HostCheck, collect_gradients, is_finite, largest_elements, list_parameters
 
 if TYPE_CHECKING:
     from .prepared_optimizer import PreparedOptimizer
@@ -63,7 +63,9 @@ class Agreement:
         self._taints: list[Tensor] = []  # one per micro-batch: 0 for a finite loss, NaN for any other
         self._gradients_finite = True  # as far as the host knows
         self._norms: list[Tensor] = []
-        self._watched: list[Tensor] = []  # the parameters whose gradients were looked at last
+        self._are_finite = HostCheck()
+        self._watched_optimizers: Sequence[PreparedOptimizer] = ()  # whose gradients were looked at last, on the host
+        self._watched: list[Tensor] = []  # the parameters whose gradients were looked at last, on a device
         self._bad_parameters: list[Tensor] | None = None
         self._pending: Ballots | None = None
 
@@ -96,13 +98,14 @@ class Agreement:
         self.micro_batches += 1
         return finite
 
-    def watch_gradients(self, optimizers: Iterable[PreparedOptimizer]) -> None:
+    def watch_gradients(self, optimizers: Sequence[PreparedOptimizer]) -> None:
         """Look at the gradients that optimizers are about to apply, reduced where they are reduced."""
-        watched, gradients = collect_gradients(optimizers, self._strategy.sharded)
         if self._on_host:
-            self._watched = watched
-            self._gradients_finite = are_finite(gradients)
-        elif gradients:
+            self._watched_optimizers = optimizers
+            self._gradients_finite = self._are_finite(optimizers, self._strategy.sharded)
+            return
+        watched, gradients = collect_gradients(optimizers)
+        if gradients:
             self._watched += watched
             self._norms.append(largest_elements(gradients, self._device))
 
@@ -206,7 +209,8 @@ class Agreement:
         """Return the parameters whose gradients are not finite on this process; of the step that was read last."""
         if self._bad_parameters is not None:
             return self._bad_parameters
-        return [p for p in self._watched if p.grad is not None and not is_finite(p.grad)]
+        watched = list_parameters(self._watched_optimizers) if self._on_host else self._watched
+        return [p for p in watched if p.grad is not None and not is_finite(p.grad)]
 
     def forget_losses(self) -> None:
         """Forget the losses and gradients of a group that is over, or will not be finished."""
@@ -214,6 +218,7 @@ class Agreement:
         self.has_voted = False
         self.bad_losses, self.micro_batches = [], 0
         self._taints, self._norms, self._watched, self._bad_parameters = [], [], [], None
+        self._watched_optimizers = ()
 
     def reset(self) -> None:
         """Forget the votes of the run before."""

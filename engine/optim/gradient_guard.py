@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...common.messages import announce
 from .agreement import Ballots
-from .gradient_check import are_finite, collect_gradients, is_finite, largest_elements
+from .gradient_check import HostCheck, collect_gradients, is_finite, largest_elements, list_parameters
 from .nonfinite import Evidence, describe_group, describe_origin, list_samples, order_by_backward
 
 if TYPE_CHECKING:
@@ -29,12 +29,14 @@ class GradientGuard:
     Args:
         policy: ``"raise"``, which accelerators do one step later so that nothing waits for them; or ``"skip"``.
         loaders: the prepared loaders; the Accelerator's list, to which it adds.
-        immediate: read what was seen in the same step.
+        on_host: gradients are in host memory, where they are read in the same step.
     """
 
-    def __init__(self, policy: str, loaders: Sequence[Any], *, immediate: bool) -> None:
+    def __init__(self, policy: str, loaders: Sequence[Any], *, on_host: bool) -> None:
         self.policy = policy
-        self.immediate = immediate or policy == "skip"
+        self.immediate = on_host or policy == "skip"
+        self._on_host = on_host
+        self._are_finite = HostCheck()
         self._loaders = loaders
         self._pending: WeakKeyDictionary[PreparedOptimizer, Ballots] = WeakKeyDictionary()
 
@@ -48,19 +50,19 @@ class GradientGuard:
         if accumulation.loss_scale is not None:  # it leaves out such steps by itself
             return True
         strategy, world = accumulation.strategy, accumulation.world
-        parameters, gradients = collect_gradients((optimizer,), strategy.sharded)
-        if self.immediate and world.device.type == "cpu":
-            finite = are_finite(gradients)
-            if strategy.sharded:
-                finite = world.all(finite)
-            if not finite:
-                bad = [p for p in parameters if p.grad is not None and not is_finite(p.grad)]
-                self._refuse(optimizer, bad, accumulation.steps + 1)
-            return finite
-        return self._look_on_device(optimizer, parameters, gradients)
+        if not (self.immediate and self._on_host):
+            return self._look_on_device(optimizer)
+        finite = self._are_finite((optimizer,), strategy.sharded)
+        if strategy.sharded:
+            finite = world.all(finite)
+        if not finite:
+            bad = [p for p in list_parameters((optimizer,)) if not is_finite(p.grad)]
+            self._refuse(optimizer, bad, accumulation.steps + 1)
+        return finite
 
-    def _look_on_device(self, optimizer: PreparedOptimizer, parameters: list[Tensor], gradients: list[Tensor]) -> bool:
+    def _look_on_device(self, optimizer: PreparedOptimizer) -> bool:
         accumulation = optimizer.accumulation
+        parameters, gradients = collect_gradients((optimizer,))
         device = accumulation.world.device
         norms = largest_elements(gradients, device) if gradients else torch.zeros(0, device=device)
         taint = None

@@ -15,8 +15,7 @@ from ...common.messages import announce
 from ...engine import isolated_random_state
 from ...engine.data import batch_indices
 from ...engine.metrics import MutedMetrics
-from ...engine.optim import PreparedOptimizer
-from ...engine.optim.nonfinite import Evidence, Findings, combine, describe_batch, describe_group, order_by_backward
+from ...engine.optim import PreparedOptimizer, nonfinite
 from ..core import TaskModule, overrides
 from .hook_table import Hook, Hooks, count_positional
 from .lr_schedulers import Schedules
@@ -101,6 +100,7 @@ class Steps:
                 if not self.alone:
                     self._leave_together(itertools.chain((batch,), batches), index)
                 accumulation.drop_gradients()  # of the group's micro-batches before
+                self.bad_batches.clear()
                 progress.phase = Phase.BETWEEN_STEPS
                 return
             with accumulation.accumulate(self.model):
@@ -274,7 +274,7 @@ class Steps:
 
     def note_batch(self, batch: Any) -> None:
         """Describe the micro-batch whose loss is not finite, which is gone when the step is refused."""
-        text, _ = describe_batch(batch, batch_indices(self._find_loader()))
+        text, _ = nonfinite.describe_batch(batch, batch_indices(self._find_loader()))
         self.bad_batches += [text] if text else []
 
     def refuse(self, optimizer: PreparedOptimizer | None = None, *, batch: Any = None) -> None:
@@ -309,7 +309,7 @@ class Steps:
         if self.optimizer is not None:
             self.optimizer.optimizer.zero_grad()
 
-    def describe_not_finite(self, last: int, batch: Any) -> Findings:
+    def describe_not_finite(self, last: int, batch: Any) -> nonfinite.Findings:
         """Say what is not finite, and forget it. All ranks must call it.
 
         Args:
@@ -319,16 +319,20 @@ class Steps:
         agreement = self.agreement
         first = last - max(0, agreement.micro_batches - 1)
         bad_batches = [first + number for number in agreement.bad_losses]
-        evidence = Evidence(bad_batches, samples="; ".join(self.bad_batches))
+        evidence = nonfinite.Evidence(bad_batches, samples="; ".join(self.bad_batches))
         if not bad_batches:
             bad_parameters = agreement.find_bad_parameters()
             loss = self.accumulation.get_latest_loss()
-            evidence.gradients = order_by_backward(bad_parameters, self.model, loss, self.accelerator.strategy)
+            evidence.gradients = nonfinite.order_by_backward(
+                bad_parameters, self.model, loss, self.accelerator.strategy
+            )
             if agreement.immediate:  # else the loader is a step further on
-                evidence.samples, evidence.has_bad_input = describe_group(self._find_loader(), batch, last - first)
+                evidence.samples, evidence.has_bad_input = nonfinite.describe_group(
+                    self._find_loader(), batch, last - first
+                )
         self.bad_batches.clear()
         agreement.forget_losses()
-        return combine(dict(enumerate(self.accelerator.world.gather_objects(evidence))), first, last)
+        return nonfinite.combine(dict(enumerate(self.accelerator.world.gather_objects(evidence))), first, last)
 
     def _find_loader(self) -> Any:
         assert self.trainer.sources is not None
