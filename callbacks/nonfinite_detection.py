@@ -59,6 +59,7 @@ class NonFiniteWatch(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Read what was seen."""
+        reduced_names: list[str] = []
         flags = [[*self._output_flags, *self._gradient_flags], []]
         self._forget()
         if self.gradients and not self._scaled:
@@ -70,7 +71,6 @@ class NonFiniteWatch(Callback):
         bad_names = [_find_bad(some, world.device) for some in flags]
         if not pl_module.automatic_optimization or world.size == 1:  # all gradients are this process's own
             bad_by_rank = {world.rank: bad_names[0] + bad_names[1]}
-            reduced_names = []
         elif world.any(any(bad_names)):
             gathered = world.gather_objects(bad_names)
             bad_by_rank = {rank: names for rank, (names, _) in enumerate(gathered)}

@@ -125,6 +125,10 @@ class Accumulation:
         self._steps_before = 0
         self._steps_before = value - self.steps
 
+    def steps_of(self, optimizer: PreparedOptimizer) -> int:
+        """Return the steps that one optimizer has taken, before and after a resume."""
+        return self._steps_before + optimizer.steps_taken
+
     def forget_group(self) -> None:
         """Begin a new group: none of its micro-batches has run."""
         self.position = 0

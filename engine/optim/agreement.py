@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...strategies import BALLOT_SIZE, Strategy, World
-from .gradient_check import HostCheck, collect_gradients, is_finite, largest_elements, list_parameters
+from .gradient_check import HostCheck, collect_gradients, find_bad, largest_elements, list_parameters
 
 if TYPE_CHECKING:
     from .prepared_optimizer import PreparedOptimizer
@@ -209,8 +209,7 @@ class Agreement:
         """Return the parameters whose gradients are not finite on this process; of the step that was read last."""
         if self._bad_parameters is not None:
             return self._bad_parameters
-        watched = list_parameters(self._watched_optimizers) if self._on_host else self._watched
-        return [p for p in watched if p.grad is not None and not is_finite(p.grad)]
+        return find_bad(list_parameters(self._watched_optimizers) if self._on_host else self._watched)
 
     def forget_losses(self) -> None:
         """Forget the losses and gradients of a group that is over, or will not be finished."""

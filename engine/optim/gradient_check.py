@@ -60,7 +60,7 @@ class HostCheck:
 def collect_gradients(optimizers: Iterable[PreparedOptimizer]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parameters of ``optimizers`` that have gradients, and the gradients as real, dense tensors."""
     parameters = list_parameters(optimizers)
-    return parameters, [real_values(parameter.grad) for parameter in parameters]
+    return parameters, [real_values(p.grad) for p in parameters if p.grad is not None]
 
 
 def list_parameters(optimizers: Iterable[PreparedOptimizer]) -> list[Tensor]:
@@ -82,6 +82,11 @@ def real_values(gradient: Tensor) -> Tensor:
     if gradient.is_sparse:
         gradient = gradient._values()
     return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+
+
+def find_bad(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters whose gradients are not finite; waits for the device."""
+    return [p for p in parameters if p.grad is not None and not is_finite(p.grad)]
 
 
 def is_finite(gradient: Tensor) -> bool:

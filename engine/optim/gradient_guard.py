@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...common.messages import announce
 from .agreement import Ballots
-from .gradient_check import HostCheck, collect_gradients, is_finite, largest_elements, list_parameters
+from .gradient_check import HostCheck, collect_gradients, find_bad, largest_elements, list_parameters
 from .nonfinite import Evidence, describe_group, describe_origin, list_samples, order_by_backward
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ class GradientGuard:
         if strategy.sharded:
             finite = world.all(finite)
         if not finite:
-            bad = [p for p in list_parameters((optimizer,)) if not is_finite(p.grad)]
-            self._refuse(optimizer, bad, accumulation.steps + 1)
+            self._refuse(optimizer, find_bad(list_parameters((optimizer,))), accumulation.steps_of(optimizer) + 1)
         return finite
 
     def _look_on_device(self, optimizer: PreparedOptimizer) -> bool:
@@ -71,7 +70,7 @@ class GradientGuard:
             work = accumulation.world.start_all_reduce(taint)
             if work is not None:
                 work.wait()
-        ballots = Ballots(taint, [], [norms], parameters, accumulation.steps + 1)
+        ballots = Ballots(taint, [], [norms], parameters, accumulation.steps_of(optimizer) + 1)
         if self.immediate:
             return self._read(optimizer, ballots)
         before = self._pending.get(optimizer)

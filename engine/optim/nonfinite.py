@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...strategies import Strategy
 from ..data import batch_indices
+from ..parameter_names import strip_compile_prefix
 
 _MOST_SAMPLES = _MOST_RANKS = 8
 """The most that a message lists."""
@@ -116,17 +117,18 @@ def order_by_backward(
     for number, (name, parameter) in enumerate(strategy.unwrap(model).named_parameters()):
         if id(parameter) in bad_ids:
             use = positions.get(id(parameter))
-            keys.append((math.inf if use is None else -use, -number, name))
+            keys.append((math.inf if use is None else -use, -number, strip_compile_prefix(name)))
     return sorted(keys)
 
 
 def _find_first_uses(loss: Tensor) -> dict[int, int]:
     """The number of the operation that used each leaf first, by the leaf's id; autograd counts operations upwards."""
     first_uses: dict[int, int] = {}
-    nodes, seen = [loss.grad_fn], {loss.grad_fn}
+    nodes = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        for following, _ in () if node is None else node.next_functions:
+        for following, _ in node.next_functions:
             leaf = getattr(following, "variable", None)
             if leaf is not None:
                 number = node._sequence_nr()
