@@ -19,18 +19,19 @@ if TYPE_CHECKING:
 
 
 class NonFiniteWatch(Callback):
-    """Looks at every module's output and every gradient, and names the first one that holds NaN or infinity.
+    """Names the rank and the module that first compute NaN or infinity, in forward or in backward.
 
-    For the search of an error: it looks at all numbers, and waits for the device after each backward. It acts before
-    the task's own hooks (``after_task`` is 0). A process that finds something raises, which ends the run on all.
+    For the search of an error: it looks at every module's output and its gradient, and at every parameter's gradient,
+    and waits for the device and for all ranks after each backward. It acts before the task's own hooks
+    (``after_task`` is 0). The error is raised on all ranks.
 
     Args:
         outputs: look at modules' outputs, in the order in which they are computed.
-        gradients: look at parameters' gradients, from the end of the model on. Not with float16, where the loss scale
-            lets them overflow now and then.
+        gradients: look at the gradients of modules' outputs, in the order of backward, then at those of parameters,
+            from the end of the model on. Not with float16, where the loss scale lets them overflow now and then.
 
     Raises:
-        ValueError: if it is to look at nothing; in training, naming step, part and what was found.
+        ValueError: if it is to look at nothing; in training, naming step, rank, module and what was found.
         TypeError: for a value that is neither True nor False.
     """
 
@@ -40,51 +41,80 @@ class NonFiniteWatch(Callback):
         if not (outputs or gradients):
             raise ValueError("outputs=False, gradients=False leaves nothing to look at.")
         self._handles: list[Any] = []
+        self._scaled = False
         self._output_flags: list[tuple[str, Tensor]] = []
+        self._gradient_flags: list[tuple[str, Tensor]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Begin to look."""
-        for name, part in pl_module.named_modules() if self.outputs else ():
+        self._scaled = trainer.scaler is not None
+        for name, part in pl_module.named_modules():
             if part is not pl_module:
                 label = f"{strip_compile_prefix(name)} ({type(part).__name__})"
                 self._handles.append(part.register_forward_hook(partial(self._look, label)))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:
         """Forget what validation computed."""
-        self._output_flags.clear()
+        self._forget()
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Read what was seen."""
-        finite_flags = [(f"the output of {name}", flag) for name, flag in self._output_flags]
-        self._output_flags.clear()
-        if self.gradients and trainer.scaler is None:
+        reduced_names: list[str] = []
+        flags = [[*self._output_flags, *self._gradient_flags], []]
+        self._forget()
+        if self.gradients and not self._scaled:
             for name, parameter in reversed(list(pl_module.named_parameters())):
                 if parameter.grad is not None:
                     finite = torch.isfinite(local(parameter.grad)).all()
-                    finite_flags.append((f"the gradient of {strip_compile_prefix(name)}", finite))
-        if not finite_flags:
+                    flags[1].append((f"the gradient of {strip_compile_prefix(name)}", finite))
+        world = trainer.accelerator.world
+        bad_names = [_find_bad(some, world.device) for some in flags]
+        if not pl_module.automatic_optimization or world.size == 1:  # all gradients are this process's own
+            bad_by_rank = {world.rank: bad_names[0] + bad_names[1]}
+        elif world.any(any(bad_names)):
+            gathered = world.gather_objects(bad_names)
+            bad_by_rank = {rank: names for rank, (names, _) in enumerate(gathered)}
+            reduced_names = next((names for _, names in gathered if names), [])
+        else:
             return
-        device = trainer.accelerator.device
-        fine = torch.stack([flag.to(device) for _, flag in finite_flags]).tolist()
-        bad = [name for (name, _), good in zip(finite_flags, fine, strict=True) if not good]
-        if bad:
-            more = f" (and {len(bad) - 1} later ones)" if len(bad) > 1 else ""
-            raise ValueError(
-                f"{bad[0]} is the first to hold NaN or infinity{more}, on rank {trainer.global_rank} in optimizer step "
-                f"{trainer.progress.step + 1} (epoch {trainer.progress.epoch}, micro-batch {trainer.progress.batch})."
-            )
+        rank, names = next(((rank, names) for rank, names in bad_by_rank.items() if names), (None, reduced_names))
+        if not names:
+            return
+        more = f" (and {len(names) - 1} later ones)" if len(names) > 1 else ""
+        where = "in the gradients reduced over all ranks," if rank is None else f"on rank {rank}"
+        raise ValueError(
+            f"{names[0]} is the first to hold NaN or infinity{more}, {where} in optimizer step "
+            f"{trainer.progress.step + 1} (epoch {trainer.progress.epoch}, micro-batch {trainer.progress.batch})."
+        )
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Look no longer."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._output_flags.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._output_flags, self._gradient_flags = [], []
 
     def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            flags = [torch.isfinite(tensor.detach()).all() for tensor in _iterate_tensors(output)]
-            self._output_flags.extend((name, local(flag)) for flag in flags)
+        if not torch.is_grad_enabled():
+            return
+        for tensor in _iterate_tensors(output):
+            if self.outputs:
+                self._output_flags.append((f"the output of {name}", local(torch.isfinite(tensor.detach()).all())))
+            if self.gradients and not self._scaled and tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._look_back, f"the gradient of the output of {name}"))
+
+    def _look_back(self, name: str, gradient: Tensor) -> None:
+        self._gradient_flags.append((name, local(torch.isfinite(gradient).all())))
+
+
+def _find_bad(flags: list[tuple[str, Tensor]], device: torch.device) -> list[str]:
+    if not flags:
+        return []
+    finite = torch.stack([flag.to(device) for _, flag in flags]).tolist()
+    return [name for (name, _), good in zip(flags, finite, strict=True) if not good]
 
 
 def _iterate_tensors(value: Any) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.validation import choose
 from ..engine import move_data_to_device
-from ..engine.data import batch_indices, note_indices
+from ..engine.data import batch_indices
 from .callback import Callback
 
 if TYPE_CHECKING:
@@ -93,10 +93,8 @@ class BasePredictionWriter(Callback):
         """
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Have the loaders note which samples they deal."""
+        """Begin with no predictions."""
         loaders = _get_loaders(trainer)
-        for loader in loaders:
-            note_indices(loader)
         self._predictions, self._indices = [[] for _ in loaders], [[] for _ in loaders]
 
     def on_predict_batch_end(

@@ -42,6 +42,7 @@ from .optim import (
     Accumulation,
     Agreement,
     BuiltSchedule,
+    GradientGuard,
     PreparedOptimizer,
     PreparedScheduler,
     join_uneven_inputs,
@@ -121,6 +122,9 @@ class Accelerator(Process):
             of its arguments. Then the run ends with exit status 124; the rank that hangs is named, and the Python
             stacks of all ranks are written. By default this holds only for a rank that waits for others, and nearly as
             long as a collective may wait (30 minutes).
+        on_nonfinite: a prepared optimizer is about to apply a gradient that is not finite: ``"raise"`` on all ranks (on
+            accelerators one step later, and in `end_training`), ``"skip"`` the step on all ranks (which waits for the
+            device in every step), or ``"ignore"``. With float16 the loss scaler leaves out such steps.
 
     Attributes:
         strategy: how models are laid out over the processes.
@@ -170,6 +174,7 @@ class Accelerator(Process):
         num_nodes: int = 1,
         spread: bool = False,
         timeout: Any = None,
+        on_nonfinite: str = "raise",
         **unknown: Any,
     ) -> None:
         configuration.refuse(
@@ -180,7 +185,7 @@ class Accelerator(Process):
             megatron_lm_plugin=megatron_lm_plugin,
             torch_tp_plugin=torch_tp_plugin,
         )
-        configuration.check_random_types(rng_types)
+        configuration.check_choices(rng_types, on_nonfinite)
         handlers = configuration.sort_handlers(kwargs_handlers)
         self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
         self.dataloader_config = configuration.resolve_dataloader_config(dataloader_config, split_batches)
@@ -190,7 +195,7 @@ class Accelerator(Process):
         )
         self.dynamo_plugin = configuration.resolve_compilation(dynamo_plugin, dynamo_backend)
         self.precision, self.mixed_precision = configuration.resolve_precision(mixed_precision, handlers["autocast"])
-        self.fsdp_plugin, self.parallelism_config = fsdp_plugin, parallelism_config
+        self.fsdp_plugin, self.parallelism_config, self.on_nonfinite = fsdp_plugin, parallelism_config, on_nonfinite
         self.profile_handler, sources = handlers["profile"], tracker_sources(log_with, self.project_configuration)
         limit, group = configuration.resolve_timeout(timeout), (handlers["group"] or InitProcessGroupKwargs()).options()
         kind, devices = resolve_devices(strategy, configuration.resolve_device(accelerator, cpu), devices)
@@ -198,10 +203,10 @@ class Accelerator(Process):
         self.strategy = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
         self.strategy.attach(world, self.precision)
         super().__init__(world, self.strategy.data_world)
-        scaler = configuration.build_scaler(handlers["scaler"], self.precision, world.device)
-        self._begin(scaler, Trackers(world, sources), watch(world, limit))
+        self._begin(handlers["scaler"], Trackers(world, sources), watch(world, limit))
 
-    def _begin(self, scaler: torch.amp.GradScaler | None, trackers: Trackers, watchdog: Watchdog | None) -> None:
+    def _begin(self, scaling: Any, trackers: Trackers, watchdog: Watchdog | None) -> None:
+        scaler = configuration.build_scaler(scaling, self.precision, self.device)
         self.watchdog = watchdog
         self.models: list[nn.Module] = []
         self.optimizers: list[PreparedOptimizer] = []
@@ -221,6 +226,8 @@ class Accelerator(Process):
             self.models,
             self.optimizers,
         )
+        self._gradient_guard = GradientGuard(self.on_nonfinite, self.loaders, on_host=self.device.type == "cpu")
+        self.accumulation.guard = None if self.on_nonfinite == "ignore" else self._gradient_guard
         self.checkpointer = Checkpointer(self)
         self.tracking = trackers
         self.dataloader_config.announce_differences()
@@ -344,6 +351,7 @@ class Accelerator(Process):
             "step_scheduler_with_optimizer": self.step_scheduler_with_optimizer,
             "split_batches": self.split_batches,
             "use_seedable_sampler": self.use_seedable_sampler,
+            "on_nonfinite": self.on_nonfinite,
         }
 
     def _check_device(self, model: nn.Module) -> None:
@@ -988,10 +996,15 @@ class Accelerator(Process):
     # -- the end -------------------------------------------------------------------------------------------------
 
     def end_training(self) -> None:
-        """Finish saves and trackers, and wait for everyone. Another Accelerator may follow."""
+        """Finish saves and trackers, and wait for everyone. Another Accelerator may follow.
+
+        Raises:
+            ValueError: if gradients of the latest step were not finite, which accelerators tell one step later.
+        """
         self.finish_saving()
         self.world.release_beside()
         self.tracking.finish()
+        self._gradient_guard.settle()
         self.wait_for_everyone()
 
     def free_memory(self, *objects: Any) -> Any:

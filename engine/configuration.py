@@ -385,12 +385,13 @@ def resolve_device(accelerator: str, cpu: bool) -> str:
     return "cpu" if cpu else accelerator
 
 
-def check_random_types(rng_types: Iterable[Any] | None) -> None:
-    """Check that nothing is to be synchronised but the order of data, which is the same everywhere by itself.
+def check_choices(rng_types: Iterable[Any] | None, on_nonfinite: str) -> None:
+    """Check that ``on_nonfinite`` is known, and that nothing but the order of data is to be synchronized.
 
     Raises:
         ValueError: for anything else.
     """
+    choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
     for kind in rng_types or ():
         if getattr(kind, "value", kind) != "generator":
             raise ValueError(

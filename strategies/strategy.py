@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -148,6 +149,13 @@ class Strategy(StrategyAliases):
             else:
                 return module
 
+    def graph_leaves(self, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what autograd's graph of a wrapped ``module`` ends in, each with the parameter that it belongs to.
+
+        They differ where parameters are gathered for the computation.
+        """
+        return ((parameter, parameter) for parameter in self.unwrap(module).parameters())
+
     def method(self, wrapped: nn.Module, name: str) -> Callable[..., Any]:
         """Return method ``name`` of the user's module, run the way ``forward`` of the wrapped one runs."""
         bound = getattr(self.unwrap(wrapped), name)
@@ -215,8 +223,15 @@ class Strategy(StrategyAliases):
                 self.world.broadcast_tensor(buffer)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients' total norm in place; returns the norm before clipping (0-d tensor)."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        """Clip the gradients' total norm in place; returns the norm before clipping (0-d tensor).
+
+        A norm that is NaN leaves the gradients as they are. torch multiplies all of them by it, so that nothing tells
+        any more which one was NaN.
+        """
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.nan_to_num(nan=0.0, posinf=math.inf))
+        return norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp every gradient element to ``[-clip_value, clip_value]`` in place."""

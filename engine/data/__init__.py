@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .combined_loader import CombinedLoader, is_collection
     from .device_transfer import choose_mover
     from .joint_loader import JointLoader
-    from .loader import Loader, batch_indices, note_indices
+    from .loader import Loader, batch_indices
     from .micro_batches import Cursor, Micro, share
     from .sampler_rng import preserve_loader_state
     from .seedable_sampler import replace_random_sampler

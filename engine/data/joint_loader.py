@@ -36,7 +36,7 @@ class JointBatches:
         self.planner = planner
         self.order: dict[str, Any] | None = None
         self.passes = [0] * len(loaders)
-        self.micros: deque[tuple[Micro, Draw | None]] = deque()
+        self.micros: deque[tuple[Micro, Draw | None, None]] = deque()
 
     def length(self, limit: int | None) -> int | None:
         """Batches of an epoch, no more than ``limit``; None where that is not known."""
@@ -76,7 +76,7 @@ class JointBatches:
                 return
             planned = self.planner.plan([sizes for _, sizes in group])
             for micro, (batch, _) in zip(planned, group, strict=True):
-                self.micros.append((micro, None))
+                self.micros.append((micro, None, None))
                 yield batch
             left = None if left is None else left - len(group)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import Any
@@ -26,7 +25,7 @@ from .sampler_rng import (
     read_states,
     say_begin_anew,
 )
-from .sharded_sampler import ShardedBatches, get_length, set_epoch, shards_itself
+from .sharded_sampler import GroupIndices, ShardedBatches, get_length, set_epoch, shards_itself
 from .source_libraries import explain_not_repeatable, explain_state_gap
 from .streamed_batches import Counted, StreamedBatches, follow_iterator, make_batches_error
 from .workers import LiveWithRank, SeededSamples, SeededStream, end_workers, iterate_in_process, note_workers
@@ -82,6 +81,7 @@ class Loader:
         self._on_begin = on_begin
         self._stream = stream
         self._micro: Micro | None = None  # the last one of this epoch
+        self._indices: GroupIndices | None = None  # of its group
         self._drawn: Draw | None = None  # where a copy of the stream stood then
         self._resuming = False
         self._finished = False  # whether a resume has ended the epoch before, and nothing was read since
@@ -190,7 +190,7 @@ class Loader:
                     break
                 if not micros:
                     raise make_batches_error(self.source)
-                micro, drawn = micros.popleft()
+                micro, drawn, self._indices = micros.popleft()
                 cursor.micro = self._micro = micro
                 cursor.read = cursor.number = cursor.read + 1
                 self.samples += micro.everyone
@@ -248,7 +248,7 @@ class Loader:
         plan = self._plan
         if not isinstance(plan, ShardedBatches):
             for _ in itertools.islice(batches, passing):
-                micro, drawn = plan.micros.popleft()
+                micro, drawn, _ = plan.micros.popleft()
                 self.samples += micro.everyone
                 self.batches += 1
                 if drawn is not None and plan.planner.shares is None:
@@ -375,6 +375,10 @@ class Loader:
         """The facts of the batch that was yielded last, within its epoch."""
         assert self._micro is not None
         return self._micro
+
+    def is_at(self, micro: Micro) -> bool:
+        """Whether ``micro`` is the batch that was yielded last."""
+        return self._micro is micro
 
     def draw_from(self, stream: RandomStream) -> None:
         """Draw the order from another stream, before anything is drawn."""
@@ -513,22 +517,18 @@ class Loader:
             say_begin_anew(getattr(self.source, "dataset", self.source), self._reads, state["generators"])
 
 
-def note_indices(loader: Loader) -> None:
-    """Have a loader note, from its next epoch on, what its sampler yielded for each batch of this process."""
-    if isinstance(loader, Loader) and isinstance(loader._plan, ShardedBatches):
-        loader._plan.noted = deque()
+def batch_indices(loader: Loader, number: int | None = None) -> list[Any] | None:
+    """Return the indices of the samples in this process's latest batch, or in another one of that batch's group.
 
+    Args:
+        loader: the loader.
+        number: the batch's place in its group, from 0. Default: the batch that was yielded last.
 
-def batch_indices(loader: Loader) -> list[Any] | None:
-    """What the sampler yielded for the batch that the loader yielded last: the indices of its samples.
-
-    Empty for a stand-in, whose sample is another process's; None for a stream, which has no indices, and where they
-    are not noted.
+    Returns:
+        What the sampler yielded; empty for a stand-in, whose sample is another process's; None for a stream, which has
+        no indices.
     """
-    plan = getattr(loader, "_plan", None)
-    if not isinstance(plan, ShardedBatches) or plan.noted is None:
+    micro, indices = loader._micro, loader._indices
+    if micro is None or indices is None:
         return None
-    ahead = len(plan.micros)  # that workers read already
-    while len(plan.noted) > ahead + 1:
-        plan.noted.popleft()
-    return plan.noted[0]
+    return indices.of(micro.number if number is None else number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import (
     BatchSampler,
@@ -33,6 +33,22 @@ _DRAW_ONCE = (SequentialSampler, RandomSampler, SeedableRandomSampler, SubsetRan
 _COMPARED = 64  # indices
 
 
+class GroupIndices(NamedTuple):
+    """The indices that the micro-batches of one group were dealt.
+
+    Attributes:
+        global_batches: of all processes; with the sizes of the user's own batches where those are kept.
+        slices: this process's share of each.
+    """
+
+    global_batches: list[tuple[list[Any], list[int] | None]]
+    slices: list[slice]
+
+    def of(self, number: int) -> list[Any]:
+        """Return this process's indices in one micro-batch; none for a stand-in."""
+        return self.global_batches[number][0][self.slices[number]]
+
+
 class ShardedBatches:
     """A batch sampler that replays the user's own sampler and keeps this process's part of each global batch.
 
@@ -49,9 +65,8 @@ class ShardedBatches:
 
     Attributes:
         order: what the epoch's order was drawn from; where it is set before the epoch begins, that epoch comes again.
-        micros: of the batches that were yielded and not yet taken by the loop: the facts, and what was drawn for them
-            from a copy of the stream (None where the epoch's order was drawn at once).
-        noted: the indices of those batches and of some before, where someone wants to know them.
+        micros: of the batches that were yielded and not yet taken by the loop: the facts, what was drawn for them from
+            a copy of the stream (None where the epoch's order was drawn at once), and the indices of their group.
     """
 
     def __init__(
@@ -76,7 +91,6 @@ class ShardedBatches:
         self._undo: dict[str, Any] | None = None
         self._rest: RandomStream | None = None
         self._taken: State | None = None  # where that was when the batches planned last were drawn
-        self.noted: deque[list[Any]] | None = None
         self.begin(0, 0, None)
 
     def begin(self, epoch: int, skip: int, limit: int | None, done: int = 0, passed: int = 0) -> None:
@@ -92,9 +106,7 @@ class ShardedBatches:
         self.epoch, self.skip, self.limit = epoch, skip, limit
         self.done = done
         self.passed, self.passed_samples = passed, 0
-        self.micros: deque[tuple[Micro, Draw | None]] = deque()
-        if self.noted:
-            self.noted.clear()
+        self.micros: deque[tuple[Micro, Draw | None, GroupIndices]] = deque()
 
     def split(self) -> None:
         """Take ``batch_size`` for that of the global batch.
@@ -380,7 +392,7 @@ class ShardedBatches:
 
     def _plan_batches(self, epoch_seed: int) -> Iterator[Any]:
         rank, size, shares = self.planner.rank, self.planner.size, self.planner.shares
-        micros, noted, positions, batched = self.micros, self.noted, self.positions, self.batched
+        micros, positions, batched = self.micros, self.positions, self.batched
         consumed: int | None = None
         planned: list[int] | None = None
         for group, totals in self._read_groups() if shares is None else self._read_rank_groups(shares):
@@ -392,16 +404,15 @@ class ShardedBatches:
                 parts = [_cut_share(indices, widths, rank, size) for indices, widths in group]
                 plan = self.planner.plan([(p.stop - p.start, n) for p, n in zip(parts, totals, strict=True)])
             drawn = self.take_drawn() if shares is None else None
+            group_indices = GroupIndices(group, parts)
             for number, micro in enumerate(plan):
                 indices = group[number][0]
                 # An empty share takes part with one sample of weight zero, so that the collectives match.
                 local_indices = indices if size == 1 else indices[parts[number]] or indices[:1]
-                if noted is not None:
-                    noted.append(list(indices[parts[number]]))
                 if positions:
                     first = consumed + parts[number].start  # with data of its own, each rank has a seed of its own
                     local_indices = [(epoch_seed, first + offset, index) for offset, index in enumerate(local_indices)]
-                micros.append((micro, drawn))
+                micros.append((micro, drawn, group_indices))
                 consumed += micro.everyone
                 yield local_indices if batched else local_indices[0]
 

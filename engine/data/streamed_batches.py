@@ -141,7 +141,7 @@ class StreamedBatches:
         self.epoch, self.skip, self.limit, self.done = epoch, skip, limit, done
         self.sizes.clear()
         self._pushed.clear()
-        self.micros: deque[tuple[Micro, Draw | None]] = deque()
+        self.micros: deque[tuple[Micro, Draw | None, None]] = deque()
 
     @property
     def full(self) -> int:
@@ -306,7 +306,7 @@ class StreamedBatches:
             rounds = [group[start : start + size] for start in range(0, len(group), size)]
             sizes = [(r[rank][0] if rank < len(r) else 0, sum(count for count, _ in r)) for r in rounds]
             for micro, dealt in zip(self.planner.plan(sizes), rounds, strict=True):
-                micros.append((micro, drawn))
+                micros.append((micro, drawn, None))
                 yield dealt[min(rank, len(dealt) - 1)][1]
             left = None if left is None else left - len(rounds)
 
@@ -330,7 +330,7 @@ class StreamedBatches:
             group += [(0, stand_in)] * (len(totals) - len(group))
             sizes = [(count, total) for (count, _), total in zip(group, totals, strict=True)]
             for micro, (_, batch) in zip(self.planner.plan(sizes), group, strict=True):
-                self.micros.append((micro, drawn))
+                self.micros.append((micro, drawn, None))
                 yield batch
             first, left = first + len(totals), None if left is None else left - len(totals)
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from . import optimizer_state, replica_check, resume_options
+    from . import nonfinite, optimizer_state, replica_check, resume_options
     from .accumulation import Accumulation
     from .agreement import Agreement
     from .batch_size import attempt, find_executable_batch_size, is_out_of_memory
     from .built_options import BuiltSchedule
+    from .gradient_guard import GradientGuard
     from .join import join_uneven_inputs
     from .loss_scaling import LossScale
     from .prepared_optimizer import PreparedOptimizer, PreparedScheduler

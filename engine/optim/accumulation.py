@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +87,7 @@ class Accumulation:
         self._entered_number = 0  # its number, as equal groups share their facts
         self._entered_scale = 0.0  # the sum of the scales of those it computed on in this group
         self._correction = 1.0
+        self._latest_loss: ref[Tensor] | None = None
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -122,6 +124,10 @@ class Accumulation:
     def steps(self, value: int) -> None:
         self._steps_before = 0
         self._steps_before = value - self.steps
+
+    def steps_of(self, optimizer: PreparedOptimizer) -> int:
+        """Return the steps that one optimizer has taken, before and after a resume."""
+        return self._steps_before + optimizer.steps_taken
 
     def forget_group(self) -> None:
         """Begin a new group: none of its micro-batches has run."""
@@ -196,6 +202,7 @@ class Accumulation:
         **kwargs: Any,
     ) -> None:
         """Add this micro-batch's share of the gradient."""
+        self._latest_loss = ref(loss)
         micro = self.cursor.micro
         if weight is None and micro is not None and not self.groups_end_with_loader:
             weight = micro.samples  # nobody knows ahead how many samples the whole group will hold
@@ -229,6 +236,10 @@ class Accumulation:
             if explained is error:
                 raise
             raise explained from error
+
+    def get_latest_loss(self) -> Tensor | None:
+        """Return the loss whose backward ran last, if it is still in use somewhere; it is not kept for this."""
+        return None if self._latest_loss is None else self._latest_loss()
 
     # -- before the optimizer steps ------------------------------------------------------------------------------
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...strategies import BALLOT_SIZE, Strategy, World
-from .gradient_check import are_finite, is_finite, largest_elements, real_values
+from .gradient_check import HostCheck, collect_gradients, find_bad, largest_elements, list_parameters
 
 if TYPE_CHECKING:
     from .prepared_optimizer import PreparedOptimizer
@@ -63,9 +63,11 @@ class Agreement:
         self._taints: list[Tensor] = []  # one per micro-batch: 0 for a finite loss, NaN for any other
         self._gradients_finite = True  # as far as the host knows
         self._norms: list[Tensor] = []
-        self._watched: list[Tensor] = []  # the parameters whose gradients were looked at last
+        self._are_finite = HostCheck()
+        self._watched_optimizers: Sequence[PreparedOptimizer] = ()  # whose gradients were looked at last, on the host
+        self._watched: list[Tensor] = []  # the parameters whose gradients were looked at last, on a device
         self._bad_parameters: list[Tensor] | None = None
-        self._pending: _Ballots | None = None
+        self._pending: Ballots | None = None
 
     def signal(self) -> None:
         """This process got a signal that asks the run to end. May come at any time, from a signal handler."""
@@ -80,35 +82,30 @@ class Agreement:
             self.stop, self.signaled = map(bool, self._world.all_reduce(votes, "max").tolist())
         return self.stop
 
-    def watch(self, loss: Tensor) -> None:
-        """Take note of one micro-batch's loss."""
+    def watch(self, loss: Tensor) -> bool:
+        """Take note of one micro-batch's loss; returns False if it is known at once that the loss is not finite."""
         if not self.watch_finite:
-            return
+            return True
         if not self._on_host:
             self._taints.append(loss.detach().float() * 0.0)  # no host read
-            return
-        if not math.isfinite(loss.item()):
+            return True
+        finite = math.isfinite(loss.item())
+        if not finite:
             self.bad_losses.append(self.micro_batches)
             self.local_finite = False
             if self.alone:
                 self.finite = False
         self.micro_batches += 1
+        return finite
 
-    def watch_gradients(self, optimizers: Iterable[PreparedOptimizer]) -> None:
+    def watch_gradients(self, optimizers: Sequence[PreparedOptimizer]) -> None:
         """Look at the gradients that optimizers are about to apply, reduced where they are reduced."""
-        watched, gradients, sharded = [], [], self._strategy.sharded
-        for optimizer in optimizers:
-            for group in optimizer.optimizer.param_groups:
-                for parameter in group["params"]:
-                    gradient = parameter.grad
-                    if gradient is not None:
-                        watched.append(parameter)
-                        plain = not (sharded or gradient.is_sparse or gradient.is_complex())
-                        gradients.append(gradient if plain else real_values(gradient))
         if self._on_host:
-            self._watched = watched
-            self._gradients_finite = are_finite(gradients)
-        elif gradients:
+            self._watched_optimizers = optimizers
+            self._gradients_finite = self._are_finite(optimizers, self._strategy.sharded)
+            return
+        watched, gradients = collect_gradients(optimizers)
+        if gradients:
             self._watched += watched
             self._norms.append(largest_elements(gradients, self._device))
 
@@ -176,7 +173,7 @@ class Agreement:
             if self.finite:
                 self.micro_batches = 0
         elif summed is not None or self.watch_finite:
-            ballots = _Ballots(summed, self._taints, self._norms, self._watched, self.next_place)
+            ballots = Ballots(summed, self._taints, self._norms, self._watched, self.next_place)
             self._taints, self._norms, self._watched = [], [], []
             if self.immediate:
                 self._read(ballots)
@@ -193,7 +190,7 @@ class Agreement:
         self.signaled = votes[_SIGNAL] > 0
         self.finite = not math.isnan(votes[_TAINT])
 
-    def _read(self, ballots: _Ballots) -> None:
+    def _read(self, ballots: Ballots) -> None:
         votes, losses, norms = ballots.read()
         if votes is not None:
             self._read_votes(votes)
@@ -212,7 +209,7 @@ class Agreement:
         """Return the parameters whose gradients are not finite on this process; of the step that was read last."""
         if self._bad_parameters is not None:
             return self._bad_parameters
-        return [p for p in self._watched if p.grad is not None and not is_finite(p.grad)]
+        return find_bad(list_parameters(self._watched_optimizers) if self._on_host else self._watched)
 
     def forget_losses(self) -> None:
         """Forget the losses and gradients of a group that is over, or will not be finished."""
@@ -220,6 +217,7 @@ class Agreement:
         self.has_voted = False
         self.bad_losses, self.micro_batches = [], 0
         self._taints, self._norms, self._watched, self._bad_parameters = [], [], [], None
+        self._watched_optimizers = ()
 
     def reset(self) -> None:
         """Forget the votes of the run before."""
@@ -231,7 +229,7 @@ class Agreement:
         self._pending = None
 
 
-class _Ballots:
+class Ballots:
     """What is read of one step: the summed votes, and what this process alone has seen. Made without waiting.
 
     Args:
@@ -255,7 +253,7 @@ class _Ballots:
         self._on_host = self._on_device
         self._event: torch.cuda.Event | None = None
 
-    def copy_to_host(self) -> _Ballots:
+    def copy_to_host(self) -> Ballots:
         """Begin to copy them."""
         if self._on_device.is_cuda:
             self._on_host = torch.empty(self._on_device.shape, pin_memory=True)

@@ -31,6 +31,7 @@ class PreparedOptimizer(Optimizer):
         all_optimizers: the list that holds each prepared optimizer of its Accelerator, this one too.
 
     Attributes:
+        accumulation: the group of micro-batches that its steps belong to.
         built: the options that the script built it with.
         effective_options: the options that hold, which a resume changes.
         steps_taken: steps taken in this process.
@@ -43,7 +44,7 @@ class PreparedOptimizer(Optimizer):
         self.replace(optimizer)
         self.steps_taken = 0
         self.skipped = 0
-        self._accumulation = accumulation
+        self.accumulation = accumulation
         self._all_optimizers = all_optimizers
 
     def replace(self, optimizer: Optimizer) -> None:
@@ -69,16 +70,16 @@ class PreparedOptimizer(Optimizer):
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler of its Accelerator, where the precision is float16."""
-        return self._accumulation.scaler
+        return self.accumulation.scaler
 
     @scaler.setter
     def scaler(self, value: torch.amp.GradScaler | None) -> None:
-        if value is not self._accumulation.scaler:
+        if value is not self.accumulation.scaler:
             raise ValueError("all optimizers of an Accelerator share one loss scaler: set accelerator.scaler.")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take the step at the end of a group, unless a float16 gradient overflowed."""
-        accumulation = self._accumulation
+        accumulation = self.accumulation
         if not accumulation.sync_gradients:
             return None
         if accumulation.unfinished:
@@ -99,7 +100,7 @@ class PreparedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients at the end of a group."""
-        if not self._accumulation.sync_gradients:
+        if not self.accumulation.sync_gradients:
             return
         optimizer = self.optimizer
         has_own = type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer)

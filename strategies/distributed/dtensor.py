@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -127,7 +128,8 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[Group]:
 def clip_to_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
     """Scale gradients down so that the norm of all of them together, over all processes, is at most ``max_norm``.
 
-    torch's own function takes no mixture of sharded and plain tensors, nor of meshes (2.13).
+    torch's own function takes no mixture of sharded and plain tensors, nor of meshes (2.13). A norm that is NaN leaves
+    the gradients as they are, so that what was NaN can still be named.
 
     Returns:
         The norm before (0-d tensor, the same on every process).
@@ -139,7 +141,7 @@ def clip_to_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_ty
     norms = [torch.nn.utils.get_total_norm(group, norm_type) for group in by_mesh(gradients)]
     norms = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]  # type: ignore[attr-defined]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    scale = torch.clamp(max_norm / (total.nan_to_num(nan=0.0, posinf=math.inf) + 1e-6), max=1.0)
     parts: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         parts.setdefault(local(gradient).device, []).append(local(gradient))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from ..wrap_policy import Policy, check_policy, chosen_blocks, direct_parts, sel
 from .checks import check_device, check_parallelized, check_parameters, check_unchanged
 from .deferred_init import Tape
 from .optimizer import hand_over
-from .reshard import ShardedRouter, forget_gradients, put_away, start_anew
+from .reshard import ShardedRouter, forget_gradients, gathered_parameters, put_away, start_anew
 
 _ROOT = "_sharded_root"
 
@@ -347,6 +348,10 @@ class FSDP(Strategy):
         parameters = [parameters] if isinstance(parameters, Tensor) else parameters
         for gradient in (p.grad for p in parameters if p.grad is not None):
             local(gradient).clamp_(-clip_value, clip_value)
+
+    def graph_leaves(self, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `Strategy.graph_leaves`."""
+        return itertools.chain(super().graph_leaves(module), gathered_parameters(module))
 
     def drop_gradients(self, module: nn.Module) -> None:
         """See `Strategy.drop_gradients`."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..forward_router import Router
 
@@ -60,6 +60,14 @@ def forget_gradients(root: nn.Module) -> None:
             fsdp_parameter.unsharded_accumulated_grad = None
             if hasattr(fsdp_parameter, "_unsharded_param"):  # after the first gathering
                 fsdp_parameter._unsharded_param.grad = None
+
+
+def gathered_parameters(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each gathered parameter, which torch keeps without its memory, and the sharded one."""
+    for _, group in _iterate_sharded_groups(root):
+        for fsdp_parameter in group.fsdp_params:
+            if hasattr(fsdp_parameter, "_unsharded_param"):
+                yield fsdp_parameter._unsharded_param, fsdp_parameter.sharded_param
 
 
 def _iterate_sharded_groups(root: nn.Module) -> Iterator[tuple[Any, Any]]:

@@ -177,24 +177,6 @@ def test_a_long_stream_takes_no_memory(tmp_path):
     assert made.predict(Passes(), DataLoader(Stream(3), batch_size=None), return_predictions=False) is None
 
 
-def test_notes_of_indices_are_dropped_as_they_are_read(tmp_path):
-    lengths = []
-
-    class Looks(Keeps):
-        def write_on_batch_end(self, trainer, *_):
-            lengths.append(len(trainer.sources.evaluation("predict")[0]._plan.noted))
-
-    written(tmp_path, loader_of("plain", 400), Looks("batch"))
-    assert len(lengths) == 200
-    assert max(lengths) <= 2
-
-
-def test_nothing_is_noted_for_nobody(tmp_path):
-    made = trainer(tmp_path)
-    made.predict(Doubles(), loader_of("plain", 4))
-    assert made.sources.evaluation("predict")[0]._plan.noted is None
-
-
 def test_what_is_wrong_is_said_at_once(tmp_path):
     with pytest.raises(ValueError, match="Did you mean 'batch'"):
         Keeps("batches")

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ...common.messages import announce
 from ...engine import isolated_random_state
+from ...engine.data import batch_indices
 from ...engine.metrics import MutedMetrics
-from ...engine.optim import PreparedOptimizer
+from ...engine.optim import PreparedOptimizer, nonfinite
 from ..core import TaskModule, overrides
 from .hook_table import Hook, Hooks, count_positional
 from .lr_schedulers import Schedules
@@ -71,6 +72,7 @@ class Steps:
         self.alone = trainer.accelerator.num_processes == 1
         self.may_skip = self.alone and trainer.scaler is None
         self.skip_rest = False
+        self.bad_batches: list[str] = []  # those of the step whose loss is not finite, described
 
     def use(self, model: Any) -> None:
         """Go on with the task wrapped anew."""
@@ -98,6 +100,7 @@ class Steps:
                 if not self.alone:
                     self._leave_together(itertools.chain((batch,), batches), index)
                 accumulation.drop_gradients()  # of the group's micro-batches before
+                self.bad_batches.clear()
                 progress.phase = Phase.BETWEEN_STEPS
                 return
             with accumulation.accumulate(self.model):
@@ -111,7 +114,8 @@ class Steps:
                     check_loss(loss)
                 for hook in hooks.on_before_backward:
                     hook(loss)
-                self.agreement.watch(loss)
+                if not self.agreement.watch(loss):
+                    self.note_batch(batch)
                 if last and not self.alone:
                     self.agreement.stop_vote = self.wants_to_stop()
                 accumulation.backward(loss, weight=weight, by=self.custom_backward)
@@ -120,7 +124,7 @@ class Steps:
             progress.batch = index + 1
             progress.batches += 1
             if last:
-                self._optimize(index, loss)
+                self._optimize(index, loss, batch)
                 progress.samples += micro.group_samples  # type: ignore[union-attr]
                 progress.phase = Phase.STEP_TAKEN if progress.step > steps_before else Phase.ENDING_STEP
             if hooks.on_train_batch_end:
@@ -128,7 +132,7 @@ class Steps:
                 for hook in hooks.on_train_batch_end:
                     hook(outputs, batch, index)
 
-    def _optimize(self, index: int, loss: Tensor) -> None:
+    def _optimize(self, index: int, loss: Tensor, batch: Any) -> None:
         """Agree, clip, step, zero; then the schedulers by step."""
         accumulation, optimizer, progress, hooks = self.accumulation, self.optimizer, self.progress, self.hooks
         self.agreement.next_place = progress.step + 1, progress.epoch, index
@@ -137,7 +141,7 @@ class Steps:
         if self.agreement.leaves:
             self.refuse_to_leave(None)
         if not self.agreement.finite:
-            self.refuse()
+            self.refuse(batch=batch)
             return
         if optimizer is None:
             progress.step += 1
@@ -268,25 +272,31 @@ class Steps:
         if not self.agreement.finite:
             self.refuse()
 
-    def refuse(self, optimizer: PreparedOptimizer | None = None) -> None:
+    def note_batch(self, batch: Any) -> None:
+        """Describe the micro-batch whose loss is not finite, which is gone when the step is refused."""
+        text, _ = nonfinite.describe_batch(batch, batch_indices(self._find_loader()))
+        self.bad_batches += [text] if text else []
+
+    def refuse(self, optimizer: PreparedOptimizer | None = None, *, batch: Any = None) -> None:
         """A loss or a gradient is not finite on some process; every process comes here in the same step.
 
         Args:
             optimizer: the one that is about to step, where the task steps its optimizers itself.
+            batch: the step's last micro-batch.
 
         Raises:
-            ValueError: where the flag says ``"raise"``; names the step, and the processes or the parameter.
+            ValueError: where the flag says ``"raise"``; names the step, the samples, and the ranks or the parameter.
         """
-        step, epoch, batch = self.agreement.place
-        problem, batches, losses = self.describe_not_finite(batch)
-        location = f"optimizer step {step} (epoch {epoch}, micro-batch {batches})"
+        step, epoch, last = self.agreement.place
+        found = self.describe_not_finite(last, batch)
+        problem = f"{found.problem} in optimizer step {step} (epoch {epoch}, micro-batch {found.batches})"
         if self.trainer.on_nonfinite == "raise":
             raise ValueError(
-                f"{problem} in {location}. Look at that batch, lower the learning rate or clip the gradients; "
+                f"{problem}.{found.samples} Look at that batch, lower the learning rate or clip the gradients; "
                 "Trainer(on_nonfinite='skip') leaves such steps out."
             )
-        announce(f"{problem} in {location}, which is skipped")
-        self.leave_out(losses, optimizer)
+        announce(f"{problem}, which is skipped.{found.samples}")
+        self.leave_out(found.losses, optimizer)
 
     def leave_out(self, losses: bool, optimizer: PreparedOptimizer | None = None) -> None:
         """Leave out a step.
@@ -299,38 +309,34 @@ class Steps:
         if self.optimizer is not None:
             self.optimizer.optimizer.zero_grad()
 
-    def describe_not_finite(self, batch: int) -> tuple[str, str, bool]:
+    def describe_not_finite(self, last: int, batch: Any) -> nonfinite.Findings:
         """Say what is not finite, and forget it. All ranks must call it.
 
         Args:
-            batch: the step's last micro-batch.
-
-        Returns:
-            Which rank's loss or which parameter's gradient, in which micro-batches, and whether it is a loss.
+            last: the number of the step's last micro-batch.
+            batch: see `refuse`.
         """
-        agreement, world = self.agreement, self.accelerator.world
-        first = batch - max(0, agreement.micro_batches - 1)
+        agreement = self.agreement
+        first = last - max(0, agreement.micro_batches - 1)
         bad_batches = [first + number for number in agreement.bad_losses]
-        bad_gradients = [] if bad_batches else self._name_bad_gradients()
+        evidence = nonfinite.Evidence(bad_batches, samples="; ".join(self.bad_batches))
+        if not bad_batches:
+            bad_parameters = agreement.find_bad_parameters()
+            loss = self.accumulation.get_latest_loss()
+            evidence.gradients = nonfinite.order_by_backward(
+                bad_parameters, self.model, loss, self.accelerator.strategy
+            )
+            if agreement.immediate:  # else the loader is a step further on
+                evidence.samples, evidence.has_bad_input = nonfinite.describe_group(
+                    self._find_loader(), batch, last - first
+                )
+        self.bad_batches.clear()
         agreement.forget_losses()
-        by_rank = world.gather_objects((bad_batches, bad_gradients))
-        batches_by_rank = {rank: ", ".join(map(str, batches)) for rank, (batches, _) in enumerate(by_rank) if batches}
-        if batches_by_rank:
-            ranks, batches = ", ".join(map(str, batches_by_rank)), set(batches_by_rank.values())
-            same = len(batches) == 1
-            where = batches.pop() if same else "; ".join(f"{b} on rank {r}" for r, b in batches_by_rank.items())
-            return f"the loss is not finite on rank {ranks}", where, True
-        where = str(batch) if first == batch else f"{first} to {batch}"
-        order = {name: number for number, (name, _) in enumerate(self.task.named_parameters())}
-        names = sorted({name for _, bad in by_rank for name in bad}, key=order.__getitem__, reverse=True)
-        if not names:  # of what is not the task's own parameter
-            return "every loss is finite, but a gradient is not,", where, False
-        more = f", the first of {len(names)} in the order of backward" if len(names) > 1 else ""
-        return f"every loss is finite, but the gradient of {names[0]} is not{more},", where, False
+        return nonfinite.combine(dict(enumerate(self.accelerator.world.gather_objects(evidence))), first, last)
 
-    def _name_bad_gradients(self) -> list[str]:
-        bad = set(map(id, self.agreement.find_bad_parameters()))
-        return [name for name, parameter in self.task.named_parameters() if id(parameter) in bad]
+    def _find_loader(self) -> Any:
+        assert self.trainer.sources is not None
+        return self.trainer.sources.train
 
 
 def _is_users(hook: Hook) -> bool:

@@ -93,7 +93,7 @@ class ClosureSteps(Steps):
         if accumulation.always_agree or accumulation.watches_gradients or accumulation.unfinished:
             accumulation.agree()
         if not self.agreement.finite:
-            self.refuse()
+            self.refuse(batch=micro_batches[-1][0])
         for hook in self.hooks.on_before_optimizer_step:
             hook(optimizer.optimizer)
         if self.clips:
@@ -116,7 +116,8 @@ class ClosureSteps(Steps):
                 raise ValueError("this optimizer steps with a closure, whose losses are not weighed: return no weight.")
             for hook in hooks.on_before_backward:
                 hook(loss)
-            self.agreement.watch(loss)
+            if not self.agreement.watch(loss):
+                self.note_batch(batch)
             if last and not self.alone:
                 self.agreement.stop_vote = self.wants_to_stop()
             accumulation.backward(loss, by=self.custom_backward)

@@ -35,6 +35,7 @@ class ManualSteps(Steps):
             warn(f"{name}.{idle[0]} is never called: with automatic_optimization=False training_step does that itself.")
         self.step = self.accelerator.local_method(self.task, "training_step")
         self.optimizers = optimizers
+        self.batch: Any = None  # the one that training_step works on
         self.votes = self.accumulation.always_agree
         self.accumulation.always_agree = False  # not in each backward, but once, after the step
         self.voting = self.may_leave()
@@ -75,9 +76,11 @@ class ManualSteps(Steps):
             accumulation.sync_gradients = True
             self.agreement.next_place = progress.step + 1, progress.epoch, index
             steps_before, skipped_before = self._count_steps()
+            self.batch = batch
             output = self.step(batch, index) if self.takes_index else self.step(batch)
             progress.batch, progress.batches = index + 1, progress.batches + 1
             self._agree()
+            self.batch = None
             steps_after, skipped_after = self._count_steps()
             stepped = steps_after != steps_before or not self.optimizers
             progress.step += stepped
@@ -93,7 +96,8 @@ class ManualSteps(Steps):
         """What ``manual_backward`` does."""
         for hook in self.hooks.on_before_backward:
             hook(loss)
-        self.agreement.watch(loss)
+        if not self.agreement.watch(loss):
+            self.note_batch(self.batch)
         self.accumulation.backward(loss, by=self.custom_backward, **kwargs)
         self.accumulation.unreduced.update(self.optimizers)
         for hook in self.hooks.on_after_backward:
@@ -112,7 +116,7 @@ class ManualSteps(Steps):
             agreement.vote(None)
             self.accumulation.agree()
         if not agreement.finite:
-            self.refuse()
+            self.refuse(batch=self.batch)
         agreement.micro_batches = 0
 
     def _may_step(self, optimizer: PreparedOptimizer) -> bool:
@@ -125,7 +129,7 @@ class ManualSteps(Steps):
         if self.watches_gradients:
             agreement.watch_gradients((optimizer,))
         if agreement.immediate and not agreement.finite_so_far(accumulation.agreed_taint):
-            self.refuse(optimizer)
+            self.refuse(optimizer, batch=self.batch)
             return False
         return True
 

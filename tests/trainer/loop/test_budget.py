@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import treadle
 from treadle.testing.faults import disk_points
 
-MOST_FRAMES, MOST_CALLS, MOST_CALLS_OWN_LOOP = 6, 32, 22
+MOST_FRAMES, MOST_CALLS, MOST_CALLS_OWN_LOOP = 6, 32, 25
 MOST_CALLS_CHECKPOINT = 1250
 FOLDERS = tuple(
     str(Path(folder).resolve()) + os.sep

@@ -1,0 +1,134 @@
+"""What stands between gradients that are not finite and the optimizers of a loop of one's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ...common.messages import announce
+from .agreement import Ballots
+from .gradient_check import HostCheck, collect_gradients, find_bad, largest_elements, list_parameters
+from .nonfinite import Evidence, describe_group, describe_origin, list_samples, order_by_backward
+
+if TYPE_CHECKING:
+    from .accumulation import Accumulation
+    from .prepared_optimizer import PreparedOptimizer
+
+
+class GradientGuard:
+    """Looks at the gradients that a prepared optimizer is about to apply; see `Accumulation.guard`.
+
+    Replicas have the same gradients after the reduction, so that every rank decides alike without an exchange. Where
+    each rank has shards of its own, the ranks exchange one number for each step.
+
+    Args:
+        policy: ``"raise"``, which accelerators do one step later so that nothing waits for them; or ``"skip"``.
+        loaders: the prepared loaders; the Accelerator's list, to which it adds.
+        on_host: gradients are in host memory, where they are read in the same step.
+    """
+
+    def __init__(self, policy: str, loaders: Sequence[Any], *, on_host: bool) -> None:
+        self.policy = policy
+        self.immediate = on_host or policy == "skip"
+        self._on_host = on_host
+        self._are_finite = HostCheck()
+        self._loaders = loaders
+        self._pending: WeakKeyDictionary[PreparedOptimizer, Ballots] = WeakKeyDictionary()
+
+    def __call__(self, optimizer: PreparedOptimizer) -> bool:
+        """Return whether the optimizer may step.
+
+        Raises:
+            ValueError: on every rank, for a gradient that is not finite, where the policy says so.
+        """
+        accumulation = optimizer.accumulation
+        if accumulation.loss_scale is not None:  # it leaves out such steps by itself
+            return True
+        strategy, world = accumulation.strategy, accumulation.world
+        if not (self.immediate and self._on_host):
+            return self._look_on_device(optimizer)
+        finite = self._are_finite((optimizer,), strategy.sharded)
+        if strategy.sharded:
+            finite = world.all(finite)
+        if not finite:
+            self._refuse(optimizer, find_bad(list_parameters((optimizer,))), accumulation.steps_of(optimizer) + 1)
+        return finite
+
+    def _look_on_device(self, optimizer: PreparedOptimizer) -> bool:
+        accumulation = optimizer.accumulation
+        parameters, gradients = collect_gradients((optimizer,))
+        device = accumulation.world.device
+        norms = largest_elements(gradients, device) if gradients else torch.zeros(0, device=device)
+        taint = None
+        if accumulation.strategy.sharded:
+            taint = (norms * 0.0).sum()[None]  # NaN if one of them is not finite
+            work = accumulation.world.start_all_reduce(taint)
+            if work is not None:
+                work.wait()
+        ballots = Ballots(taint, [], [norms], parameters, accumulation.steps_of(optimizer) + 1)
+        if self.immediate:
+            return self._read(optimizer, ballots)
+        before = self._pending.get(optimizer)
+        self._pending[optimizer] = ballots.copy_to_host()
+        return before is None or self._read(optimizer, before)
+
+    def _read(self, optimizer: PreparedOptimizer, ballots: Ballots) -> bool:
+        taint, _, norms = ballots.read()
+        bad = [p for p, norm in zip(ballots.watched, norms, strict=True) if not math.isfinite(norm)]
+        finite = not bad and (taint is None or math.isfinite(taint[0]))
+        if not finite:
+            self._refuse(optimizer, bad, ballots.place)
+        return finite
+
+    def settle(self) -> None:
+        """Read what was seen in the latest steps, which accelerators tell one step later; waits for the device.
+
+        Raises:
+            ValueError: see `__call__`.
+        """
+        pending = list(self._pending.items())
+        self._pending.clear()
+        for optimizer, ballots in pending:
+            self._read(optimizer, ballots)
+
+    def _refuse(self, optimizer: PreparedOptimizer, bad: list[Tensor], step: int) -> None:
+        """Raise, or drop the gradients of the step that is left out."""
+        self._pending.clear()
+        accumulation = optimizer.accumulation
+        evidence = self._collect_evidence(accumulation, bad)
+        if accumulation.strategy.sharded:
+            by_rank = dict(enumerate(accumulation.world.gather_objects(evidence)))
+        else:
+            by_rank = {accumulation.world.rank: evidence}
+        origin, order = describe_origin(by_rank)
+        problem = f"{origin} is not finite{order} in optimizer step {step}"
+        samples = list_samples(by_rank)
+        if self.policy == "raise":
+            tool = ""
+            if accumulation.world.size > 1:
+                tool = " The reduced gradients do not tell which rank it was: torch.autograd.detect_anomaly() finds it."
+            raise ValueError(
+                f"{problem}.{samples}{tool} Look at that batch, lower the learning rate or clip the gradients; "
+                "Accelerator(on_nonfinite='skip') leaves such steps out."
+            )
+        announce(f"{problem}, which is skipped.{samples}")
+        optimizer.optimizer.zero_grad()
+
+    def _collect_evidence(self, accumulation: Accumulation, bad: list[Tensor]) -> Evidence:
+        evidence = Evidence()
+        for number, model in enumerate(accumulation.models):
+            keys = order_by_backward(bad, model, accumulation.get_latest_loss(), accumulation.strategy)
+            if len(accumulation.models) > 1:
+                owner = type(accumulation.strategy.unwrap(model)).__name__
+                keys = [(position, index, f"{name} (model {number}, {owner})") for position, index, name in keys]
+            evidence.gradients += keys
+        micro = accumulation.cursor.micro
+        loader = next((loader for loader in self._loaders if micro is not None and loader.is_at(micro)), None)
+        if loader is not None and micro is not None and self.immediate:
+            evidence.samples, _ = describe_group(loader, None, micro.number)
+        return evidence

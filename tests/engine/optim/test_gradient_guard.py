@@ -1,0 +1,172 @@
+"""A loop of one's own: an optimizer applies no gradient that is not finite, on no rank."""
+
+import math
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import treadle
+
+BREAKS = 5  # the sample whose gradient is not finite
+
+
+class Breaks(torch.autograd.Function):
+    """The identity with a gradient that is multiplied by a value."""
+
+    @staticmethod
+    def forward(ctx, x, value):
+        ctx.value = value
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.value, None
+
+
+class Net(nn.Module):
+    """Registers its layers in another order than it runs them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(1, 1)
+        self.entry, self.middle = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x, value):
+        h = self.middle(self.entry(x))
+        return self.head(Breaks.apply(h, value) if (x == BREAKS).any() else h)
+
+
+def values(net):
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for p in net.parameters()]
+
+
+def loop(policy, value=math.nan, clip=None, k=1, on_device=False, **options):
+    """Eight samples, one per batch and rank; returns the weights, the steps taken and left out, and the rates."""
+    accelerator = treadle.Accelerator(cpu=True, on_nonfinite=policy, gradient_accumulation_steps=k, **options)
+    accelerator._gradient_guard.immediate = not on_device or policy == "skip"
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
+    loader = DataLoader(TensorDataset(torch.arange(8.0)[:, None]), 1)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer, 1.0, 100))
+    skipped = []
+    for (x,) in loader:
+        with accelerator.accumulate(net):
+            loss = net(x, value).square().mean() / 100
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and clip == "norm":
+                accelerator.clip_grad_norm_(net.parameters(), 1.0)
+            if accelerator.sync_gradients and clip == "value":
+                accelerator.clip_grad_value_(net.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            skipped.append(accelerator.optimizer_step_was_skipped)
+            optimizer.zero_grad()
+    accelerator.end_training()
+    return values(net), (optimizer.steps_taken, optimizer.skipped), scheduler.scheduler.last_epoch, skipped
+
+
+def failure(*args, **options):
+    """Return the message that the loop ends with."""
+    with pytest.raises(ValueError, match="is not finite") as raised:
+        loop(*args, **options)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("clip", "strategy"), [(None, "auto"), ("norm", "auto"), (None, "fsdp"), ("norm", "fsdp")])
+def test_the_step_and_the_samples_are_named(value, clip, strategy):
+    message = failure("raise", value, clip, strategy=strategy)
+    assert "the gradient of middle.bias is not finite, the first of 4 in the order of backward, in optimizer" in message
+    assert "optimizer step 6. On rank 0: sample 5 of the dataset. Look at" in message
+    assert "Accelerator(on_nonfinite='skip')" in message
+
+
+def test_clipping_by_value_hides_no_nan():
+    assert "the gradient of middle.bias is not finite, the first of 4" in failure("raise", clip="value")
+
+
+def test_an_accumulation_group():
+    message = failure("raise", k=3)
+    assert "optimizer step 2. On rank 0: samples 3, 4, 5 of the dataset." in message
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+@pytest.mark.parametrize("clip", [None, "norm"])
+def test_a_step_is_left_out(strategy, clip, caplog):
+    weights, counts, advanced, skipped = loop("skip", clip=clip, strategy=strategy)
+    assert all(value.isfinite().all() for value in weights)
+    assert (counts, advanced) == ((7, 1), 7)
+    assert skipped == [number == BREAKS for number in range(8)]
+    assert "which is skipped. On rank 0: sample 5 of the dataset." in caplog.text
+
+
+def test_nobody_looks_if_asked_not_to():
+    weights, counts, *_ = loop("ignore")
+    assert counts == (8, 0)
+    assert not all(value.isfinite().all() for value in weights)
+
+
+def test_a_finite_run_is_as_without():
+    assert all(map(torch.equal, loop("raise", 1.0)[0], loop("ignore", 1.0)[0]))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_what_a_device_tells_one_step_later(strategy):
+    message = failure("raise", strategy=strategy, on_device=True)
+    assert "the gradient of middle.bias is not finite" in message
+    assert "optimizer step 6. Look at" in message  # the loader is a step further on
+    accelerator = treadle.Accelerator(cpu=True)
+    accelerator._gradient_guard.immediate = False
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.1))
+    weight.grad = torch.tensor([math.nan])
+    optimizer.step()
+    with pytest.raises(ValueError, match="a gradient is not finite in optimizer step 1"):
+        accelerator.end_training()
+
+
+def test_two_models_are_told_apart():
+    accelerator = treadle.Accelerator(cpu=True)
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    first, second, one, other = accelerator.prepare(
+        first, second, torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.SGD(second.parameters(), lr=0.1)
+    )
+    accelerator.backward(first(torch.ones(1, 1)).sum() + second(torch.full((1, 1), math.nan)).sum())
+    one.step()  # its gradients are finite
+    with pytest.raises(
+        ValueError, match=r"the gradient of weight \(model 1, Linear\) is not finite in optimizer step 1"
+    ):
+        other.step()
+
+
+def test_the_loss_scaler_leaves_out_its_own_steps():
+    _, counts, *_ = loop("raise", mixed_precision="fp16")
+    assert counts[1] >= 1
+
+
+def test_a_policy_that_does_not_exist():
+    with pytest.raises(ValueError, match="on_nonfinite='stop'"):
+        treadle.Accelerator(cpu=True, on_nonfinite="stop")
+
+
+def both_policies(strategy):
+    message = failure("raise", strategy=strategy)
+    return message, loop("skip", strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_all_ranks_decide_alike(strategy):
+    first, second = run(both_policies, 2, strategy)
+    for rank, (message, (weights, counts, advanced, _)) in enumerate((first, second)):
+        assert "the gradient of middle.bias is not finite, the first of 4 in the order of backward, in" in message
+        own = f"On rank {rank}: sample {4 + rank} of the dataset."
+        assert f"optimizer step 3. {own if strategy == 'ddp' else 'On rank 0: sample 4 of the dataset.'}" in message
+        assert "do not tell which rank it was" in message
+        assert (counts, advanced) == ((3, 1), 6)  # a schedule is sized in batches of one process
+        assert all(value.isfinite().all() for value in weights)
+    assert all(map(torch.equal, first[1][0], second[1][0]))

@@ -1,0 +1,194 @@
+"""What a message about NaN says: the samples, the inputs, the rank, and the module next to where it began."""
+
+import math
+
+import pytest
+import torch
+from processes import run
+from quiet import trainer
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from treadle.callbacks import NonFiniteWatch
+
+import treadle
+
+BREAKS = 5  # the sample in which something is not finite
+
+
+class BreaksInBackward(torch.autograd.Function):
+    """The identity, whose gradient is NaN for some rows."""
+
+    @staticmethod
+    def forward(ctx, x, rows):
+        ctx.rows = rows
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        gradient[ctx.rows] = math.nan
+        return gradient, None
+
+
+class Samples(Dataset):
+    """Sample k is k in both columns; one can be made infinite."""
+
+    def __init__(self, bad_input=False):
+        self.values = torch.arange(8.0)[:, None].repeat(1, 2)
+        self.numbers = torch.arange(8)
+        if bad_input:
+            self.values[BREAKS, 1] = math.inf
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, index):
+        return {"x": self.values[index], "number": self.numbers[index]}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([Samples()[index] for index in range(8)])
+
+
+class Net(treadle.TaskModule):
+    """Registers its layers in another order than it runs them: last, first, middle."""
+
+    def __init__(self, where="backward", manual=False, clip=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(2, 1)
+        self.entry, self.middle = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.where, self.clip = where, clip
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch, batch_idx):
+        rows = batch["number"] == BREAKS
+        h = self.middle(self.entry(torch.nan_to_num(batch["x"], posinf=1.0)))
+        if self.where == "backward":
+            h = BreaksInBackward.apply(h, rows)
+        loss = self.head(h).square().mean() / 100
+        if self.where == "loss" and rows.any():
+            loss = loss * math.nan
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        self.manual_backward(loss)
+        if self.clip is not None:
+            self.clip_gradients(optimizer, 1.0, self.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return None
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fail(task, data, *callbacks, batch_size=2, **flags):
+    """Return the message that a run ends with."""
+    one = trainer(**{"callbacks": list(callbacks), **flags})
+    with pytest.raises(ValueError, match=r"not finite|infinity|but the gradient") as raised:
+        one.fit(task, DataLoader(data, batch_size))
+    assert all(p.isfinite().all() for p in map(plain, task.parameters()))
+    return str(raised.value)
+
+
+def plain(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_the_parameter_next_to_the_origin_is_named(strategy):
+    message = fail(Net(), Samples(), strategy=strategy)
+    assert "the gradient of middle.bias is not, the first of 4 in the order of backward, in optimizer step 3" in message
+    assert "On rank 0: samples 4, 5 of the dataset. Look" in message
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_loss_is_named_with_its_samples_and_inputs(manual):
+    message = fail(Net("loss", manual), Samples(bad_input=True))
+    assert "on rank 0 in optimizer step 3 (epoch 0, micro-batch 2). On rank 0: samples 4, 5 of the dataset; " in message
+    assert "batch['x'] holds infinity in sample 5." in message
+
+
+@pytest.mark.parametrize(("where", "samples"), [("backward", "samples 0, 1, 2, 3, 4, 5"), ("loss", "samples 4, 5")])
+def test_samples_of_an_accumulation_group(where, samples):
+    message = fail(Net(where), Samples(bad_input=True), accumulate_grad_batches=3)
+    assert f"On rank 0: {samples} of the dataset; " in message
+    assert ("the last batch['x']" if where == "backward" else "; batch['x']") + " holds infinity in sample 5" in message
+    assert ("micro-batch 0 to 2" if where == "backward" else "micro-batch 2") in message
+
+
+def test_many_samples_are_cut_short():
+    class Many(Samples):
+        def __len__(self):
+            return 10_000
+
+        def __getitem__(self, index):
+            return super().__getitem__(index % 8)
+
+    message = fail(Net("loss"), Many(), batch_size=5000)
+    assert "samples 0, 1, 2, 3, 4, 5, 6, 7 and 4,992 more of the dataset" in message
+
+
+def test_a_stream_has_no_numbers():
+    message = fail(Net("loss"), Stream())
+    assert "micro-batch 2). Look" in message
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_skipped_step_is_logged_with_its_samples(manual, caplog):
+    trainer(on_nonfinite="skip").fit(Net("loss", manual), DataLoader(Samples(), 2))
+    assert "which is skipped. On rank 0: samples 4, 5 of the dataset." in caplog.text
+
+
+@pytest.mark.parametrize("clip", ["norm", "value"])
+@pytest.mark.parametrize("manual", [False, True])
+def test_clipping_hides_nothing(clip, manual):
+    flags = {} if manual else {"gradient_clip_val": 1.0, "gradient_clip_algorithm": clip}
+    message = fail(Net(manual=manual, clip=clip), Samples(), **flags)
+    assert "the gradient of middle.bias is not, the first of 4 in the order of backward, in" in message
+
+
+def on_two_ranks(strategy, where, bad_input):
+    return fail(Net(where), Samples(bad_input), devices=2, strategy=strategy, batch_size=1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("where", ["loss", "backward"])
+def test_two_ranks(strategy, where):
+    # Of the third global batch rank 0 has sample 4, rank 1 sample 5.
+    bad_input, finite_input = (run(on_two_ranks, 2, strategy, where, bad) for bad in (True, False))
+    assert bad_input[0] == bad_input[1]
+    assert "On rank 1: sample 5 of the dataset; batch['x'] holds infinity in sample 5. Look" in bad_input[0]
+    assert "rank 0" not in bad_input[0]
+    if where == "loss":
+        assert "On rank 1: sample 5 of the dataset. Look" in finite_input[0]
+    else:
+        assert "the gradient of middle.bias is not, the first of 4 in the order of backward" in finite_input[0]
+        samples = "On rank 0: sample 4 of the dataset. On rank 1: sample 5 of the dataset."
+        assert f"{samples} The reduced gradients do not tell which rank it was" in finite_input[0]
+
+
+def watched_on_two_ranks(strategy, manual):
+    task = Net(manual=manual)
+    return fail(task, Samples(), NonFiniteWatch(), devices=2, strategy=strategy, batch_size=1)
+
+
+@pytest.mark.parametrize(("strategy", "manual"), [("ddp", False), ("fsdp", False), ("ddp", True)])
+def test_the_watch_names_the_rank(strategy, manual):
+    for message in [run_until_failure(strategy, manual)] if manual else run(watched_on_two_ranks, 2, strategy, manual):
+        assert message.startswith("the gradient of the output of middle (Linear) is the first to hold NaN or infinity")
+        assert "on rank 1 in optimizer step 3 (epoch 0, micro-batch 2)" in message
+
+
+def run_until_failure(strategy, manual):
+    """A task that calls backward itself may do so on one rank alone, so that rank raises alone."""
+    with pytest.raises(ValueError, match="NaN or infinity") as raised:
+        run(fit_on_two_ranks, 2, strategy, manual)
+    return str(raised.value)
+
+
+def fit_on_two_ranks(strategy, manual):
+    flags = {"devices": 2, "strategy": strategy, "callbacks": [NonFiniteWatch()]}
+    trainer(**flags).fit(Net(manual=manual), DataLoader(Samples(), 1))
