@@ -301,21 +301,28 @@ def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
 
 def _find_next_sequence(directory: Path) -> int:
     """Return a number above the sequence of each checkpoint in a directory. Damaged ones do not count."""
-    highest = 0
+    known = _get_known_sequences(directory)
+    present = {}
     for path in _iterate_checkpoints(directory):
         with suppress(ValueError, OSError):
             status = (path / MANIFEST).lstat()
             version = status.st_ino, status.st_size, status.st_mtime_ns
-            highest = max(highest, _read_sequence(path, version))
-    return highest + 1
+            entry = known.get(path.name)
+            is_current = entry is not None and entry[0] == version
+            present[path.name] = entry if is_current else (version, read_manifest(path).sequence)
+    for name in list(known):  # a list: asynchronous saves commit in threads
+        if name not in present:
+            known.pop(name, None)
+    known.update(present)
+    return max((sequence for _, sequence in present.values()), default=0) + 1
 
 
-# Each commit asks it of all checkpoints beside it: where many are kept, reading their manifests again each time took
-# longer than the save itself.
-@lru_cache(maxsize=4096)
-def _read_sequence(path: Path, version: tuple[int, ...]) -> int:
-    """Return the sequence of a checkpoint, whose manifest is read once per ``version`` of that file."""
-    return read_manifest(path).sequence
+# Each commit asks for the sequences of all checkpoints beside it: where many are kept, reading their manifests again
+# each time took longer than the save itself. Deleted checkpoints are forgotten, or a long run would remember them all.
+@lru_cache(maxsize=8)
+def _get_known_sequences(directory: Path) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Return what was read in a directory so far: by checkpoint, the version of its manifest and the sequence in it."""
+    return {}
 
 
 def _looks_like_checkpoint(path: Path) -> bool:

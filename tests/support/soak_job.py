@@ -1,6 +1,6 @@
 """The training that the soak watches: everything on, one long fit and then many short ones, sampled as it runs.
 
-    soak_job.py OUT --long SECONDS --often SECONDS --count FITS [--leak memory|descriptors]
+    soak_job.py OUT --long SECONDS --often SECONDS --count FITS [--leak memory|descriptors|threads|time]
 
 Each rank writes a line of JSON per sample to OUT/PHASE.RANK.jsonl.
 """
@@ -8,12 +8,15 @@ Each rank writes a line of JSON per sample to OUT/PHASE.RANK.jsonl.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
 import shutil
+import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -27,7 +30,9 @@ from treadle.loggers import CSVLogger, TensorBoardLogger
 import treadle
 
 EVERY = 1.0  # seconds between samples of the long fit, at least
-LEAKED_BYTES = 200_000  # per sample
+LEAKED_BYTES = 1024  # per step
+SLOWED_LOOPS = 400  # per step and step: a step that searches all earlier ones; 20 were 3 % in 75 s, within noise
+_SIZES = ("RssAnon", "VmSwap", "RssShmem")
 _leaked = []
 
 
@@ -49,12 +54,49 @@ class Digits(treadle.TaskModule):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)]
 
 
-def read_pss(pid):
+class _Mallinfo(ctypes.Structure):
+    """What glibc's `mallinfo2` returns."""
+
+    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names)
+
+
+_libc = ctypes.CDLL(None)
+_libc.mallinfo2.restype = _Mallinfo
+_libc.malloc.restype = ctypes.c_void_p
+
+
+def read_malloc():
+    """Return the megabytes that were allocated and not freed; how they lie in the heap's pages does not matter."""
+    info = _libc.mallinfo2()
+    return (info.uordblks + info.hblkhd) / 2**20
+
+
+def read_memory(pid):
+    """Return the megabytes of anonymous and of shared memory of a process, swapped pages included.
+
+    PSS and USS move when a sibling starts or ends, since they divide or omit the pages that a fork shares. These do
+    not.
+    """
     try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        text = Path(f"/proc/{pid}/status").read_text()
     except OSError:  # a worker that has just ended
-        return 0
-    return int(text.partition("\nPss:")[2].split()[0]) / 1024
+        return 0.0, 0.0
+    sizes = {name: int(text.partition(f"\n{name}:")[2].split()[0]) / 1024 for name in _SIZES if f"\n{name}:" in text}
+    return sizes.get("RssAnon", 0.0) + sizes.get("VmSwap", 0.0), sizes.get("RssShmem", 0.0)
+
+
+def measure_machine():
+    """Return the CPU milliseconds of a fixed piece of work: other processes' load slows it as it slows a step."""
+    matrix = torch.ones(96, 96)
+    times = []
+    for _ in range(5):
+        begin = time.thread_time()
+        for _ in range(20):
+            sum(range(2000))
+            matrix @ matrix
+        times.append(1000 * (time.thread_time() - begin))
+    return statistics.median(times)
 
 
 def list_children():
@@ -67,28 +109,34 @@ def list_children():
     return [int(pid) for text in texts for pid in text.split()]
 
 
+def count_blocks(history):
+    """Return the blocks of a history's numbers: up to `MOST_POINTS` steps and values of each curve, by design."""
+    if history is None:
+        return 0
+    return 2 * sum(map(len, (*history.curves.values(), *history.rates.values(), history.throughput)))
+
+
 class Sampler:
     """Writes what this process holds, whenever it is called."""
 
-    def __init__(self, out, phase, leak):
+    def __init__(self, out, phase):
         self.file = (out / f"{phase}.{os.environ.get('RANK', '0')}.jsonl").open("w")
-        self.leak = leak
         self.begin = time.monotonic()
         self.cpu, self.steps = time.process_time(), 0
 
-    def sample(self, steps, checkpoints):
-        if self.leak == "memory":
-            _leaked.append(bytearray(os.urandom(LEAKED_BYTES)))
-        if self.leak == "descriptors":
-            _leaked.append(os.open(os.devnull, os.O_RDONLY))
+    def sample(self, steps, checkpoints, history=None):
         cpu = time.process_time()
         per_step = 1000 * (cpu - self.cpu) / max(1, steps - self.steps)
         gc.collect()
         children = list_children()
+        anonymous, shared = read_memory(os.getpid())
         pids = {str(pid) for pid in (os.getpid(), *children)}
         values = {
-            "PSS MB": sum(map(read_pss, (os.getpid(), *children))),
-            "Python blocks": sys.getallocatedblocks(),
+            "allocated MB": read_malloc(),
+            "rank MB": anonymous,
+            "shared MB": shared,
+            "workers MB": sum(read_memory(pid)[0] for pid in children),
+            "Python blocks": sys.getallocatedblocks() - count_blocks(history),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "threads": len(os.listdir("/proc/self/task")),
             "children": len(children),
@@ -96,6 +144,7 @@ class Sampler:
             "temp files": sum(len(names) + len(folders) for _, folders, names in os.walk(tempfile.gettempdir())),
             "checkpoints": len(list(checkpoints.glob("*.ckpt"))) if checkpoints.is_dir() else 0,
             "CPU ms per step": per_step,
+            "CPU of a step by machine": per_step / measure_machine(),
         }
         self.file.write(json.dumps({"minute": (time.monotonic() - self.begin) / 60, "values": values}) + "\n")
         self.file.flush()
@@ -111,7 +160,24 @@ class Watch(treadle.Callback):
     def on_train_epoch_end(self, trainer, pl_module):
         if time.monotonic() - self.last >= EVERY:
             self.last = time.monotonic()
-            self.sampler.sample(trainer.global_step, self.checkpoints)
+            self.sampler.sample(trainer.global_step, self.checkpoints, trainer.history)
+
+
+class Leak(treadle.Callback):
+    """Leaks on every step: a kilobyte of native memory, a descriptor, a thread, or time."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if self.kind == "memory":
+            ctypes.memset(_libc.malloc(ctypes.c_size_t(LEAKED_BYTES)), 1, LEAKED_BYTES)
+        elif self.kind == "descriptors" and batch_idx % 16 == 0:
+            _leaked.append(os.open(os.devnull, os.O_RDONLY))
+        elif self.kind == "threads" and batch_idx % 16 == 0:
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+        elif self.kind == "time":
+            sum(range(SLOWED_LOOPS * trainer.global_step))
 
 
 def make_trainer(folder, callbacks, **flags):
@@ -149,16 +215,17 @@ def make_loaders():
 
 
 def fit_long(out, seconds, leak):
-    sampler = Sampler(out, "long", leak)
+    sampler = Sampler(out, "long")
     folder = out / "long"
     watch = Watch(sampler, folder / "checkpoints")
-    trainer = make_trainer(folder, [watch], max_epochs=-1, max_time={"seconds": seconds}, num_sanity_val_steps=0)
+    callbacks = [watch, Leak(leak)] if leak else [watch]
+    trainer = make_trainer(folder, callbacks, max_epochs=-1, max_time={"seconds": seconds}, num_sanity_val_steps=0)
     trainer.fit(Digits(), *make_loaders())
 
 
-def fit_often(out, seconds, count, leak):
+def fit_often(out, seconds, count):
     """Fit again and again: `count` times, or for `seconds`, which the ranks agree on by rank zero's clock."""
-    sampler = Sampler(out, "fits", leak)
+    sampler = Sampler(out, "fits")
     begin, steps, number = time.monotonic(), 0, 0
     while True:
         folder = out / f"fit-{number}"
@@ -186,7 +253,7 @@ def main():
     if options.long:
         fit_long(options.out, options.long, options.leak)
     if options.often or options.count:
-        fit_often(options.out, options.often, options.count, options.leak)
+        fit_often(options.out, options.often, options.count)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ stands on the disk. All operations are tried in turn: before, half-way and after
 whole runs.
 """
 
+import gc
 import json
 import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -416,6 +418,20 @@ def test_a_commit_reads_no_manifest_twice_of_the_checkpoints_beside_it(tmp_path,
     (tmp_path / "step-1" / "manifest.json").write_text("damaged")
     save(tmp_path / "step-8", 8)
     assert checkpoint.read_manifest(tmp_path / "step-8").sequence == 41
+
+
+def test_deleted_checkpoints_leave_no_memory_behind(tmp_path):
+    def replace(steps):
+        for step in steps:
+            save(tmp_path / f"step-{step}", 1)
+            if step > 100:
+                checkpoint.remove(tmp_path / f"step-{step - 1}")
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    replace(range(100, 105))
+    before = replace(range(105, 110))
+    assert replace(range(110, 160)) - before < 100  # two blocks for each of fifty
 
 
 # -- leftovers and other people's files ------------------------------------------------------------------------------
