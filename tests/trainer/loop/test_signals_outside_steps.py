@@ -253,5 +253,8 @@ treadle.Trainer(devices=2, accelerator="cpu", max_steps=1, logger=False, **flags
 def test_a_long_setup_of_two_ranks_ends_soon(place, striking, target, limit):
     done = script(LONG_SETUP, place, str(striking), target, limit, timeout=90)  # the setup takes longer
     assert done.returncode == 143, done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if line.startswith("torn")) == ["torn down 0", "torn down 1"]
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("torn")) == [
+        "torn down 0",
+        "torn down 1",
+    ]
     assert "Traceback" not in done.stderr
