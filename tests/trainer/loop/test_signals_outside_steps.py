@@ -210,7 +210,7 @@ rank = int(os.environ.get("RANK", "-1"))
 def strike_and_work():
     if rank == striking:
         time.sleep(0.2)  # the other is there too
-        os.kill(os.getppid() if target == "supervisor" else os.getpid(), signal.SIGTERM)
+        os.kill(int(os.environ["TREADLE_SUPERVISOR"]) if target == "supervisor" else os.getpid(), signal.SIGTERM)
     for _ in range(1200):
         time.sleep(0.1)
 
