@@ -49,6 +49,9 @@ class Preemption:
 
     SIGUSR1 is what SLURM's ``--signal=USR1@90`` sends before a job's time is up: then the job is requeued too.
 
+    Before the first step nothing has to be saved: in the block of `leaving_at_once` a rank that gets a signal leaves
+    without waiting for the others, whatever it is doing, and its launcher tells them.
+
     Ctrl-C (SIGINT) raises KeyboardInterrupt at once, but for two cases: where ``interrupts`` is set it is noted like
     the other signals, and `holding_interrupts` lets a save complete first. A second Ctrl-C is not held back.
 
@@ -75,7 +78,7 @@ class Preemption:
         self._replaced: dict[signal.Signals, Callable[..., Any] | int] = {}
         self._pid = os.getpid()
         self._interrupted_at: float | None = None  # the first Ctrl-C that was not raised at once
-        self._held = False
+        self._held = self._at_once = False
         self._steps = 0  # asked for by a loop of the user's own
 
     @contextmanager
@@ -83,11 +86,11 @@ class Preemption:
         """Catch the signals in a block.
 
         A handler of the script's own is called too. Signals that are ignored stay so, and outside the main thread,
-        where Python can't set handlers, nothing is caught. A signal that came after the last step ends the process, as
-        it would have without Treadle.
+        where Python can't set handlers, nothing is caught. A signal that came after the last step raises `Preempted`
+        at the end of the block, when all cleanup is done; not where the script has a handler of its own.
         """
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
-        self.interrupts = self.abandoned = self._held = False
+        self.interrupts = self.abandoned = self._held = self._at_once = False
         self._agreement.signal_vote = self._agreement.signaled = False
         self.departure.begin_stage(self._accelerator.watchdog, self._hear)
         if threading.current_thread() is not threading.main_thread():
@@ -112,9 +115,10 @@ class Preemption:
             for number, handler in replaced.items():
                 if signal.getsignal(number) in (self._note, self._interrupt):
                     signal.signal(number, handler)
-        handler = None if self.caught is None else replaced[self.caught]
-        if self.caught is not None and (handler is end_by_signal or not callable(handler)):
-            signal.raise_signal(self.caught)
+        self._agreed = self._agreed or self.caught
+        handler = None if self._agreed is None else replaced.get(self._agreed)
+        if self._agreed is not None and (handler is end_by_signal or not callable(handler)):
+            self.leave()
 
     @contextmanager
     def catching_interrupts(self) -> Iterator[None]:
@@ -128,13 +132,24 @@ class Preemption:
             self._raise_interrupt(None)
 
     @contextmanager
+    def leaving_at_once(self) -> Iterator[None]:
+        """Raise `Preempted` in a block as soon as a signal comes: nothing is lost, and the block may take long."""
+        self._at_once = True
+        try:
+            self._leave_if_caught()
+            yield
+        finally:
+            self._at_once = False
+
+    @contextmanager
     def holding_interrupts(self) -> Iterator[None]:
-        """Let the block end before a Ctrl-C raises KeyboardInterrupt."""
+        """Let the block, a save, end before a signal raises an exception."""
         held, self._held = self._held, True
         try:
             yield
         finally:
             self._held = held
+        self._leave_if_caught()
         if self._interrupted_at is not None and not (self.interrupts or held):
             self._raise_interrupt(None)
 
@@ -156,13 +171,27 @@ class Preemption:
         handler = self._replaced.get(caught)
         if callable(handler) and handler is not end_by_signal:  # that is ours, of a stage that has failed before
             handler(number, frame)
+        self._leave_if_caught()
 
     def _set(self, caught: signal.Signals) -> None:
         if self.caught is None:
             self.caught = caught
-            self._agreement.signal()
-            self.departure.ask()
+            if not self._at_once:  # else the others would wait for this rank's answers
+                self._agreement.signal()
+                self.departure.ask()
             mark_leaving()
+
+    def _leave_if_caught(self) -> None:
+        """Leave, in the block of `leaving_at_once` and outside of a save."""
+        if not self._at_once or self._held or self.caught is None:
+            return
+        self._at_once = False  # another signal must not interrupt the cleanup
+        if self._accelerator.watchdog is not None:
+            self._accelerator.watchdog.awaits_others = False
+        if self._accelerator.is_main_process:
+            _say(f"{self.caught.name} ends the run before it has begun, so there is nothing to save")
+        self._agreed = self.caught
+        self.leave()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -209,10 +238,11 @@ class Preemption:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def agree(self) -> signal.Signals:
-        """Return the signal that ends the run. All ranks must call it."""
+    def agree(self) -> signal.Signals | None:
+        """Return the signal that ends the run, None if no rank got one. All ranks must call it."""
         rating = torch.tensor(-1 if self.caught is None else _SIGNALS.index(self.caught))
-        self._agreed = _SIGNALS[int(self._accelerator.world.all_reduce(rating, "max"))]
+        index = int(self._accelerator.world.all_reduce(rating, "max"))
+        self._agreed = _SIGNALS[index] if index >= 0 else None
         return self._agreed
 
     def leave(self) -> NoReturn:
@@ -223,6 +253,7 @@ class Preemption:
             KeyboardInterrupt: for Ctrl-C.
         """
         caught = self._agreed or self.agree()
+        assert caught is not None, "no rank got a signal"
         if caught is signal.SIGINT:
             raise KeyboardInterrupt
         if caught.name == "SIGUSR1":

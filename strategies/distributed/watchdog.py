@@ -120,11 +120,15 @@ class Watchdog:
         limit: seconds without progress.
         strict: hold every rank to the limit until its script ends; else only those that wait for others.
         store: what several processes share; nothing else uses this connection to it.
+
+    Attributes:
+        awaits_others: with ``strict``, this process ends after all others have.
     """
 
     def __init__(self, world: World, limit: float, strict: bool, store: dist.Store | None = None) -> None:
         self.rank, self.size = world.rank, world.size
         self.limit, self.strict = limit, strict
+        self.awaits_others = strict
         self._errand: Callable[[dist.Store], bool] = lambda store: False
         self._errands = 0
         self._owner: Callable[[], Any] = lambda: None
@@ -262,6 +266,8 @@ class Watchdog:
                     self._alarmed.set()
                 alarmed = self._store.check([f"alarm {self._round}"])
                 self._answered_at = time.monotonic()
+                if self._ended.is_set():  # `leave` sets `_alarmed` only to wake this thread
+                    break
                 if alarmed or self._alarmed.is_set():
                     self._answer()
                 unfinished = self._errand(self._store)
@@ -447,7 +453,7 @@ class Watchdog:
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{self.rank} has ended", "")
-                if self.strict and not hasattr(sys, "last_value"):
+                if self.awaits_others and not hasattr(sys, "last_value"):
                     self._await_others()
         self._ended.set()
         self._alarmed.set()

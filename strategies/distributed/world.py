@@ -296,7 +296,7 @@ class World:
         error: BaseException | None = None
         try:
             yield
-        except Exception as caught:
+        except (Exception, SystemExit) as caught:
             error = caught
         self.raise_together(error)
 
@@ -305,11 +305,21 @@ class World:
 
         Raises:
             PeerFailed: on the processes that did not fail, with the rank and the words of the first that did.
+            SystemExit: instead, where that one left with an exit status: all leave with it.
         """
         if self.size > 1:
-            errors = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-            failed = [(rank, text) for rank, text in enumerate(errors) if text is not None]
+            words = None if error is None else f"{type(error).__name__}: {error}"
+            status = error.code if isinstance(error, SystemExit) else None
+            try:
+                errors = self.gather_objects(None if words is None else (words, status))
+            except Exception:
+                if error is None:
+                    raise
+                raise error from None  # the others are gone; that must not hide why this one goes
+            failed = [(rank, *failure) for rank, failure in enumerate(errors) if failure is not None]
             if failed and error is None:
+                if isinstance(failed[0][2], int):
+                    raise SystemExit(failed[0][2])
                 raise PeerFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
         if error is not None:
             raise error

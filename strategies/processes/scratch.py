@@ -17,6 +17,7 @@ import re
 import shutil
 import signal
 import stat
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from types import FrameType
 from .os_process import read_start_time
 
 _NAME = re.compile(r"(\d+)-(\d+)-(\d*)(-left)?")
+# A socket's path has 108 bytes with the closing zero, 104 on macOS; its name is multiprocessing's.
+_SOCKET_FOLDER_LIMIT = (107 if sys.platform == "linux" else 103) - len("/listener-12345678")
 _TRIES = 20  # the job before removes the root in the same moment
 
 _Identity = tuple[int, int]  # of a directory: its device and inode
@@ -82,8 +85,9 @@ def open_scratch(job: int) -> None:
     else:
         return
     _opened.append(entry)
-    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]  # what get_temp_dir reads
-    config.setdefault("tempdir", str(entry.path))
+    if len(os.fsencode(entry.path)) <= _SOCKET_FOLDER_LIMIT:  # else multiprocessing makes a folder of a shorter name
+        config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]  # get_temp_dir's
+        config.setdefault("tempdir", str(entry.path))
     # After multiprocessing's own finalizers, which unlink the sockets; as it removes a folder that it made itself.
     multiprocessing.util.Finalize(None, _leave_at_exit, exitpriority=-100)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import importlib.util
+import inspect
 import os
 import pickle
 import signal
@@ -111,6 +113,24 @@ def run(
             return [record["value"]() for record in _wait(fn, ranks, folder, deadline, timeout)]
         finally:
             _kill(ranks)
+
+
+def in_own_process(test: Callable[..., None]) -> Callable[..., None]:
+    """Has a test run in a process of its own, as one that sends signals to itself must: they would end a test worker.
+
+    Args:
+        test: A function at the top level of a test file, whose fixtures and parameters can be pickled.
+    """
+    names = list(inspect.signature(test).parameters)
+
+    @functools.wraps(test)
+    def started(*args: Any, **kwargs: Any) -> None:
+        if "RANK" in os.environ:  # that process
+            test(*args)
+        else:
+            run(test, 1, *(kwargs[name] for name in names))
+
+    return started
 
 
 def early(env: Mapping[str, str]) -> dict[str, str]:

@@ -55,7 +55,7 @@ class Fit:
             trainer.logbook.watch = LatestValidation()
             trainer.progress.loaded = trainer.progress.epoch
             trainer.metrics.reset()
-        with trainer.checkpointer.ahead(trainer.opened_checkpoint):
+        with trainer.preemption.leaving_at_once(), trainer.checkpointer.ahead(trainer.opened_checkpoint):
             model, random_state = self._prepare(reloads=self._reload_dataloaders())
         loader = sources.train
         trainer.accelerator.draw_apart()  # the data is there; the sanity check leaves no trace in what is drawn

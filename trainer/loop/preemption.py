@@ -21,6 +21,7 @@ def save_and_leave(trainer: Trainer) -> NoReturn:
         KeyboardInterrupt: for Ctrl-C.
     """
     caught = trainer.preemption.agree()
+    assert caught is not None
     step = trainer.progress.step
     callbacks = trainer.checkpoint_callbacks
     if caught is signal.SIGINT:
@@ -46,6 +47,7 @@ def leave_now(trainer: Trainer) -> NoReturn:
         KeyboardInterrupt: for Ctrl-C.
     """
     caught = trainer.preemption.agree()
+    assert caught is not None
     what = "the sanity check" if trainer.sanity_checking else f"{trainer.stage}, whose results are lost"
     announce(f"{caught.name} ends {what}")
     trainer.preemption.leave()

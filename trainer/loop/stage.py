@@ -90,14 +90,15 @@ class Stage:
         mark_stage(running=True)
         try:
             with trainer.history.spending(_SPENT_ON[self.name]):
-                hooks, sources = self._set_up()
+                with trainer.preemption.leaving_at_once():
+                    hooks, sources = self._set_up()
                 if any(callback.searches for callback in trainer.callbacks):
                     from ..tuning import run_searches  # 10 ms that only these callbacks need to pay
 
                     run_searches(trainer)
                 if work is None:
                     return None
-                with trainer.init_module():
+                with trainer.preemption.leaving_at_once(), trainer.init_module():
                     task.configure_model()
                 task.trainer = trainer  # also of the nested tasks that setup or configure_model created
                 anomalies = torch.autograd.set_detect_anomaly(True) if trainer.detect_anomaly else nullcontext()
@@ -209,6 +210,7 @@ class Stage:
             # A rank that left without an error would otherwise go unnoticed: torchrun takes its exit status, 0, for
             # success.
             trainer.accelerator.world.raise_together(first)
+            trainer.preemption.agree()  # on a signal that came after the last step
 
     def _note_in_teardown(self, what: Any, error: Exception) -> None:
         if self.failure is not None:

@@ -3,13 +3,16 @@
 import re
 import subprocess
 import sys
+import threading
 import time
+import types
 
 import pytest
 import torch
 from processes import clean_environment, programs, run, script
 from strikes import FaultCell, strike
-from treadle.strategies.distributed.watchdog import describe_phase, main_stack
+from torch.distributed import HashStore
+from treadle.strategies.distributed.watchdog import Watchdog, describe_phase, main_stack
 
 import treadle
 
@@ -129,6 +132,39 @@ def test_a_watchdog_that_has_ended_holds_no_file(tmp_path):
     )
     done = script(tmp_path / "train.py")
     assert done.stdout.strip() == "1", done.stderr
+
+
+class SlowStore(HashStore):
+    """A store in which a question of the courier's takes until `go_on` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.go_on, self.alarms = threading.Event(), threading.Event(), 0
+
+    def check(self, keys):
+        if keys == ["alarm 0"]:
+            self.asked.set()
+            self.go_on.wait(10)
+        return super().check(keys)
+
+    def add(self, key, amount):
+        self.alarms += 1
+        return super().add(key, amount)
+
+
+def test_an_end_while_the_courier_asks_is_no_alarm(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = SlowStore()
+    store.set("1 has ended", "")
+    watchdog = Watchdog(types.SimpleNamespace(rank=0, size=2), 30.0, False, store)
+    assert store.asked.wait(10)
+    leaving = threading.Thread(target=watchdog.leave)
+    leaving.start()
+    assert watchdog._alarmed.wait(10)  # `leave` wakes the courier by it
+    store.go_on.set()
+    leaving.join()
+    assert store.alarms == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 LOST = """

@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
+from processes import script
 from treadle.strategies.processes import scratch
 from treadle.strategies.processes.os_process import read_start_time
 
@@ -95,3 +97,31 @@ def test_the_last_rank_to_leave_removes_what_the_others_left(alone, root, tmp_pa
 def test_a_root_of_someone_else_is_not_used(root):
     root.chmod(0o777)
     assert scratch._find_root() is None
+
+
+WORKERS = """
+import os, torch
+from multiprocessing.util import get_temp_dir
+from treadle.strategies.processes import open_scratch
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return torch.ones(1)
+
+if __name__ == "__main__":
+    open_scratch(os.getppid())
+    print(sum(int(batch.sum()) for batch in torch.utils.data.DataLoader(Data(), num_workers=2)))
+    print("treadle-" in get_temp_dir())
+"""
+
+
+@pytest.mark.parametrize(("letters", "ours"), [(20, True), (70, False)])
+def test_data_workers_have_sockets_in_a_long_temp_folder_too(letters, ours):
+    with tempfile.TemporaryDirectory() as short:
+        folder = Path(short, "t" * (letters - len(short) - 1))
+        folder.mkdir()
+        done = script(WORKERS, env={"TMPDIR": str(folder)})
+        assert done.stdout.split() == ["4", str(ours)], done.stderr
+        assert list(folder.iterdir()) == []

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from processes import run
+from processes import in_own_process, run
 from quiet import trainer
 from torch import nn
 from torch.utils.data import DataLoader
@@ -137,6 +137,7 @@ PLACES = [
 @pytest.mark.guarantee
 @pytest.mark.parametrize(("place", "step", "saved"), PLACES)
 @pytest.mark.parametrize("times", [1, 2])
+@in_own_process
 def test_a_signal_saves_at_the_next_step_boundary(place, step, saved, times, tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     whole = fit(tmp_path / "whole")
@@ -149,6 +150,7 @@ def test_a_signal_saves_at_the_next_step_boundary(place, step, saved, times, tmp
 @pytest.mark.parametrize(
     "more", [{"manual": True}, {"accumulate": 3}, {"saving": {"save_last": True}}, {"val_check_interval": 5}], ids=str
 )
+@in_own_process
 def test_whatever_the_run_is_like(more, tmp_path):
     step = 3 if "accumulate" in more else 5
     whole = fit(tmp_path / "whole", **more)
@@ -175,6 +177,7 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(strategy, rank, tmp_p
     assert run(on_two, 2, str(tmp_path), strategy, rank) == [rank == 0, rank == 1]
 
 
+@in_own_process
 def test_a_closed_terminal_has_a_status_of_its_own(tmp_path):
     first = fit(tmp_path, [Signals(signal.SIGHUP, 5)])
     assert (first["status"], first["step"], first["flag"]) == (129, 5, False)
@@ -196,16 +199,19 @@ class Forks(treadle.Callback):
             assert child.exitcode == -signal.SIGTERM
 
 
+@in_own_process
 def test_a_child_forked_within_fit_can_be_terminated(tmp_path):
     assert fit(tmp_path, [Forks()])["status"] is None
 
 
+@in_own_process
 def test_nothing_can_be_saved(tmp_path):
     with pytest.warns(UserWarning, match="SIGTERM ends the run at optimizer step 3, and no ModelCheckpoint saves it"):
         found = fit(tmp_path, [Signals(signal.SIGTERM, 3)], saving={"save_top_k": 0})
     assert (found["status"], list(tmp_path.iterdir())) == (143, [])
 
 
+@in_own_process
 def test_a_signal_that_is_ignored_stays_so(tmp_path):
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
@@ -215,6 +221,7 @@ def test_a_signal_that_is_ignored_stays_so(tmp_path):
         signal.signal(signal.SIGTERM, before)
 
 
+@in_own_process
 def test_the_scripts_own_handler_is_called_too_and_put_back(tmp_path):
     called = []
 
@@ -255,6 +262,7 @@ class Pairs(treadle.Callback):
 
 @pytest.mark.guarantee
 @pytest.mark.parametrize(("place", "step", "saved"), PLACES)
+@in_own_process
 def test_ctrl_c_saves_at_the_next_step_boundary_if_asked_to(place, step, saved, tmp_path):
     before, pairs = signal.getsignal(signal.SIGINT), Pairs()
     whole = fit(tmp_path / "whole", saving=ASKED)
@@ -266,6 +274,7 @@ def test_ctrl_c_saves_at_the_next_step_boundary_if_asked_to(place, step, saved, 
 
 
 @pytest.mark.parametrize(("place", "step"), [("on_train_batch_start", 5), ("on_save_checkpoint", 12)])
+@in_own_process
 def test_a_second_ctrl_c_ends_within_the_step_or_the_save(place, step, tmp_path):
     with pytest.warns(UserWarning, match="nothing is saved: a second Ctrl-C came"):
         first = fit(tmp_path, [Signals(signal.SIGINT, step, place, times=2)], saving=ASKED)
@@ -273,12 +282,14 @@ def test_a_second_ctrl_c_ends_within_the_step_or_the_save(place, step, tmp_path)
 
 
 @pytest.mark.parametrize(("place", "saved"), [("on_train_batch_start", 0), ("on_save_checkpoint", 1)])
+@in_own_process
 def test_ctrl_c_raises_at_once_but_lets_a_save_complete(place, saved, tmp_path):
     first = fit(tmp_path, [Signals(signal.SIGINT, 12 * saved, place)])
     assert (first["status"], first["step"]) == (130, 12 * saved)
     assert len(list(tmp_path.iterdir())) == saved
 
 
+@in_own_process
 def test_ctrl_c_before_training_and_in_the_sanity_check_ends_at_once(tmp_path):
     class InSetup(treadle.Callback):
         def setup(self, trainer, pl_module, stage):
@@ -294,12 +305,14 @@ def test_ctrl_c_before_training_and_in_the_sanity_check_ends_at_once(tmp_path):
         assert (first["status"], first["step"], list(tmp_path.iterdir())) == (130, 0, [])
 
 
+@in_own_process
 def test_ctrl_c_after_the_last_step_is_not_lost(tmp_path):
     found = fit(tmp_path, [Signals(signal.SIGINT, 24, "on_train_end")], saving=ASKED)
     assert (found["status"], found["step"]) == (130, 24)
     assert (tmp_path / "step=24.ckpt").exists()
 
 
+@in_own_process
 def test_the_same_trainer_fits_again_after_ctrl_c(tmp_path):
     task = Task()
     task.net[1].eval()
@@ -330,6 +343,7 @@ class Group(treadle.Callback):
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+@in_own_process
 def test_data_workers_stay_until_the_step_is_complete(method, tmp_path):
     workers = {"num_workers": 2, "multiprocessing_context": method}
     whole = fit(tmp_path / "whole", saving=ASKED, loading=workers)

@@ -1,0 +1,260 @@
+"""Signals before the first step and after the last one: the run leaves with the signal's status, all cleanup done."""
+
+import os
+import signal
+
+import pytest
+import torch
+from processes import in_own_process, run, script
+from quiet import trainer
+from torch import nn
+from torch.utils.data import DataLoader
+from treadle.callbacks import ModelCheckpoint
+from treadle.engine import Preempted
+
+import treadle
+
+BEFORE = ("prepare_data", "setup", "callback", "configure_model", "on_fit_start")
+
+
+class Task(treadle.TaskModule):
+    """Sends signals from a place before the first step, and takes long there.
+
+    Args:
+        place: one of `BEFORE`.
+        number: the signal.
+    """
+
+    def __init__(self, place="", number=signal.SIGTERM):
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.place, self.number, self.passed = place, number, []
+
+    def reach(self, place):
+        if place == self.place:
+            os.kill(os.getpid(), self.number)
+            self.passed.append(place)
+
+    def prepare_data(self):
+        self.reach("prepare_data")
+
+    def setup(self, stage):
+        self.reach("setup")
+
+    def configure_model(self):
+        self.reach("configure_model")
+
+    def on_fit_start(self):
+        self.reach("on_fit_start")
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Hooks(treadle.Callback):
+    """Notes its hooks; sends signals at some of them."""
+
+    def __init__(self, *places, number=signal.SIGTERM):
+        self.places, self.number, self.called = places, number, []
+
+    def _note(self, trainer, place):
+        self.called.append(place)
+        if (place, trainer.global_rank) in self.places:
+            os.kill(os.getpid(), self.number)
+
+    def setup(self, trainer, pl_module, stage):
+        self._note(trainer, "setup")
+        pl_module.reach("callback")
+
+    def on_train_end(self, trainer, pl_module):
+        self._note(trainer, "on_train_end")
+
+    def on_exception(self, trainer, pl_module, exception):
+        self._note(trainer, type(exception).__name__)
+
+    def teardown(self, trainer, pl_module, stage):
+        self._note(trainer, "teardown")
+
+
+def fit(folder, task, *hooks, steps=4, world=1):
+    """Return the Trainer, and the status with which ``fit`` wants to end the script; None if it goes on."""
+    saving = ModelCheckpoint(folder, save_on_exception=True, save_top_k=-1, every_n_train_steps=steps)
+    own = trainer(
+        callbacks=[saving, *hooks], enable_checkpointing=None, max_steps=steps, devices=world, strategy="auto"
+    )
+    try:
+        own.fit(task, DataLoader(torch.ones(16, 1), 1), ckpt_path="auto")
+    except Preempted as error:
+        return own, error.code
+    return own, None
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("place", BEFORE)
+@in_own_process
+def test_before_the_first_step_one_process_leaves_at_once(place, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    first, second = Hooks(("teardown", 0)), Hooks()  # another signal must not interrupt the cleanup
+    task = Task(place)
+    own, status = fit(tmp_path, task, first, second)
+    assert (status, task.passed, own.global_step) == (143, [], 0)
+    assert first.called[-2:] == second.called[-2:] == ["Preempted", "teardown"]
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@in_own_process
+def test_a_resumed_run_that_leaves_before_its_first_step_keeps_its_checkpoint(tmp_path):
+    assert fit(tmp_path, Task())[1] is None
+    names = sorted(path.name for path in tmp_path.iterdir())
+    own, status = fit(tmp_path, Task("on_fit_start", signal.SIGHUP), steps=8)
+    assert (status, sorted(path.name for path in tmp_path.iterdir())) == (129, names)
+    own, status = fit(tmp_path, Task(), steps=8)
+    assert (status, own.global_step) == (None, 8)
+
+
+@in_own_process
+def test_an_evaluation_leaves_before_its_first_batch_too(tmp_path):
+    task = Task("setup", signal.SIGUSR1)
+    with pytest.raises(Preempted, match="143"):
+        trainer().predict(task, DataLoader(torch.ones(2, 1)))
+    assert task.passed == []
+
+
+class SavesInSetup(treadle.Callback):
+    """Saves before the first step; the signal comes within that save."""
+
+    def __init__(self, path):
+        self.path, self.gone_on = path, False
+
+    def on_fit_start(self, trainer, pl_module):
+        trainer.save_checkpoint(self.path)
+        self.gone_on = True
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@in_own_process
+def test_a_save_before_the_first_step_is_completed(tmp_path):
+    saves = SavesInSetup(tmp_path / "own")
+    assert fit(tmp_path, Task(), saves)[1] == 143
+    assert not saves.gone_on
+    assert treadle.load_checkpoint(tmp_path / "own")["global_step"] == 0
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("place", ["on_train_end", "teardown"])
+@in_own_process
+def test_after_the_last_step_all_cleanup_is_done(place, tmp_path):
+    first, second = Hooks((place, 0)), Hooks()
+    own, status = fit(tmp_path, Task(), first, second)
+    assert (status, own.global_step, own.status.value) == (143, 4, "finished")
+    assert first.called == second.called == ["setup", "on_train_end", "teardown"]
+    own, status = fit(tmp_path, Task())  # as a scheduler does
+    assert (status, own.global_step) == (None, 4)
+
+
+def signal_to_rank_one_in_teardown(folder, place):
+    own, status = fit(folder, Task(), Hooks((place, 1)), world=2)
+    return status, own.global_step, own.received_sigterm
+
+
+@pytest.mark.guarantee
+def test_after_the_last_step_all_ranks_leave_alike(tmp_path):
+    assert run(signal_to_rank_one_in_teardown, 2, str(tmp_path), "teardown") == [(143, 4, False), (143, 4, True)]
+
+
+AT_EXIT = """
+import atexit, os, signal, torch, treadle
+from torch.utils.data import DataLoader
+
+atexit.register(print, "left by the interpreter")
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def teardown(self, stage):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+treadle.Trainer(max_steps=1, accelerator="cpu", logger=False).fit(Task(), DataLoader(torch.ones(2, 1)))
+print("went on")
+"""
+
+
+def test_after_the_last_step_the_interpreter_ends_by_itself():
+    done = script(AT_EXIT)
+    assert done.returncode == 143, done.stderr
+    assert done.stdout.splitlines()[-1] == "left by the interpreter"
+    assert "went on" not in done.stdout
+
+
+LONG_SETUP = """
+import os, signal, sys, time, torch, treadle
+from torch.utils.data import DataLoader
+
+place, striking, target, limit = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+rank = int(os.environ.get("RANK", "-1"))
+
+def strike_and_work():
+    if rank == striking:
+        time.sleep(0.2)  # the other is there too
+        os.kill(int(os.environ["TREADLE_SUPERVISOR"]) if target == "supervisor" else os.getpid(), signal.SIGTERM)
+    for _ in range(1200):
+        time.sleep(0.1)
+
+class Data(treadle.DataModule):
+    def prepare_data(self):
+        if place == "prepare_data":
+            strike_and_work()
+    def setup(self, stage):
+        if place == "setup":
+            strike_and_work()
+    def train_dataloader(self):
+        return DataLoader(torch.ones(8, 1))
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def teardown(self, stage):
+        print(f"torn down {rank}", flush=True)
+
+flags = {"timeout": {"seconds": 20}} if limit == "limit" else {}
+treadle.Trainer(devices=2, accelerator="cpu", max_steps=1, logger=False, **flags).fit(Task(), datamodule=Data())
+"""
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(
+    ("place", "striking", "target", "limit"),
+    [
+        ("prepare_data", 0, "supervisor", "no limit"),  # rank 1 waits for rank 0 meanwhile
+        pytest.param("prepare_data", 0, "rank", "limit", marks=pytest.mark.exhaustive),
+        pytest.param("setup", 0, "supervisor", "limit", marks=pytest.mark.exhaustive),
+        ("setup", 1, "rank", "limit"),
+    ],
+)
+def test_a_long_setup_of_two_ranks_ends_soon(place, striking, target, limit):
+    done = script(LONG_SETUP, place, str(striking), target, limit, timeout=90)  # the setup takes longer
+    assert done.returncode == 143, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("torn")) == [
+        "torn down 0",
+        "torn down 1",
+    ]
+    assert "Traceback" not in done.stderr
