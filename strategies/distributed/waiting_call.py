@@ -90,7 +90,8 @@ def mark_exchange() -> tuple[str, str]:
         frame = frame.f_back
     kind, called = _name_caller(frame), ""
     while frame is not None and not is_users(frame):
-        frame, called = frame.f_back, frame.f_code.co_name
+        called = frame.f_code.co_name
+        frame = frame.f_back
     return kind, f"{called or 'an exchange'} at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else called
 
 
