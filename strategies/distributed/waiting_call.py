@@ -84,7 +84,7 @@ def _describe_user_call(frames: Sequence[FrameType], operation: str) -> str:
 
 
 def mark_exchange() -> tuple[str, str]:
-    """Return the function that makes an exchange of World's, and the call of the user's; travels with objects. 3 us."""
+    """Return the function that makes an exchange of World's, and the call of the user's; travels with objects."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in _WORLDS:
         frame = frame.f_back
