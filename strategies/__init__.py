@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from .ddp.batch_norm import TorchSyncBatchNorm
     from .ddp.ddp import DDP
     from .ddp.ddp import DDP as DDPStrategy
-    from .distributed.collective_debug import DistributedOperationException
     from .distributed.launch_environment import LaunchEnvironment
     from .distributed.open_world import open_world
     from .distributed.tracebacks import report_uncaught
+    from .distributed.waiting_call import DistributedOperationException
     from .distributed.world import World
     from .forward_router import BALLOT_SIZE
     from .fsdp.fsdp import FSDP

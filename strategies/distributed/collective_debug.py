@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...common.messages import named_ranks, warn
 from .launch_environment import DebugEnvironment
+from .waiting_call import DistributedOperationException, describe_calls
 from .world import World
 
 _NOT_THE_USERS = ("treadle", "torch", "lightning_utilities", "contextlib", "functools")
@@ -28,10 +29,6 @@ _NOT_THE_USERS = ("treadle", "torch", "lightning_utilities", "contextlib", "func
 _MAY_STAND_APART = ("barrier", "broadcast", "broadcast_tensor")
 _ENDED = "has ended"
 _MATCHING, _NOTE, _DIFFERENT, _MISSING = "=", "~", "!", "?"  # the first letter of what a meeting came to
-
-
-class DistributedOperationException(RuntimeError):
-    """The processes do not make the same call: says for each what it does, and in which line."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +205,7 @@ class Meeting:
         }
         return (
             f"{named_ranks(list(absent))} did not come within {self._timeout:g} s to a call that needs all processes:\n"
-            f"{_list_by_text({**arrived, **absent})}\n"
+            f"{describe_calls({**arrived, **absent})}\n"
             "A call that only some processes make (`if accelerator.is_main_process:`) never ends; one process may also "
             "have failed, wait in a call of its own (a backward pass of DDP), or need more time: TREADLE_DEBUG_TIMEOUT "
             f"sets the seconds.{_quote_note(self._note)}"
@@ -217,7 +214,7 @@ class Meeting:
 
 def verdict_on(calls: Sequence[Call], ranks: Sequence[int], note: str = "") -> str:
     """What the processes are told about their calls, in the order of ``ranks``; the first letter is the kind."""
-    listed = _list_by_text({rank: str(call) for rank, call in zip(ranks, calls, strict=True)})
+    listed = describe_calls({rank: str(call) for rank, call in zip(ranks, calls, strict=True)})
     ended_ranks = [rank for rank, call in zip(ranks, calls, strict=True) if call.operation.startswith(_ENDED)]
     if len(ended_ranks) == len(calls):
         return _MATCHING
@@ -249,14 +246,6 @@ def verdict_on(calls: Sequence[Call], ranks: Sequence[int], note: str = "") -> s
 
 def _quote_note(note: str) -> str:
     return f"\nEarlier: {note}" if note else ""
-
-
-def _list_by_text(texts: dict[int, str]) -> str:
-    """One line for all ranks that say the same."""
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank in sorted(texts):
-        ranks_by_text.setdefault(texts[rank], []).append(rank)
-    return "\n".join(f"  {named_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items())
 
 
 class DebugWorld(World):

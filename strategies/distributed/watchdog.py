@@ -6,6 +6,8 @@ Two daemon threads of each process do the work, and nothing is asked of the trai
   exchanges for as long as the limit means no progress. Then it raises an alarm.
 - The courier tells the store once per period that this process lives, and where it is. When any rank has raised the
   alarm it writes the stacks of this process into a file, and says in the store whether this rank waits for others.
+  A rank that only waits, in a collective, counts itself as stalled. Once all are, and in different calls, none of them
+  can end: that is an error at once, which names the calls.
 
 A rank that does not answer is stopped, or blocked in C code that holds the interpreter. A rank that answers and does
 not wait for another one hangs. One rank reports, and all leave with `HUNG`.
@@ -22,7 +24,6 @@ import json
 import os
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -39,6 +40,7 @@ import torch.distributed as dist
 
 from ..processes import (
     Dumps,
+    Idleness,
     end_at_once,
     explain_silence,
     fetch_stacks,
@@ -52,6 +54,7 @@ from ..processes import (
 )
 from .matching_calls import shared_count
 from .tracebacks import find_owner
+from .waiting_call import WAITING_FILES, WaitingCall, describe_mismatch, find_waiting_call, is_users
 
 if TYPE_CHECKING:
     from .world import World
@@ -62,10 +65,9 @@ _ANSWER = 1.0  # seconds that the ranks have to answer an alarm
 _HURRY = 0.02  # seconds
 _REPORT = 2.0  # seconds that the others wait for the report
 _LOST = 3.0  # seconds that a rank may go without progress after another one has gone, before it counts as waiting
-_WAITING_FILES = ("/torch/distributed/", "/torch/autograd/graph.py", "/strategies/distributed/", "/engine/preemption/")
+_STALL = 8.0  # seconds that a rank only waits before it counts as stalled; `meet` has its own, shorter patience
+_END = "the end of the script"
 _DEBUGGERS = ("bdb", "pdb")
-
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 _phases: dict[CodeType, str] = {}
 _loops: set[CodeType] = set()
@@ -109,7 +111,7 @@ def describe_phase(frames: Iterable[FrameType]) -> str:
 def is_waiting(frames: list[FrameType]) -> bool:
     """Tell whether the main thread waits for other ranks."""
     file = frames[-1].f_code.co_filename.replace(os.sep, "/") if frames else ""
-    return any(part in file for part in _WAITING_FILES)
+    return any(part in file for part in WAITING_FILES)
 
 
 class Watchdog:
@@ -141,6 +143,10 @@ class Watchdog:
         self._alarmed = threading.Event()
         self._signature: Any = None
         self._since = time.monotonic()
+        self._idleness = Idleness()
+        self._stall: WaitingCall | None = None
+        self._told: WaitingCall | None = None  # what the others know of it
+        self._leaving = False
         self._answered_at = time.monotonic()  # when the store answered last
         self._round = 0
         self._host = identify_host()
@@ -203,9 +209,21 @@ class Watchdog:
                 self._signature, self._since = signature, now
             elif now - self._since >= self.limit and (self.strict or is_waiting(frames)):
                 self._alarm()
+            self._stall = self._find_stall(frames, now - self._since)
             if self._store is not None and now - self._answered_at > self.limit:
                 self._leave_alone()
             del frames
+
+    def _find_stall(self, frames: list[FrameType], seconds: float) -> WaitingCall | None:
+        """Return the call in which this rank only waits, without progress for ``seconds``; None if it isn't stalled."""
+        if self._leaving:
+            return WaitingCall(_END, f"waits at {_END}")
+        if not seconds or min(self._idleness.measure(), seconds) < min(_STALL, 0.7 * self.limit):
+            return None
+        call = find_waiting_call(frames)
+        place, _ = self._ask_owner(self._locate) or ("", None)
+        details = ", ".join(filter(None, [describe_phase(frames), place]))
+        return call and WaitingCall(call.kind, f"{call.words} ({details})")
 
     def _beat(self) -> None:
         """Give the supervisor a sign of life: none of the ranks may be left to notice that all are stopped."""
@@ -264,6 +282,8 @@ class Watchdog:
                     self._alarmed.set()
                 if self._is_lost(neighbour.rank) and self._is_stuck():
                     self._alarmed.set()
+                if self._tell_stall() and self._find_mismatch():
+                    self._alarmed.set()
                 alarmed = self._store.check([f"alarm {self._round}"])
                 self._answered_at = time.monotonic()
                 if self._ended.is_set():  # `leave` sets `_alarmed` only to wake this thread
@@ -295,12 +315,32 @@ class Watchdog:
         waits = is_stage_running() or is_waiting(main_stack())
         return waits and time.monotonic() - self._since >= _LOST
 
+    def _tell_stall(self) -> bool:
+        """Count this rank among those that are stalled, or no longer; tell whether all are, and it has just come."""
+        assert self._store is not None
+        stall, told = self._stall, self._told
+        if stall == told:
+            return False
+        self._told = stall
+        if stall is not None:
+            self._store.set(f"call of {self.rank}", json.dumps([stall.kind, stall.words]))
+        change = (stall is not None) - (told is not None)
+        return self._store.add("stalled", change) == self.size
+
+    def _find_mismatch(self) -> str:
+        """Return what is wrong with the calls that all ranks are stalled in, in words; "" if they may match."""
+        assert self._store is not None
+        if self._store.add("stalled", 0) < self.size:
+            return ""
+        calls = {rank: WaitingCall(*json.loads(self._store.get(f"call of {rank}"))) for rank in range(self.size)}
+        return describe_mismatch(calls)
+
     def _introduce(self) -> list[Any]:
         frames = main_stack()
         return [self._host, self._pid, self._dumps.path, self._describe(frames)]
 
     def _describe(self, frames: list[FrameType]) -> str:
-        user = next(filter(_is_users, reversed(frames)), None)
+        user = next(filter(is_users, reversed(frames)), None)
         line = f"{user.f_code.co_filename}:{user.f_lineno}" if user else ""
         place, _ = self._ask_owner(self._locate) or ("", None)
         return ", ".join(filter(None, [f"in {describe_phase(frames)}", place, line]))
@@ -329,7 +369,9 @@ class Watchdog:
             self._since = time.monotonic()
             return
         self._end_silent(answers)
-        if self._find_lost(answers):
+        if self._find_lost(answers) or self._find_mismatch():
+            run_briefly(scratch.leave)
+            time.sleep(0.3)  # each rank needs the store for this, and rank zero may keep it
             end_at_once(1)
         if rank not in self._blame(answers):
             run_briefly(scratch.leave)  # before the launcher learns of it, and ends this rank
@@ -373,6 +415,11 @@ class Watchdog:
             self._store.set(f"report {self._round}", "go on")
             return
         lost = self._find_lost(answers)
+        mismatch = "" if lost else self._find_mismatch()
+        if mismatch:
+            _say(f"{mismatch}\nstacks of all ranks: {self._resolve(folder_name)}")
+            self._store.set(f"report {self._round}", "end")
+            return
         blamed = [] if lost else self._blame(answers)
         lines = [
             f"rank {rank} of {self.size} has ended first, without an error in Python: it was killed by a signal, or "
@@ -465,6 +512,7 @@ class Watchdog:
 
     def _await_others(self) -> None:
         """Wait for ranks that live. A silent one can't notice that itself."""
+        self._leaving = True
         pulses = [Pulse(rank) for rank in range(self.size) if rank != self.rank]
         while not self._alarmed.is_set():
             self._since = time.monotonic()  # to wait here is no lack of progress
@@ -561,10 +609,6 @@ def _connect(world: World) -> dist.Store | None:
     name = base.compare_set("name of the watchdogs", "", uuid.uuid4().hex).decode()
     connection = dist.TCPStore(server.host, server.port, is_master=False, timeout=world.timeout, wait_for_workers=False)
     return dist.PrefixStore(f"treadle watchdog {name}", connection)
-
-
-def _is_users(frame: FrameType) -> bool:
-    return not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")) and find_owner(frame) is None
 
 
 def _is_debugged(frames: Iterable[FrameType]) -> bool:

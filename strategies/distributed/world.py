@@ -18,6 +18,7 @@ from . import process_group
 from .launch_environment import DebugEnvironment
 from .matching_calls import arrivals_of, shared_count
 from .tracebacks import PeerFailed
+from .waiting_call import check_marks, mark_exchange
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -253,22 +254,35 @@ class World:
         return type(self)(rank=rank, size=size, device=self.device, timeout=self.timeout, group=group)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the value of every process, in rank order, on every process."""
+        """Return the value of every process, in rank order, on every process.
+
+        Raises:
+            DistributedOperationException: on every process, if a process is in another exchange of objects.
+        """
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
+        entries: list[Any] = [None] * self.size
         self.advance()
-        dist.all_gather_object(values, value, self.group)
-        return values
+        dist.all_gather_object(entries, (mark_exchange(), value), self.group)
+        check_marks({self._get_global_rank(rank): mark for rank, (mark, _) in enumerate(entries)})
+        return [value for _, value in entries]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return process ``source``'s value on every process."""
+        """Return process ``source``'s value on every process.
+
+        Raises:
+            DistributedOperationException: on processes that are in another exchange of objects than ``source``.
+        """
         if self.size == 1:
             return value
-        box = [value]
+        mark = mark_exchange()
+        box = [(mark, value)]
         self.advance()
-        dist.broadcast_object_list(box, self._get_global_rank(source), self.group)
-        return box[0]
+        sender = self._get_global_rank(source)
+        dist.broadcast_object_list(box, sender, self.group)
+        if self.rank != source:
+            check_marks({sender: box[0][0], self._get_global_rank(self.rank): mark})
+        return box[0][1]
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrite ``tensor`` with process ``source``'s, in place."""

@@ -1,0 +1,126 @@
+"""The call in which a rank waits for others, as its stack shows it, and whether the ranks' calls match."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from ...common.messages import named_ranks
+from .tracebacks import find_owner
+
+WAITING_FILES = (
+    "/torch/distributed/",
+    "/torch/autograd/graph.py",
+    "/torch/nn/parallel/distributed.py",
+    "/strategies/distributed/",
+    "/engine/preemption/",
+)
+# Ranks connect, start over after a failure, or leave: that has rules and limits of its own.
+_OTHER_RULES = ("/engine/preemption/", "/process_group.py", "/retry.py", "/collective_debug.py")
+_PAIRWISE = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_WORLDS = (f"{__package__}.world", f"{__package__}.collective_debug", "contextlib")
+_ADVICE = (
+    "All ranks must make the same calls in the same order: look for one under a condition that holds on some ranks "
+    "only, such as `if trainer.is_global_zero:`, and call it on every rank."
+)
+
+
+class DistributedOperationException(RuntimeError):
+    """The processes do not make the same call: says for each what it does, and in which line."""
+
+
+@dataclass(frozen=True)
+class WaitingCall:
+    """A call that needs all ranks.
+
+    Attributes:
+        kind: the same on all ranks if their calls match; "" where that can't be told.
+        words: the call, and the user's line.
+    """
+
+    kind: str
+    words: str
+
+
+def is_users(frame: FrameType) -> bool:
+    """Tell whether a frame is of the user's own code."""
+    return not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")) and find_owner(frame) is None
+
+
+def find_waiting_call(frames: Sequence[FrameType]) -> WaitingCall | None:
+    """Return the call in which the main thread waits for other ranks; None if it doesn't.
+
+    Args:
+        frames: of the main thread, outermost first.
+    """
+    files = [frame.f_code.co_filename.replace(os.sep, "/") for frame in frames]
+    if not files or not any(part in files[-1] for part in WAITING_FILES):
+        return None
+    user = max((n for n, frame in enumerate(frames) if is_users(frame)), default=-1)
+    number = next(n for n in range(user + 1, len(files)) if any(part in files[n] for part in WAITING_FILES))
+    names = [frame.f_code.co_name for frame in frames[number:]]
+    operation = "backward" if files[number].endswith("/torch/autograd/graph.py") else names[0]
+    words = operation + (_describe_user_call(frames[user:], operation) if user >= 0 else "")
+    if not _PAIRWISE.isdisjoint(names) or any(part in file for part in _OTHER_RULES for file in files):
+        return WaitingCall("", words)
+    caller = frames[number - 1] if number and operation != "backward" else None
+    return WaitingCall(f"{operation} {_name_caller(caller)}", words)
+
+
+def _name_caller(frame: FrameType | None) -> str:
+    """Return a function of Treadle's; "" for the user's, who may make one exchange in several of his functions."""
+    return "" if frame is None or find_owner(frame) is None else frame.f_code.co_qualname
+
+
+def _describe_user_call(frames: Sequence[FrameType], operation: str) -> str:
+    called = frames[1].f_code.co_name
+    place = f"at {frames[0].f_code.co_filename}:{frames[0].f_lineno}"
+    return f" {place}" if called == operation else f" in {called} {place}"
+
+
+def mark_exchange() -> tuple[str, str]:
+    """Return the function that makes an exchange of World's, and the call of the user's; travels with objects."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in _WORLDS:
+        frame = frame.f_back
+    kind, called = _name_caller(frame), ""
+    while frame is not None and not is_users(frame):
+        called = frame.f_code.co_name
+        frame = frame.f_back
+    return kind, f"{called or 'an exchange'} at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else called
+
+
+def check_marks(marks: Mapping[int, tuple[str, str]]) -> None:
+    """See that ranks which have exchanged objects meant the same exchange.
+
+    Args:
+        marks: what `mark_exchange` returned on each rank.
+
+    Raises:
+        DistributedOperationException: if not; names the line of each.
+    """
+    if len({kind for kind, _ in marks.values()}) > 1:
+        lines = describe_calls({rank: words for rank, (_, words) in marks.items()})
+        raise DistributedOperationException(f"the ranks make calls that do not match:\n{lines}\n{_ADVICE}")
+
+
+def describe_mismatch(calls: Mapping[int, WaitingCall]) -> str:
+    """Return what to tell of ranks that all wait, in words; "" if their calls may match."""
+    kinds = {call.kind for call in calls.values()}
+    if len(kinds) < 2 or "" in kinds:
+        return ""
+    lines = describe_calls({rank: call.words for rank, call in calls.items()})
+    return f"the ranks wait in calls that do not match, so none of them can end:\n{lines}\n{_ADVICE}"
+
+
+def describe_calls(words: Mapping[int, str]) -> str:
+    """Return one line for all ranks that say the same."""
+    ranks_by_words: dict[str, list[int]] = {}
+    for rank in sorted(words):
+        ranks_by_words.setdefault(words[rank], []).append(rank)
+    return "\n".join(f"  {named_ranks(ranks)}: {text}" for text, ranks in ranks_by_words.items())

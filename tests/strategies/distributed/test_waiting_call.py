@@ -1,0 +1,50 @@
+"""A call that the others do not make is an error that names the lines of all ranks, outside of debug mode too."""
+
+import re
+
+import pytest
+import torch
+from processes import run, script
+from treadle.strategies import DistributedOperationException
+
+import treadle
+
+
+def other_calls():
+    accelerator = treadle.Accelerator(cpu=True)
+    try:
+        if accelerator.is_main_process:
+            accelerator.reduce(torch.ones(3))
+        else:
+            accelerator.gather(torch.ones(1))
+    except DistributedOperationException as error:
+        return str(error)
+    return ""
+
+
+def test_exchanges_that_do_not_match_are_refused_on_every_rank():
+    for text in run(other_calls, 2):
+        assert re.search(r"rank 0: reduce at .*test_waiting_call.py:\d+\n  rank 1: gather at .*:\d+", text), text
+
+
+ALONE = """
+import torch, treadle
+from treadle.strategies.distributed import watchdog
+
+watchdog._STALL = 2.0
+accelerator = treadle.Accelerator(cpu=True, devices=2)
+model = accelerator.prepare(torch.nn.Linear(2, 1))
+for step in range(3):
+    if step == 2 and accelerator.is_main_process:
+        accelerator.wait_for_everyone()
+    accelerator.backward(model(torch.ones(4, 2)).sum())
+"""
+
+
+@pytest.mark.guarantee
+def test_ranks_that_wait_in_different_calls_end_with_both_lines(tmp_path):
+    (tmp_path / "train.py").write_text(ALONE)
+    done = script(tmp_path / "train.py")
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"treadle:   rank 0: barrier in wait_for_everyone at .*train.py:10", done.stderr), done.stderr
+    assert re.search(r"treadle:   rank 1: backward at .*train.py:11", done.stderr), done.stderr
