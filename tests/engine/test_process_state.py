@@ -100,12 +100,12 @@ def test_the_main_process_first(tmp_path):
     main, *others = run(first, 3, tmp_path / "3")
     assert main == own
     told = [
-        "rank 0 failed: KeyError: 'lost'",
-        "rank 0 failed: Stop: ",
-        "rank 0 failed: SystemExit: 3",
-        "rank 0 failed: KeyboardInterrupt: ",
+        ("PeerFailed", "rank 0 failed: KeyError: 'lost'"),
+        ("PeerFailed", "rank 0 failed: Stop: "),
+        ("SystemExit", "3"),
+        ("PeerFailed", "rank 0 failed: KeyboardInterrupt: "),
     ]
-    assert others == [[("PeerFailed", text) for text in told]] * 2
+    assert others == [told] * 2
 
 
 # -- state objects ---------------------------------------------------------------------------------------------------
