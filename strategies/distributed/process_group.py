@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import socket
 import sys
 import threading
@@ -21,6 +22,8 @@ from .watchdog import dismiss
 
 # Groups of all processes that Worlds made for threads beside the training, and left; with their timeouts.
 spare_lines: list[tuple[timedelta, dist.ProcessGroup]] = []
+
+_protected: list[bool] = []  # one entry once forks are protected
 
 
 def connect(
@@ -67,6 +70,7 @@ def connect(
             _check_versions(store, rank)
         forget_store()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        _protect_forks()
         if size > 1:
             report_uncaught(dist.PrefixStore("uncaught", store), rank, size)
         # With the store, which ends with its last reference: the next group's processes meet there again.
@@ -192,8 +196,25 @@ def disconnect(store: dist.Store | None = None) -> None:
     await_gloo_threads()
 
 
-def await_gloo_threads(limit: float = 1.0) -> None:
-    """Let gloo's threads put down what they hold, for at most ``limit`` seconds.
+def _protect_forks() -> None:
+    """Let no process be forked while one of gloo's threads asks for the GIL, which it does after a collective.
+
+    Such a thread holds a lock of Python's for a moment. A child that is forked in that moment waits for the lock for
+    ever: a data worker that yields nothing. CPython has mended that in 3.12 (https://github.com/python/cpython/issues/
+    112275); with 3.11.7 one in some hundred workers that were started after a collective hung.
+    """
+    if sys.version_info < (3, 12) and hasattr(os, "register_at_fork") and not _protected:
+        _protected.append(True)
+        os.register_at_fork(before=_await_rest)
+
+
+def _await_rest() -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        await_gloo_threads(looks=1)
+
+
+def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
+    """Let gloo's threads put down what they hold, for at most ``limit`` seconds, until ``looks`` found them at rest.
 
     One of them may still hold the last reference to a tensor, and needs the GIL to let go of it. Before the group's
     destruction: torch 2.6 joins the threads there without releasing the GIL, which never ends (seen in 3 of 3 runs of
@@ -203,7 +224,7 @@ def await_gloo_threads(limit: float = 1.0) -> None:
     """
     tasks = Path("/proc/self/task")
     deadline, at_rest = time.monotonic() + limit, 0
-    while tasks.exists() and at_rest < 3 and time.monotonic() < deadline:
+    while tasks.exists() and at_rest < looks and time.monotonic() < deadline:
         time.sleep(0.002)  # without the GIL, which they may be waiting for
         mine = str(threading.get_native_id())
         name, _ = _read_thread(tasks / mine)

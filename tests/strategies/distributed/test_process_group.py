@@ -1,14 +1,20 @@
-"""How processes meet in a store that has outlived others."""
+"""How processes meet in a store that has outlived others, and what a fork waits for."""
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from processes import run
+from treadle.strategies.distributed import process_group
 from treadle.strategies.distributed.process_group import join_attempt
+
+import treadle
 
 SOON = timedelta(seconds=20)
 
@@ -52,3 +58,23 @@ def test_a_rank_that_does_not_come_is_named():
         join_attempt(store, "groups", 0, 3, timedelta(seconds=0.1))
     with pytest.raises(RuntimeError, match=r"rank 0 has not connected to rank 2 within 0:00:00\.1"):
         join_attempt(dist.HashStore(), "groups", 2, 3, timedelta(seconds=0.1))
+
+
+def count_waits_of_a_fork():
+    waits, real = [], process_group.await_gloo_threads
+    process_group.await_gloo_threads = lambda **looks: (waits.append(looks), real(**looks))
+    accelerator = treadle.Accelerator(cpu=True)
+    for _ in range(2):
+        accelerator.gather_for_metrics(["an object"], use_gather_object=True)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    return len(waits)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="CPython 3.12 takes its lock before it forks")
+def test_a_fork_waits_for_the_threads_of_gloo():
+    """Else a data worker that is started after a collective hangs now and then."""
+    assert run(count_waits_of_a_fork, 2) == [2, 2]
+    assert run(count_waits_of_a_fork, 1) == [0]
