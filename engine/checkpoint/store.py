@@ -308,8 +308,9 @@ def _find_next_sequence(directory: Path) -> int:
             status = (path / MANIFEST).lstat()
             version = status.st_ino, status.st_size, status.st_mtime_ns
             entry = known.get(path.name)
-            is_current = entry is not None and entry[0] == version
-            present[path.name] = entry if is_current else (version, read_manifest(path).sequence)
+            if entry is None or entry[0] != version:
+                entry = version, read_manifest(path).sequence
+            present[path.name] = entry
     for name in list(known):  # a list: asynchronous saves commit in threads
         if name not in present:
             known.pop(name, None)
