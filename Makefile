@@ -51,7 +51,7 @@ test-elastic: install
 test-slurm: install
 	@for program in munged slurmctld slurmd srun; do PATH=$$PATH:/usr/sbin command -v $$program > /dev/null || \
 	  { echo "$$program is missing: apt-get install --no-install-recommends munge slurmctld slurmd slurm-client"; exit 1; }; done
-	$(BIN)/python -m pytest -m slurm tests/strategies/launch/test_slurm.py
+	$(BIN)/python -m pytest -m slurm tests/strategies/launch/test_slurm.py tests/fault_injection/test_slurm_faults.py
 
 # The pages a run leaves, opened in a browser without a window.
 test-browser: install

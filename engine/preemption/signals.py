@@ -18,6 +18,7 @@ import torch
 
 from ...common.durations import parse_duration
 from ...common.messages import announce, warn
+from ...strategies.distributed import PeerFailed
 from ...strategies.processes import end_by_signal, mark_leaving, mark_stage
 from .deadline import Deadline
 from .departure import Departure
@@ -78,7 +79,7 @@ class Preemption:
         self._replaced: dict[signal.Signals, Callable[..., Any] | int] = {}
         self._pid = os.getpid()
         self._interrupted_at: float | None = None  # the first Ctrl-C that was not raised at once
-        self._held = self._at_once = False
+        self._held = self._at_once = self._failing = False
         self._steps = 0  # asked for by a loop of the user's own
 
     @contextmanager
@@ -90,7 +91,7 @@ class Preemption:
         at the end of the block, when all cleanup is done; not where the script has a handler of its own.
         """
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
-        self.interrupts = self.abandoned = self._held = self._at_once = False
+        self.interrupts = self.abandoned = self._held = self._at_once = self._failing = False
         self._agreement.signal_vote = self._agreement.signaled = False
         self.departure.begin_stage(self._accelerator.watchdog, self._hear)
         if threading.current_thread() is not threading.main_thread():
@@ -111,6 +112,7 @@ class Preemption:
                 self._deadline = None
             if self.caught is not None:
                 mark_stage(running=False)
+                self._set_interruptible(False)
             replaced, self._replaced = self._replaced, {}
             for number, handler in replaced.items():
                 if signal.getsignal(number) in (self._note, self._interrupt):
@@ -150,8 +152,13 @@ class Preemption:
         finally:
             self._held = held
         self._leave_if_caught()
+        self._raise_interruption()
         if self._interrupted_at is not None and not (self.interrupts or held):
             self._raise_interrupt(None)
+
+    def note_failure(self) -> None:
+        """Say that an exception ends the run, which a signal is not to replace by another one."""
+        self._failing = True
 
     def _hear(self) -> None:
         """Another rank has got a signal; called by a thread."""
@@ -167,11 +174,13 @@ class Preemption:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return  # to the whole process group; data workers are needed for the step in progress
-        self._set(caught)
-        handler = self._replaced.get(caught)
-        if callable(handler) and handler is not end_by_signal:  # that is ours, of a stage that has failed before
-            handler(number, frame)
-        self._leave_if_caught()
+        if self._interruption() is None:
+            self._set(caught)
+            handler = self._replaced.get(caught)
+            if callable(handler) and handler is not end_by_signal:  # that is ours, of a stage that has failed before
+                handler(number, frame)
+            self._leave_if_caught()
+        self._raise_interruption()
 
     def _set(self, caught: signal.Signals) -> None:
         if self.caught is None:
@@ -179,7 +188,31 @@ class Preemption:
             if not self._at_once:  # else the others would wait for this rank's answers
                 self._agreement.signal()
                 self.departure.ask()
+                self._set_interruptible(True)
             mark_leaving()
+
+    def _set_interruptible(self, interruptible: bool) -> None:
+        watchdog = self._accelerator.watchdog
+        if watchdog is not None:
+            watchdog.interruptible = interruptible
+            watchdog.interrupted = False
+
+    def _interruption(self) -> int | None:
+        """Return a rank that has ended, so that this one, which has noted a signal, leaves without an agreement."""
+        watchdog = self._accelerator.watchdog
+        return watchdog.ended if watchdog is not None and watchdog.interruptible else None
+
+    def _raise_interruption(self) -> None:
+        """Leave the step, in which nothing can be saved any more; outside of a save, which the block completes."""
+        rank, watchdog = self._interruption(), self._accelerator.watchdog
+        if rank is None or watchdog is None:
+            return
+        watchdog.interrupted = True
+        if not (self._held or self._failing):
+            self._failing = True
+            raise PeerFailed(
+                f"rank {rank} of {self._accelerator.num_processes} has ended, so this one can't finish its step."
+            )
 
     def _leave_if_caught(self) -> None:
         """Leave, in the block of `leaving_at_once` and outside of a save."""
@@ -234,12 +267,16 @@ class Preemption:
         if not self._accelerator.sync_gradients:
             return False
         self._steps += 1
-        return self.departure.must_leave(self._steps)
+        leaves = self.departure.must_leave(self._steps)
+        if leaves:  # what is done now, all do, and some may end first
+            self._set_interruptible(False)
+        return leaves
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def agree(self) -> signal.Signals | None:
         """Return the signal that ends the run, None if no rank got one. All ranks must call it."""
+        self._set_interruptible(False)
         rating = torch.tensor(-1 if self.caught is None else _SIGNALS.index(self.caught))
         index = int(self._accelerator.world.all_reduce(rating, "max"))
         self._agreed = _SIGNALS[index] if index >= 0 else None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .launch_environment import LaunchEnvironment, is_forked, variables_set
     from .open_world import make_world, open_world
     from .retry import DONE, RETRY, Attempts
-    from .tracebacks import format_error, hide_frames
+    from .tracebacks import PeerFailed, format_error, hide_frames
     from .waiting_call import DistributedOperationException
     from .watchdog import HUNG, Watchdog, name_phase, watch
     from .world import World

@@ -29,7 +29,7 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from ..processes import identify_host, is_alive, leave_on_sigterm, read_start_time
+from ..processes import identify_host, is_alive, leave_on_sigterm, read_start_time, was_signaled
 
 VARIABLE = "TREADLE_FULL_TRACEBACK"
 PATIENCE = 3.0  # seconds that a rank waits for another's words; the launcher ends a job some seconds after a failure
@@ -73,6 +73,14 @@ class Store(Protocol):
         """Wait until all keys are set; raises a RuntimeError after the timeout."""
 
 
+_told = threading.Event()  # why the run ends, by the watchdog
+
+
+def silence_uncaught() -> None:
+    """Print no uncaught errors from now on: the watchdog has said why the run ends, and ends this process."""
+    _told.set()
+
+
 def report_uncaught(store: Any = None, rank: int = 0, size: int = 1) -> None:
     """Print uncaught errors short and, over all ranks, once. Does nothing where a hook was chosen by the user.
 
@@ -100,6 +108,11 @@ def forget_store() -> None:
 def is_full() -> bool:
     """Tell whether the user wants to see every frame, on every rank."""
     return os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+def is_agent_store() -> bool:
+    """Tell whether the launcher keeps the store of the run; else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class Uncaught:
@@ -130,6 +143,11 @@ class Uncaught:
             self.previous(kind, error, trace)
             return
         leave_on_sigterm()
+        if self._supervised and was_signaled() and is_consequence(error):
+            return  # our supervisor ends this rank because of another one, which it names
+        if _told.is_set():
+            time.sleep(PATIENCE)
+            return
         words = f"{kind.__qualname__}: {error}"
         earlier = self._find_earlier_report(error, words)
         if earlier is None:
@@ -163,16 +181,18 @@ class Uncaught:
     def _claim(self, error: BaseException, words: str) -> dict[str, Any] | None:
         assert self.store is not None
         patience = timedelta(seconds=PATIENCE)
-        if is_consequence(error):
-            with contextlib.suppress(RuntimeError):
-                self._gone = self._await_cause()
         try:
+            if is_consequence(error):
+                self._gone = self._await_cause()
             if self.store.add("errors", 1) == 1:
                 self.store.set("error", json.dumps({"words": words, "host": socket.gethostname(), "pid": os.getpid()}))
                 return None
             self.store.wait(["error", "reported"], patience)
             return dict(json.loads(self.store.get("error")))
         except RuntimeError:
+            self.store = None  # torch prints a warning of many lines for each further question
+            if is_consequence(error) and not is_agent_store() and not self._gone:
+                self._gone = f"treadle: rank 0 of {self.size} has ended first, and with it the store of the run\n"
             return None
 
     def _await_cause(self) -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -53,7 +54,7 @@ from ..processes import (
     write_beat,
 )
 from .matching_calls import shared_count
-from .tracebacks import find_owner
+from .tracebacks import find_owner, is_agent_store, silence_uncaught
 from .waiting_call import WAITING_FILES, WaitingCall, describe_mismatch, find_waiting_call, is_users
 
 if TYPE_CHECKING:
@@ -62,9 +63,11 @@ if TYPE_CHECKING:
 HUNG = 124  # as that of timeout(1)
 _PERIOD = 1.0  # seconds; at most a fifth of the limit
 _ANSWER = 1.0  # seconds that the ranks have to answer an alarm
+_FIRST = 10  # beats in which rank 0 is looked for on this machine
 _HURRY = 0.02  # seconds
 _REPORT = 2.0  # seconds that the others wait for the report
-_LOST = 3.0  # seconds that a rank may go without progress after another one has gone, before it counts as waiting
+_LOST = 2.0  # seconds that a rank may go without progress after another one has gone, before it counts as waiting
+_INTERRUPT = 2.0  # seconds that the main thread has to notice an interrupt
 _STALL = 8.0  # seconds that a rank only waits before it counts as stalled; `meet` has its own, shorter patience
 _END = "the end of the script"
 _DEBUGGERS = ("bdb", "pdb")
@@ -125,12 +128,19 @@ class Watchdog:
 
     Attributes:
         awaits_others: with ``strict``, this process ends after all others have.
+        ended: the first rank that was seen to have ended.
+        interruptible: this process waits for a moment to leave that all ranks agree on. Once another rank has ended
+            they can't: then the main thread gets a SIGTERM more.
+        interrupted: the main thread has got it.
     """
 
     def __init__(self, world: World, limit: float, strict: bool, store: dist.Store | None = None) -> None:
         self.rank, self.size = world.rank, world.size
         self.limit, self.strict = limit, strict
         self.awaits_others = strict
+        self.ended: int | None = None
+        self.interruptible = self.interrupted = False
+        self._interrupted_at = math.inf
         self._errand: Callable[[dist.Store], bool] = lambda store: False
         self._errands = 0
         self._owner: Callable[[], Any] = lambda: None
@@ -151,6 +161,7 @@ class Watchdog:
         self._round = 0
         self._host = identify_host()
         self._dumps = Dumps()
+        self._keeper: int | None = None  # the process of rank 0, if it has the store and is on this machine
         self._beats = 0  # that the supervisor was told
         self._store = store
         self._threads = [threading.Thread(target=self._watch, name="treadle watchdog", daemon=True)]
@@ -258,11 +269,15 @@ class Watchdog:
 
     def _leave_alone(self) -> None:
         """The store does not answer, so nobody can be asked."""
+        silence_uncaught()
         folder = self._write_stacks(_name_folder(), self.rank)
-        _say(
-            f"rank {self.rank} of {self.size} leaves: the process that keeps the store of the run, rank 0 or the "
-            f"launcher, has not answered for {self.limit:g} s and may be stopped; stacks: {folder}"
-        )
+        keeper = "the launcher" if is_agent_store() else f"rank 0 of {self.size}"
+        what = f"has not answered for {self.limit:g} s and may be stopped"
+        if self._keeper is not None and is_alive(self._keeper):  # to fetch its stacks would let it go on
+            what = f"{explain_silence(self._keeper)}, process {self._keeper}"
+        _say(f"{keeper} {what}. It keeps the store of the run, so rank {self.rank} leaves; stacks: {folder}")
+        if self._keeper is not None and "TREADLE_SUPERVISOR" not in os.environ:
+            _kill(self._keeper)
         end_at_once(HUNG)
 
     # -- the courier ---------------------------------------------------------------------------------------------
@@ -280,8 +295,13 @@ class Watchdog:
                     neighbour.rank
                 ):
                     self._alarmed.set()
-                if self._is_lost(neighbour.rank) and self._is_stuck():
-                    self._alarmed.set()
+                if self._is_lost(neighbour.rank):
+                    self._store.compare_set("ended first", "", str(neighbour.rank))
+                    if self._is_stuck():
+                        self._alarmed.set()
+                self._leave_if_alone()
+                if self._keeper is None and number <= _FIRST and self.rank != 0 and not is_agent_store():
+                    self._find_keeper()
                 if self._tell_stall() and self._find_mismatch():
                     self._alarmed.set()
                 alarmed = self._store.check([f"alarm {self._round}"])
@@ -292,7 +312,12 @@ class Watchdog:
                     self._answer()
                 unfinished = self._errand(self._store)
                 self._alarmed.wait(_HURRY if unfinished else self.period)  # `leave` sets it too
-        self._answered_at = float("inf")
+        self._answered_at = math.inf
+
+    def _find_keeper(self) -> None:
+        beat = self._read_beat(0)
+        if beat is not None and (words := json.loads(beat))[1] == self._host:
+            self._keeper = words[2]
 
     def _read_beat(self, rank: int) -> str | None:
         return self._read(f"beat of {rank}")
@@ -312,8 +337,30 @@ class Watchdog:
 
     def _is_stuck(self) -> bool:
         """Tell whether this rank needs those that are gone, and no error has told it so: NCCL has none for that."""
+        if "TREADLE_SUPERVISOR" in os.environ:  # which names the rank that is gone, and ends this one
+            return False
         waits = is_stage_running() or is_waiting(main_stack())
         return waits and time.monotonic() - self._since >= _LOST
+
+    def _leave_if_alone(self) -> None:
+        """Leave the step where another rank has ended: by an interrupt, or at once where the main thread is in C code.
+
+        Not before a signal has asked for it, or the other rank has failed and this one makes no progress.
+        """
+        assert self._store is not None
+        if self.ended is None and (rank := self._read("ended first")) is not None:
+            self.ended = int(rank)
+        if self.ended is None:
+            return
+        if not self.interruptible or self.interrupted:
+            self._interrupted_at = math.inf
+        elif self._interrupted_at == math.inf:
+            self._interrupted_at = time.monotonic()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        overdue = time.monotonic() - self._interrupted_at > _INTERRUPT
+        if overdue or (self._is_stuck() and self._store.check(["a rank has failed"])):
+            _say(f"rank {self.rank} of {self.size} leaves in the middle of a step, as rank {self.ended} has ended")
+            end_at_once(1)
 
     def _tell_stall(self) -> bool:
         """Count this rank among those that are stalled, or no longer; tell whether all are, and it has just come."""
@@ -368,6 +415,7 @@ class Watchdog:
             self._alarmed.clear()
             self._since = time.monotonic()
             return
+        silence_uncaught()  # the end of the others will be an error here
         self._end_silent(answers)
         if self._find_lost(answers) or self._find_mismatch():
             run_briefly(scratch.leave)
@@ -458,11 +506,7 @@ class Watchdog:
         for rank in [rank for rank, answer in answers.items() if answer is None]:
             beat = self._read_beat(rank)
             if beat is not None and (words := json.loads(beat))[1] == self._host and is_alive(words[2]):
-                with contextlib.suppress(OSError):
-                    os.kill(words[2], signal.SIGKILL)
-                end = time.monotonic() + 0.5
-                while read_start_time(words[2]) is not None and time.monotonic() < end:
-                    time.sleep(0.002)
+                _kill(words[2])
 
     def _read(self, key: str, seconds: float = 0.0) -> str | None:
         assert self._store is not None
@@ -497,10 +541,13 @@ class Watchdog:
         if os.getpid() != self._pid or self._ended.is_set():
             return
         scratch.leave_on_sigterm()  # others may be waited for
-        if self._store is not None:
+        if self._store is not None and self._answered_at != math.inf:  # else it is gone, and torch's warnings are many
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{self.rank} has ended", "")
-                if self.awaits_others and not hasattr(sys, "last_value"):
+                self._store.compare_set("ended first", "", str(self.rank))
+                if hasattr(sys, "last_value"):  # an error, which was printed
+                    self._store.set("a rank has failed", "")
+                elif self.awaits_others:
                     self._await_others()
         self._ended.set()
         self._alarmed.set()
@@ -609,6 +656,15 @@ def _connect(world: World) -> dist.Store | None:
     name = base.compare_set("name of the watchdogs", "", uuid.uuid4().hex).decode()
     connection = dist.TCPStore(server.host, server.port, is_master=False, timeout=world.timeout, wait_for_workers=False)
     return dist.PrefixStore(f"treadle watchdog {name}", connection)
+
+
+def _kill(pid: int) -> None:
+    """Kill a process, and see that it is gone."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
+    end = time.monotonic() + 0.5
+    while read_start_time(pid) is not None and time.monotonic() < end:
+        time.sleep(0.002)
 
 
 def _is_debugged(frames: Iterable[FrameType]) -> bool:

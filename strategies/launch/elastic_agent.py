@@ -65,7 +65,7 @@ class Agent(LocalElasticAgent):
         self.membership = Membership(spec.rdzv_handler)
         self.grace = job.grace
         self.looks = max(1, round(job.monitor_interval / _POLL))
-        self.restarting = False
+        self.restarting = self.hurried = False
         self.closing: signal.Signals | None = None  # what the ranks were sent first
         # Local rank: exit code, in the order of time; `_LEFT_EARLY` for an exit with 0 from within a stage.
         self.ends: dict[int, int] = {}
@@ -118,10 +118,11 @@ class Agent(LocalElasticAgent):
             else:
                 self.tell(_convert_to_status(failed[0]), f"{self.first_failure()} on {socket.gethostname()}")
             # A rank that was asked to stop did so in order, and the others may still be saving.
-            stopped = failed[0] in _STOPPED
-            seconds = self.grace if stopped else self.job.failure_grace
+            saving = failed[0] in _STOPPED or any(map(self.board.is_leaving, self._list_living()))
+            seconds = self.grace if saving else self.job.failure_grace
             # The watchdogs of the others have ended them by now, or can't.
-            self._end_ranks(signal.SIGTERM, min(seconds, _HUNG_GRACE) if failed[0] == HUNG else seconds)
+            seconds = min(seconds, _HUNG_GRACE) if failed[0] == HUNG else seconds
+            self._end_ranks(signal.SIGTERM, seconds, patient=saving)
         elif not self._await_others():
             self._start_again(worker_group, _CHANGED, self.job.failure_grace)
             return RunResult(state=WorkerState.HEALTHY)
@@ -178,25 +179,29 @@ class Agent(LocalElasticAgent):
             if self.closing is signal.SIGINT:
                 self._close(signal.SIGINT, _AGAIN_GRACE)  # a rank tidies up what it breaks off
             death_sig, self.closing = (signal.SIGKILL if self.closing else death_sig), death_sig
-        self._end_ranks(death_sig, self.grace)
+        self._end_ranks(death_sig, self.grace, patient=not self.hurried)
         super()._shutdown(death_sig)
 
-    def _end_ranks(self, number: signal.Signals, seconds: float) -> None:
-        """Send all ranks a signal, and SIGKILL later. Time counts from when the last one was seen to leave by itself.
+    def _list_living(self) -> list[int]:
+        handlers = {} if self._pcontext is None else self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
+        return [rank for rank, handler in handlers.items() if handler.proc.poll() is None]
 
-        A save may take longer than anybody knows here. A rank that does not even note the signal hangs.
+    def _end_ranks(self, number: signal.Signals, seconds: float, *, patient: bool) -> None:
+        """Send all ranks a signal, and SIGKILL later. A rank that does not even note the signal hangs.
+
+        Args:
+            number: the signal.
+            seconds: from the first signal to SIGKILL.
+            patient: count them from when the last rank was seen to leave by itself: a save may take longer than anybody
+                knows here. Not where a rank has failed, as the others note the signal but can save nothing.
         """
         context: Any = self._pcontext
-        if context is None:
-            return
-        handlers = context.subprocess_handlers
-        for handler in handlers.values():
-            if handler.proc.poll() is None:
-                handler.close(death_sig=number)
+        for rank in self._list_living():
+            context.subprocess_handlers[rank].close(death_sig=number)
         end = time.monotonic() + seconds
-        while living := [rank for rank, handler in handlers.items() if handler.proc.poll() is None]:
+        while living := self._list_living():
             now = time.monotonic()
-            if any(map(self.board.is_leaving, living)):
+            if patient and any(map(self.board.is_leaving, living)):
                 end = now + seconds
             if now >= end:
                 break
@@ -268,7 +273,7 @@ class Agent(LocalElasticAgent):
 
     def _make_elsewhere(self, status: int, text: str) -> Elsewhere:
         if status not in _STOPPED:
-            self.grace = self.job.failure_grace  # nothing can be saved without the others
+            self.grace, self.hurried = self.job.failure_grace, True  # nothing can be saved without the others
         return Elsewhere(status, text)
 
     def _hear(self) -> None:

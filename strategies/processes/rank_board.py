@@ -13,22 +13,31 @@ BOARD_RECORD = 4096  # bytes for each rank
 
 
 _running: list[int] = []  # this process, while a stage runs in it
+_signaled: list[int] = []  # this process, once it has noted a signal
 
 
 def mark_stage(running: bool) -> None:
     """Tell the supervisor that a stage runs in this rank, or has ended: to leave within one is a failure."""
     _running[:] = [os.getpid()] if running else []
+    if running:
+        _signaled.clear()
     _write(0, b"\1" if running else b"\0")
 
 
 def mark_leaving() -> None:
     """Tell the supervisor that this rank has noted a signal, and leaves by itself. For signal handlers too."""
+    _signaled[:] = [os.getpid()]
     _write(0, b"\2")
 
 
 def is_stage_running() -> bool:
     """Tell whether a stage runs in this process."""
     return _running == [os.getpid()]
+
+
+def was_signaled() -> bool:
+    """Tell whether this process has noted a signal since its last stage began."""
+    return _signaled == [os.getpid()]
 
 
 def write_beat(beat: Mapping[str, Any] | None) -> None:

@@ -9,7 +9,7 @@ import itertools
 import sys
 
 import pytest
-from strikes import FAILING, HANGING, POINTS, SIGNALS, FaultCell, SignalCell, strike, weights
+from strikes import COMMANDS, FAILING, HANGING, PEERS, POINTS, SIGNALS, FaultCell, SignalCell, strike, weights
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.skipif(sys.platform != "linux", reason="/proc as on Linux")]
 
@@ -28,12 +28,18 @@ FAULTS = [
     *spread("ddp", "torchrun"),
     *spread("fsdp", "torchrun"),
     *spread("ddp", "treadle launch"),
+    *(
+        FaultCell(point, action, n % 2, "ddp", launcher)
+        for n, (point, action, launcher) in enumerate(itertools.product(PEERS, FAILING, COMMANDS))
+    ),
 ]
 FEW_FAULTS = {  # hanging ranks: see test_watchdog.py
     FaultCell("teardown", "exit 0", 0),
     FaultCell("save", "SIGKILL", 0, "fsdp", "local"),
     FaultCell("save", "SIGKILL", 1, launcher="treadle launch"),
     FaultCell("teardown", "exit 0", 1, launcher="torchrun"),
+    FaultCell("busy peer", "exit 3", 1),
+    FaultCell("peer in C", "SIGKILL", 1, launcher="torchrun"),
 }
 TARGETS, MOMENTS = ("supervisor", "rank 1", "all"), ("training", "validation", "save")
 

@@ -27,13 +27,17 @@ from treadle.engine.checkpoint import store as checkpoint
 
 FAILING = ("raise", "exit 0", "exit 3", "SIGKILL", "SIGSEGV")
 HANGING = ("SIGSTOP", "sleep", "lock", "in C")
-POINTS = (*struck_job.POINTS, "after fit")
-SAVED = dict(zip(POINTS, (0, 0, 4, 4, 8, 4, 12, 12), strict=True))  # step of the newest checkpoint that has to be there
-COMMANDS = {
+PEERS = tuple(struck_job.BUSY)  # points at which the other rank is busy by itself, and needs nothing of this one
+POINTS = (*(point for point in struck_job.POINTS if point not in PEERS), "after fit")
+SAVED = dict(
+    zip((*POINTS, *PEERS), (0, 0, 4, 4, 8, 4, 12, 12, 4, 4), strict=True)
+)  # step of the newest checkpoint that has to be there
+COMMANDS = {  # those of `make test-faults`; srun needs a cluster
     "local": ("python",),
     "torchrun": ("torchrun", "--standalone", "--nproc-per-node", "2"),
     "treadle launch": ("treadle", "launch", "--nproc-per-node", "2"),
 }
+SRUN = ("srun", "-N1", "-n2", "--kill-on-bad-exit=0", "python")  # the ranks have to end each other
 LIMIT = 5.0  # seconds: of the failing ranks' end, and `Trainer(timeout=)` for the hanging ones'
 SLACK = 5.0
 BOUND = 20.0  # seconds after which a job counts as hung, and is killed
@@ -88,7 +92,8 @@ class FaultCell:
 
     @property
     def plan(self) -> dict[str, Any]:
-        return {"point": self.point, "action": self.action, "rank": self.rank, "strategy": self.strategy}
+        plan = {"point": self.point, "action": self.action, "rank": self.rank, "strategy": self.strategy}
+        return plan | ({"timeout": 60.0} if self.point in PEERS else {})  # the watchdog is not to end the peer
 
     @property
     def statuses(self) -> set[int]:
@@ -97,6 +102,9 @@ class FaultCell:
             return {0}  # every rank has finished the run; how a script ends after it is its own affair
         if self.launcher == "torchrun":
             return {1}
+        if self.launcher == "srun":  # the highest of the ranks' statuses
+            statuses = {"exit 3": 3, "SIGKILL": 137, "SIGSEGV": 139} | dict.fromkeys(HANGING, WATCHDOG_STATUS)
+            return {statuses.get(self.action, 1)} | ({137} if self.action in HANGING else set())
         if self.action in HANGING:
             return {WATCHDOG_STATUS}
         return {{"raise": 1, "exit 0": 1, "exit 3": 3, "SIGKILL": 137, "SIGSEGV": 139}[self.action]}
@@ -109,7 +117,7 @@ class FaultCell:
             return r"^(\S*: )?RuntimeError: the planned fault"
         if self.action in HANGING:
             return rf"rank {rank} of 2 .*(stopped|hung|no progress|silent).*"
-        if self.launcher == "torchrun":
+        if self.launcher in ("torchrun", "srun"):
             return rf"rank {rank} of 2 has ended first"
         ending = {"exit 0": "exit status 0", "exit 3": "exit status 3"}.get(self.action, f"killed by {self.action}")
         return rf"rank {rank} of 2 (failed first: {ending}|.*left)"
@@ -156,6 +164,8 @@ def _summarize_leftovers(outcome: Outcome) -> str:
 
 
 def _is_error(line: str) -> bool:
+    if line.startswith("Exception raised from "):  # in a warning of torch's, of a store that is gone
+        return False
     pattern = r"(\[?rank\d+\]?:? *)?(\w+\.)*(?!ChildFailedError)\w*(Error|Exception|PeerFailed)\b"
     return bool(re.match(pattern, line)) or "failed first" in line
 
@@ -219,21 +229,30 @@ class SignalCell:
 
 
 def strike(
-    folder: Path, plan: Mapping[str, Any], launcher: str, cell: SignalCell | None = None, *, bound: float = BOUND
+    folder: Path,
+    plan: Mapping[str, Any],
+    launcher: str,
+    cell: SignalCell | None = None,
+    *,
+    bound: float = BOUND,
+    variables: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run the job in ``folder`` as ``plan`` says until it ends, or is killed ``bound`` seconds after it was struck."""
+    """Run the job in ``folder`` as ``plan`` says until it ends, or is killed ``bound`` seconds after it was struck.
+
+    ``variables`` are more environment variables, which ``srun`` needs to find its cluster.
+    """
     folder.mkdir(exist_ok=True)
-    for name in ("fired", "fired.part", "sent", "done-0", "done-1"):
+    for name in ("fired", "fired.part", "busy", "sent", "done-0", "done-1"):
         (folder / name).unlink(missing_ok=True)
     (folder / "strike.json").write_text(json.dumps({"timeout": LIMIT, **plan}))
     struck = "point" in plan
     temporary = Path(tempfile.mkdtemp(prefix="strike-"))
-    env = clean_environment({"TMPDIR": str(temporary)})
+    env = clean_environment({"TMPDIR": str(temporary), **(variables or {})})
     env["PATH"] = f"{programs()}{os.pathsep}{env['PATH']}"
     if launcher == "torchrun":  # by default SIGUSR1 ends its agent, and the store with it
         env["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    program, *options = COMMANDS[launcher]
-    command = [str(programs() / program), *options, struck_job.__file__]
+    program, *options = SRUN if launcher == "srun" else COMMANDS[launcher]
+    command = [shutil.which(program, path=env["PATH"]), *options, struck_job.__file__]
     outcome = Outcome()
     with (folder / "out.txt").open("a") as out, (folder / "err.txt").open("w") as err:
         process = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=err, start_new_session=True)
@@ -341,7 +360,7 @@ def fault_table(rows: Iterable[tuple[FaultCell, Mapping[str, Any]]]) -> str:
         wrong = [word for word in words["wrong"] if word != "HUNG"]
         table.setdefault(key, {})[cell.action] = text + "".join(f"; **{word}**" for word in wrong)
     actions = [a for a in (*FAILING, *HANGING) if any(a in row for row in table.values())]
-    keys = sorted(table, key=lambda key: (*key[:3], POINTS.index(key[3])))
+    keys = sorted(table, key=lambda key: (*key[:3], (*POINTS, *PEERS).index(key[3])))
     return _markdown(
         ["launcher", "strategy", "rank", "point", *actions],
         [[*map(str, key), *(table[key].get(action, "") for action in actions)] for key in keys],

@@ -35,6 +35,7 @@ POINTS = {
     "save": ("callback:on_save_checkpoint:before", 8),
     "teardown": ("callback:teardown:before", 12),
 }
+POINTS |= dict.fromkeys(("busy peer", "peer in C"), POINTS["mid-epoch"])  # what the other rank does meanwhile, alone
 HALF_WRITTEN = ("disk:write_tensors:half", 8)
 
 
@@ -57,9 +58,13 @@ class Task(treadle.TaskModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
+def get_role() -> str:
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "supervisor"))
+
+
 def note_pid(*_) -> None:
     Path("pids").mkdir(exist_ok=True)
-    Path("pids", str(os.getpid())).write_text(os.environ.get("RANK", "supervisor"))
+    Path("pids", str(os.getpid())).write_text(get_role())
 
 
 def loader(samples: int, shuffle: bool) -> DataLoader:
@@ -77,7 +82,7 @@ class Strike:
 
     def __init__(self, plan: dict) -> None:
         self.plan = plan
-        self.rank = int(os.environ.get("RANK", "-1"))
+        self.rank = int(role) if (role := get_role()) != "supervisor" else -1
 
     def arm(self):
         """The context of the fit, in which the fault strikes."""
@@ -85,11 +90,21 @@ class Strike:
         if point not in POINTS or self.rank < 0:
             return nullcontext()
         place, step = HALF_WRITTEN if point == "save" and self.plan["rank"] == 0 else POINTS[point]
-        return FaultPlan([Fault(place, self.happen, rank=self.plan["rank"], step=step)])
+        faults = [Fault(place, self.happen, rank=self.plan["rank"], step=step)]
+        if point in BUSY:
+            faults.append(Fault(place, self.be_busy, rank=1 - self.plan["rank"], step=step))
+        return FaultPlan(faults)
+
+    def be_busy(self, firing) -> None:
+        """Be the other rank, which the fault finds at work."""
+        Path("busy").touch()
+        BUSY[self.plan["point"]]()
 
     def happen(self, firing=None) -> None:
         """Tell that it is about to happen, exactly once, and do it."""
-        done = 0 if firing is None else firing.step - (self.plan["point"] == "mid-epoch")
+        while self.plan["point"] in BUSY and not os.path.exists("busy"):
+            time.sleep(0.005)
+        done = 0 if firing is None else firing.step - (self.plan["point"] in ("mid-epoch", *BUSY))
         words = {"time": time.monotonic(), "pid": os.getpid(), "steps": done}
         with open("fired.part", "x") as file:  # a second firing is an error
             json.dump(words, file)
@@ -120,6 +135,14 @@ def lock_twice() -> None:
     lock.acquire()
 
 
+def lock_in_c() -> None:
+    """Hang in C code without the GIL, in a call that no signal interrupts."""
+    mutex = ctypes.create_string_buffer(64)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+
+BUSY = {"busy peer": sleep, "peer in C": lock_in_c}
 ACTIONS = {
     "raise": fail,
     "exit 0": lambda: os._exit(0),

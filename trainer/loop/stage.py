@@ -109,6 +109,7 @@ class Stage:
             trainer.status = TrainerStatus.INTERRUPTED
             trainer.interrupted = isinstance(error, KeyboardInterrupt)
             leave_on_sigterm()
+            trainer.preemption.note_failure()
             self._call_on_exception(error)
             raise
         finally:

@@ -14,7 +14,8 @@ GPUS = {"cuda": [GPU] * 2, "runtime": "12.8", "driver": "570.1", "pairs": 2, "pe
 @pytest.fixture(scope="module")
 def inspected():
     facts = inspect_process() | {"rank": 0}
-    return facts | {"environment": {}}
+    backends = {name: version for name, version in facts["backends"].items() if name == "gloo"}  # as of a CPU build
+    return facts | {"environment": {}, "backends": backends}
 
 
 def change(facts, path, value):

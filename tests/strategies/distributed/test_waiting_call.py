@@ -42,7 +42,8 @@ for step in range(3):
 
 
 @pytest.mark.guarantee
-def test_ranks_that_wait_in_different_calls_end_with_both_lines(tmp_path):
+def test_ranks_that_wait_in_different_calls_end_with_both_lines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the stacks are written
     (tmp_path / "train.py").write_text(ALONE)
     done = script(tmp_path / "train.py")
     assert done.returncode == 1, done.stderr

@@ -94,6 +94,13 @@ def test_a_failing_rank_fails_srun(cluster):
     assert time.monotonic() - began < 60
 
 
+def test_doctor_examines_the_ranks_of_srun(cluster):
+    done = cluster.run("srun", "-N2", "-n2", sys.executable, "-m", "treadle", "doctor", env=LOOPBACK)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all-reduce") == 1
+    assert len(done.stdout.splitlines()) <= 30
+
+
 def test_a_batch_script_without_srun_is_one_process(cluster):
     script = write(cluster, "where.py", WHERE)
     batch = write(cluster, "job.sh", f"#!/bin/bash\n{sys.executable} {script}\n")

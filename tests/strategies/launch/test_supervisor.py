@@ -302,12 +302,15 @@ def test_number_of_processes_is_checked(nproc: int) -> None:
 def test_supervise_leaves_the_caller_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
     code = "import os; print(os.environ['TORCHELASTIC_RUN_ID'], os.environ['TORCHELASTIC_SIGNALS_TO_HANDLE'])"
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
+    # As `nohup` does; a shell without job control has its background jobs ignore SIGQUIT.
+    old = {signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
+    old[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     try:
         handlers, variables = [signal.getsignal(number) for number in numbers], dict(os.environ)
         assert supervisor.supervise(1, [sys.executable, "-c", code], run_id="mine") == 0
         assert handlers == [signal.getsignal(number) for number in numbers]
         assert variables == dict(os.environ)
     finally:
-        signal.signal(signal.SIGHUP, old)
+        for number, handler in old.items():
+            signal.signal(number, handler)
     assert capfd.readouterr().out == "mine SIGTERM,SIGINT,SIGQUIT,SIGUSR1\n"
