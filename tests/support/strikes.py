@@ -122,10 +122,10 @@ class FaultCell:
         ending = {"exit 0": "exit status 0", "exit 3": "exit status 3"}.get(self.action, f"killed by {self.action}")
         return rf"rank {rank} of 2 (failed first: {ending}|.*left)"
 
-    def faults_of(self, outcome: Outcome) -> list[str]:
-        """What is wrong with the outcome; nothing, if the guarantees hold."""
+    def faults_of(self, outcome: Outcome, patience: float = 1.0) -> list[str]:
+        """What is wrong with the outcome; nothing, if the guarantees hold within ``patience`` times the limit."""
         found = []
-        limit = LIMIT + SLACK if self.action in HANGING else LIMIT
+        limit = patience * (LIMIT + SLACK if self.action in HANGING else LIMIT)
         if outcome.hung:
             found.append("HUNG")
         elif outcome.seconds > limit:

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.guarantee, pytest.mark.skipif(sys.platform != "linux",
 def test_a_rank_that_hangs_is_named_and_ends_the_run(cell, words, tmp_path):
     outcome = strike(tmp_path, {**cell.plan, "timeout": 2}, cell.launcher)
     assert outcome.seconds is not None, outcome.err
-    assert 2 < outcome.seconds < 7
+    assert 2 < outcome.seconds < 12  # 2 + 5 on a machine with a core to spare
     assert outcome.status in cell.statuses
     assert outcome.orphans == []
     line = re.search(cell.cause, outcome.err, re.MULTILINE)

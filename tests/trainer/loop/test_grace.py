@@ -87,7 +87,7 @@ def test_a_run_that_hangs_after_a_signal_ends(devices, hook, number, to_rank, tm
             kill_all(tmp_path, process)
     text = (tmp_path / "err").read_text()
     assert status == (130 if number is signal.SIGINT else 143), text
-    assert 0.9 < seconds < 6
+    assert 0.9 < seconds < 10
     assert orphans == {}
     assert "grace=1 s after the signal are over" in text
     newest, broken = CheckpointStore(tmp_path / "ckpt").latest()

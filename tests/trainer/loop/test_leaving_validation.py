@@ -166,7 +166,7 @@ def test_all_ranks_leave_before_the_same_batch(strategy, rank, number, status, t
     (seen, seconds), (other, _) = run(leave_on_two, 2, str(tmp_path), strategy, rank, number, status)
     assert seen == other
     assert 5 <= len(seen) < VALIDATED // 2
-    assert seconds < 8
+    assert seconds < 15
 
 
 def leave_stage(stage, rank):
