@@ -323,7 +323,7 @@ class World:
         """
         if self.size > 1:
             words = None if error is None else f"{type(error).__name__}: {error}"
-            status = error.code if isinstance(error, SystemExit) else None
+            status = (error.code or 0) if isinstance(error, SystemExit) else None  # sys.exit() is sys.exit(0)
             try:
                 errors = self.gather_objects(None if words is None else (words, status))
             except Exception:

@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import sys
 
 import pytest
 import torch
@@ -156,6 +157,33 @@ def test_two_processes():
     wanted = [3.0, 1.5, 2.0, 1.0, [0], [1], [{"r": 0}, {"r": 1}], "from 1", True, False, 1, [2.0] * 4]
     assert first == (wanted, "PeerFailed: rank 1 failed: KeyError: 'broken'")
     assert second == (wanted, "KeyError: 'broken'")
+
+
+def leave_alone():
+    """What each process ends with where rank 1 leaves a joint block in one way or another, or both in two ways."""
+    world = open_world("cpu")
+    found = []
+    for codes in ((None, 0), (None, 3), (None, None), (None, "the disk is full"), (4, 3)):
+        own = codes[world.rank]
+        try:
+            with world.together():
+                if world.rank == 1 or own is not None:
+                    sys.exit(own)
+        except (SystemExit, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_an_exit_within_a_joint_block_is_that_of_all():
+    first, second = run(leave_alone, 2)
+    assert second == [f"SystemExit: {code}" for code in (0, 3, "", "the disk is full", 3)]
+    assert first == [
+        "SystemExit: 0",
+        "SystemExit: 3",
+        "SystemExit: 0",
+        "PeerFailed: rank 1 failed: SystemExit: the disk is full",
+        "SystemExit: 4",
+    ]
 
 
 def test_precision_names():
