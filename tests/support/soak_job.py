@@ -34,6 +34,10 @@ LEAKED_BYTES = 1024  # per step
 SLOWED_LOOPS = 400  # per step and step: a step that searches all earlier ones; 20 were 3 % in 75 s, within noise
 _SIZES = ("RssAnon", "VmSwap", "RssShmem")
 _leaked = []
+# CPython keeps a table of interned strings, and pathlib interns each part of a path. The table has dead entries until
+# it is full, and gets the size then that three times its living ones need: with some 87,000 of them, as torch and
+# sklearn have, it doubled once in a run, at any time, from 3.8 to 7.7 MB. With as many again it stays as it is.
+_interned = [sys.intern(f"string {number}") for number in range(150_000)]
 
 
 class Digits(treadle.TaskModule):
