@@ -118,8 +118,8 @@ def is_agent_store() -> bool:
 class Uncaught:
     """An excepthook.
 
-    The first rank to come here prints its error; a rank with the same error prints nothing, and one with another error
-    a line. No rank leaves before the first has printed: launchers end a job as soon as one rank is gone.
+    The first rank to come here prints its error. A rank with the same error prints nothing, nor does one whose
+    connection to a rank that failed has closed; one with an error of its own prints a line. No rank leaves before the first has printed: launchers end a job as soon as one rank is gone.
 
     Args:
         previous: the hook in whose place this one is.
@@ -158,7 +158,7 @@ class Uncaught:
                 with contextlib.suppress(RuntimeError):  # the rank that held the store is gone, so nobody waits
                     self.store.set("reported", "1")
             return
-        if earlier["words"] != words and not isinstance(error, PeerFailed):
+        if earlier["words"] != words and (is_full() or not is_consequence(error)):
             _write(f"rank {self.rank} of {self.size}: {words.splitlines()[0]}\n")
         self._await_reporter_exit(earlier)
 

@@ -69,6 +69,7 @@ class Agent(LocalElasticAgent):
         self.closing: signal.Signals | None = None  # what the ranks were sent first
         # Local rank: exit code, in the order of time; `_LEFT_EARLY` for an exit with 0 from within a stage.
         self.ends: dict[int, int] = {}
+        self.ended: dict[int, int] = {}  # local rank: the signal that this process sent it last
 
     def _rendezvous(self, worker_group: Any) -> None:
         self.membership.begin_round()
@@ -78,6 +79,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> Any:
         self.closing = None
         self.ends.clear()
+        self.ended.clear()
         self.board.clear()
         return super()._start_workers(worker_group)
 
@@ -198,6 +200,7 @@ class Agent(LocalElasticAgent):
         context: Any = self._pcontext
         for rank in self._list_living():
             context.subprocess_handlers[rank].close(death_sig=number)
+            self.ended[rank] = number
         end = time.monotonic() + seconds
         while living := self._list_living():
             now = time.monotonic()
@@ -211,6 +214,7 @@ class Agent(LocalElasticAgent):
     def _close(self, number: signal.Signals, seconds: float) -> None:
         context: Any = self._pcontext
         if context is not None:
+            self.ended |= dict.fromkeys(self._list_living(), number)
             context.close(number, timeout=seconds)
 
     def _note_ends(self) -> bool:
@@ -261,7 +265,8 @@ class Agent(LocalElasticAgent):
             return ""
         code = self.ends[local]
         hint = " (by hand, or by the system for want of memory)" if code == -signal.SIGKILL else ""
-        return f"rank {self.global_rank(local)} of {self.world_size} failed first: {_describe_ending(code)}{hint}"
+        what = "was told to end first" if code in _STOPPED else "failed first"
+        return f"rank {self.global_rank(local)} of {self.world_size} {what}: {_describe_ending(code)}{hint}"
 
     def _ask(self, method: str, *args: Any) -> Any:
         try:
@@ -411,7 +416,10 @@ def _report_outcome(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewh
     started = agent.job.nproc if agent._worker_group.workers else 0
     codes = dict(agent.ends) | {rank: -signal.SIGKILL for rank in range(started) if rank not in agent.ends}
     agent.ends = codes
-    words = {agent.global_rank(rank): _describe_ending(code) for rank, code in codes.items()}
+    words = {
+        agent.global_rank(rank): _describe_ending(code) + ", sent by this launcher" * (agent.ended.get(rank) == -code)
+        for rank, code in codes.items()
+    }
     first = next((rank for rank, code in codes.items() if code), None)
     if elsewhere is not None:
         lines, status = [str(elsewhere)], elsewhere.status
@@ -462,6 +470,8 @@ def _convert_signal(number: signal.Signals) -> int:
 def _describe_ending(code: int) -> str:
     if code == _LEFT_EARLY:
         return "exit status 0 before its stage had ended"
+    if code in _STOPPED and code > 0:
+        return f"exit status {code}, after {signal.Signals(code - 128).name}"
     if code >= 0:
         return f"exit status {code}" + " (by the watchdog)" * (code == HUNG)
     name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")  # not SIGRTMIN + 1

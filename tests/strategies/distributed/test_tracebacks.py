@@ -205,8 +205,16 @@ def test_a_rank_with_another_error_says_it_in_a_line():
     )
 
 
-def test_a_rank_that_only_heard_of_an_error_lets_the_other_report():
-    first, second = run(reports, 2, (PeerFailed, ValueError), 10)
+class Closed(RuntimeError):
+    """As gloo's, of a rank that has ended."""
+
+    def __init__(self, words):
+        super().__init__(f"Read error: Connection closed by peer; {words}")
+
+
+@pytest.mark.parametrize("kind", [PeerFailed, Closed])
+def test_a_rank_that_only_heard_of_an_error_lets_the_other_report(kind):
+    first, second = run(reports, 2, (kind, ValueError), 10)
     assert first == ""
     assert "ValueError: of both\non rank 1 of 2\n" in second
 
