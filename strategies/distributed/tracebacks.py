@@ -119,7 +119,8 @@ class Uncaught:
     """An excepthook.
 
     The first rank to come here prints its error. A rank with the same error prints nothing, nor does one whose
-    connection to a rank that failed has closed; one with an error of its own prints a line. No rank leaves before the first has printed: launchers end a job as soon as one rank is gone.
+    connection to a rank that failed has closed; one with an error of its own prints a line. No rank leaves before the
+    first has printed: launchers end a job as soon as one rank is gone.
 
     Args:
         previous: the hook in whose place this one is.

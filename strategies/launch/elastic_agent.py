@@ -69,7 +69,7 @@ class Agent(LocalElasticAgent):
         self.closing: signal.Signals | None = None  # what the ranks were sent first
         # Local rank: exit code, in the order of time; `_LEFT_EARLY` for an exit with 0 from within a stage.
         self.ends: dict[int, int] = {}
-        self.ended: dict[int, int] = {}  # local rank: the signal that this process sent it last
+        self.sent: dict[int, set[int]] = {}  # local rank: the signals that this process has sent it
 
     def _rendezvous(self, worker_group: Any) -> None:
         self.membership.begin_round()
@@ -79,7 +79,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> Any:
         self.closing = None
         self.ends.clear()
-        self.ended.clear()
+        self.sent.clear()
         self.board.clear()
         return super()._start_workers(worker_group)
 
@@ -200,7 +200,7 @@ class Agent(LocalElasticAgent):
         context: Any = self._pcontext
         for rank in self._list_living():
             context.subprocess_handlers[rank].close(death_sig=number)
-            self.ended[rank] = number
+            self.sent.setdefault(rank, set()).add(number)
         end = time.monotonic() + seconds
         while living := self._list_living():
             now = time.monotonic()
@@ -214,7 +214,8 @@ class Agent(LocalElasticAgent):
     def _close(self, number: signal.Signals, seconds: float) -> None:
         context: Any = self._pcontext
         if context is not None:
-            self.ended |= dict.fromkeys(self._list_living(), number)
+            for rank in self._list_living():  # torch sends SIGKILL after the time-out
+                self.sent.setdefault(rank, set()).update((number, signal.SIGKILL))
             context.close(number, timeout=seconds)
 
     def _note_ends(self) -> bool:
@@ -417,7 +418,7 @@ def _report_outcome(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewh
     codes = dict(agent.ends) | {rank: -signal.SIGKILL for rank in range(started) if rank not in agent.ends}
     agent.ends = codes
     words = {
-        agent.global_rank(rank): _describe_ending(code) + ", sent by this launcher" * (agent.ended.get(rank) == -code)
+        agent.global_rank(rank): _describe_ending(code) + ", sent by this launcher" * (-code in agent.sent.get(rank, ()))
         for rank, code in codes.items()
     }
     first = next((rank for rank, code in codes.items() if code), None)
