@@ -417,10 +417,10 @@ def _report_outcome(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewh
     started = agent.job.nproc if agent._worker_group.workers else 0
     codes = dict(agent.ends) | {rank: -signal.SIGKILL for rank in range(started) if rank not in agent.ends}
     agent.ends = codes
-    words = {
-        agent.global_rank(rank): _describe_ending(code) + ", sent by this launcher" * (-code in agent.sent.get(rank, ()))
-        for rank, code in codes.items()
-    }
+    words = {agent.global_rank(rank): _describe_ending(code) for rank, code in codes.items()}
+    for rank, numbers in agent.sent.items():
+        if -codes.get(rank, 0) in numbers:
+            words[agent.global_rank(rank)] += ", sent by this launcher"
     first = next((rank for rank, code in codes.items() if code), None)
     if elsewhere is not None:
         lines, status = [str(elsewhere)], elsewhere.status
