@@ -21,6 +21,7 @@ WAITING_FILES = (
 )
 # Ranks connect, start over after a failure, or leave: that has rules and limits of its own.
 _OTHER_RULES = ("/engine/preemption/", "/process_group.py", "/retry.py", "/collective_debug.py")
+_WRAPPERS = "c10d_logger.py"  # around torch's functions: all are called `wrapper` there
 _PAIRWISE = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _WORLDS = (f"{__package__}.world", f"{__package__}.collective_debug", "contextlib")
@@ -58,6 +59,7 @@ def find_waiting_call(frames: Sequence[FrameType]) -> WaitingCall | None:
     Args:
         frames: of the main thread, outermost first.
     """
+    frames = [frame for frame in frames if not frame.f_code.co_filename.endswith(_WRAPPERS)]
     files = [frame.f_code.co_filename.replace(os.sep, "/") for frame in frames]
     if not files or not any(part in files[-1] for part in WAITING_FILES):
         return None

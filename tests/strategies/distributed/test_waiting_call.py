@@ -49,3 +49,26 @@ def test_ranks_that_wait_in_different_calls_end_with_both_lines(tmp_path, monkey
     assert done.returncode == 1, done.stderr
     assert re.search(r"treadle:   rank 0: barrier in wait_for_everyone at .*train.py:10", done.stderr), done.stderr
     assert re.search(r"treadle:   rank 1: backward at .*train.py:11", done.stderr), done.stderr
+
+
+FIRST = """
+import torch, treadle
+import torch.distributed as dist
+from treadle.strategies.distributed import watchdog
+
+watchdog._STALL = 2.0
+accelerator = treadle.Accelerator(cpu=True, devices=2)
+if accelerator.is_main_process:
+    dist.all_reduce(torch.ones(3))
+else:
+    dist.barrier()
+"""
+
+
+def test_calls_of_torch_that_come_first_of_all_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(FIRST)
+    done = script(tmp_path / "train.py")
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"treadle:   rank 0: all_reduce at .*train.py:9", done.stderr), done.stderr
+    assert re.search(r"treadle:   rank 1: barrier at .*train.py:11", done.stderr), done.stderr
