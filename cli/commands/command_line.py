@@ -148,7 +148,10 @@ def read_earlier_config(place: str | Path) -> tuple[str, str]:
     Raises:
         ConfigError: there is none.
     """
+    from ...engine.checkpoint import find_again
+
     folder = Path(place)
+    find_again(folder)
     if (folder / "manifest.json").is_file():
         return str(folder), _read_checkpoint_config(folder)
     file = folder / CONFIG if folder.is_dir() else folder

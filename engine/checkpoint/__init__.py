@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         read_tensor,
         read_whole_model,
     )
-    from .store import CheckpointStore
+    from .store import CheckpointStore, find_again
     from .train_state import (
         ADDED,
         CONFIG,

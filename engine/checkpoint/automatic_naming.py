@@ -79,7 +79,6 @@ def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: 
     for number in sorted({*_list_numbers(folder), *_list_numbers(folder, _REPLACED)}, reverse=True):
         path = folder / f"checkpoint_{number}"
         try:
-            store.find_again(path)
             opened = OpenCheckpoint(path)
         except (OSError, ValueError) as error:
             skipped.append(str(error))

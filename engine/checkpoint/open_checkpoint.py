@@ -36,7 +36,10 @@ class OpenCheckpoint:
 
     def __init__(self, path: Path | str, manifest: Manifest | None = None) -> None:
         self.path = Path(path)
-        self.manifest = read_manifest(self.path) if manifest is None else manifest
+        if manifest is None:
+            store.find_again(self.path)
+            manifest = read_manifest(self.path)
+        self.manifest = manifest
         self.verified = False
         self._marks: dict[str, filesystem.Mark] = {}
         self._parts: dict[str, Part] = {}
@@ -145,7 +148,6 @@ def open_together(world: World, path: str | os.PathLike[str]) -> OpenCheckpoint:
     opened: OpenCheckpoint | None = None
     with world.together():
         if world.is_main:
-            store.find_again(Path(path))
             opened = OpenCheckpoint(Path(path))
     shared: OpenCheckpoint = world.broadcast(opened)
     shared.path = Path(path)

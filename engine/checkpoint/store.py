@@ -174,7 +174,7 @@ def find_again(path: Path | str) -> None:
     """See to it that a checkpoint stands under its name, if it was being replaced there, or one around it.
 
     Between two renames there is none. A process that is at it now has a moment to finish; one that was killed there has
-    left both, and the better one is put in place. One process calls it, before the checkpoint is read.
+    left both, and the better one is put in place, by whichever process comes first.
 
     Args:
         path: The checkpoint's directory. One that stands, or that nobody replaces, is left alone.
@@ -190,7 +190,12 @@ def find_again(path: Path | str) -> None:
             return
         time.sleep(0.1)
     for directory in reversed(interrupted):
-        warnings.warn(atomic_swap.finish(directory))
+        try:
+            warnings.warn(atomic_swap.finish(directory))
+        except OSError:
+            if not os.path.lexists(directory):
+                raise
+            # Another process was faster.
 
 
 def remove(path: Path | str) -> None:

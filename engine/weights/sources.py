@@ -22,6 +22,7 @@ from ..checkpoint import (
     check_files,
     extra_part,
     filesystem,
+    find_again,
     model_part,
     read_whole_model,
 )
@@ -99,6 +100,7 @@ def open_weights(checkpoint: str | os.PathLike[str]) -> Weights:
 def _open(path: Path, sha256: str | None, *, digests: bool = True) -> Opened:
     place = str(path)
     try:
+        find_again(path)
         if path.is_dir():
             if sha256 is not None:
                 raise ValueError("sha256= is the digest of one file; name the file")

@@ -282,6 +282,7 @@ class CheckpointResolver:
             best, source = _recorded_best(callback, latest), str(latest.path)
         if not best:
             raise ValueError(f"ckpt_path='best', but {source} knows of no best checkpoint. Give a path.")
+        checkpoint.find_again(best)
         if not os.path.isdir(best):
             raise ValueError(
                 f"ckpt_path='best', but {best}, the best that {source} knows of, does not exist. Give a path."

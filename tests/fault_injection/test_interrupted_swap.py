@@ -1,0 +1,164 @@
+"""A save killed between its two renames leaves no checkpoint under its name: whatever reads it there finds it again."""
+
+import contextlib
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from processes import run
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import EMAWeightAveraging, ModelCheckpoint, averaged_weights
+from treadle.cli.commands.command_line import read_earlier_config
+from treadle.cli.commands.export import export
+
+import treadle
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, width=2):
+        super().__init__()
+        self.save_hyperparameters()
+        self.weight = torch.nn.Parameter(torch.ones(2, width))
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss", loss := (batch[0] @ self.weight).square().mean())
+        return loss
+
+    validation_step = test_step = training_step
+
+    def predict_step(self, batch, batch_idx):
+        return batch[0] @ self.weight
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(treadle.DataModule):
+    def train_dataloader(self):
+        return loader()
+
+    def state_dict(self):
+        return {"state": 3}
+
+    def load_state_dict(self, state_dict):
+        self.loaded = state_dict
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.ones(4, 2)), 2)
+
+
+def trainer(folder, steps=2):
+    saving = ModelCheckpoint(folder, "best", monitor="loss", save_last=True)
+    return treadle.Trainer(
+        max_steps=steps, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[saving, EMAWeightAveraging()],
+    )  # fmt: skip
+
+
+def resumed(name):
+    def door(path):
+        own, task = trainer(path.parent, 4), Task()
+        own.fit(task, Data(), ckpt_path=path if name == "path" else name)
+        return task.weight.tolist()
+
+    return door
+
+
+def looked_at(stage, ckpt_path=None):
+    def door(path):
+        own, task = trainer(path.parent), Task()
+        method = getattr(own, stage)
+        return method(task, loader(), ckpt_path=ckpt_path or path), task.weight.tolist()
+
+    return door
+
+
+def after_the_fit(path):
+    """The best one, which the callback of this process has saved."""
+    folder = path.parent / "own"
+    own = trainer(folder)
+    own.fit(Task(), Data())
+    interrupt(folder / "best.ckpt", finished=False)
+    return own.validate(dataloaders=loader(), ckpt_path="best")
+
+
+def state_loaded(path):
+    accelerator = treadle.Accelerator(cpu=True)
+    net = accelerator.prepare(Task())
+    accelerator.load_state(path)
+    return net.weight.tolist()
+
+
+def exported(path):
+    export(path, path.parent / "exported.safetensors")
+    return sorted(path.parent.glob("exported*"))[0].name
+
+
+def started_from(path):
+    with contextlib.suppress(ValueError):  # this run had no configuration, which is said of a checkpoint that is there
+        read_earlier_config(path)
+
+
+DOORS = {
+    "fit": resumed("path"),
+    "last": resumed("last"),
+    "auto": resumed("auto"),
+    "best": resumed("best"),
+    **{stage: looked_at(stage) for stage in ("validate", "test", "predict")},
+    "validate last": looked_at("validate", "last"),
+    "after the fit": after_the_fit,
+    "load_weights": lambda path: treadle.load_weights(Task(), path),
+    "load_checkpoint": lambda path: treadle.load_checkpoint(path)["global_step"],
+    "load_checkpoint_in_model": lambda path: treadle.load_checkpoint_in_model(Task(), path),
+    "task": lambda path: Task.load_from_checkpoint(path).weight.tolist(),
+    "data": lambda path: Data.load_from_checkpoint(path).loaded,
+    "averaged_weights": lambda path: sorted(averaged_weights(path)),
+    "export": exported,
+    "--from-run": started_from,
+}
+
+
+def interrupt(target, finished):
+    """Leave what a kill between the renames leaves; with ``finished``, the next checkpoint is whole."""
+    assert target.is_dir()
+    if finished:
+        shutil.copytree(target, target.with_name(f".{target.name}.part"))
+    target.rename(target.with_name(f".{target.name}.old"))
+
+
+def make_run(folder):
+    trainer(folder).fit(Task(), Data())
+    assert sorted(os.listdir(folder)) == ["best.ckpt", "last.ckpt"]
+    return folder
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("finished", [False, True], ids=["old", "part"])
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_door_finds_a_checkpoint_whose_replacement_was_killed(tmp_path, door, finished):
+    whole, killed = make_run(tmp_path / "whole"), make_run(tmp_path / "killed")
+    name = "best.ckpt" if door == "best" else "last.ckpt"
+    expected = DOORS[door](whole / name)
+    interrupt(killed / name, finished)
+    found = DOORS[door](killed / name)
+    assert json.dumps(found, default=str) == json.dumps(expected, default=str)
+    if door not in ("after the fit", "validate last"):  # which reads it where it is
+        assert (killed / name).is_dir()
+        assert not any(entry.startswith((".last", ".best")) for entry in os.listdir(killed))
+
+
+def read_at_once(path):
+    treadle.Accelerator(cpu=True).wait_for_everyone()
+    return Task.load_from_checkpoint(path).weight.tolist()
+
+
+def test_several_processes_find_it_again_at_once(tmp_path):
+    make_run(tmp_path / "ckpt")
+    interrupt(tmp_path / "ckpt" / "last.ckpt", finished=True)
+    first, second = run(read_at_once, 2, tmp_path / "ckpt" / "last.ckpt")
+    assert first == second
+    assert sorted(os.listdir(tmp_path / "ckpt")) == ["best.ckpt", "last.ckpt"]
