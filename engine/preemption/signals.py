@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ...common.durations import parse_duration
-from ...common.messages import announce, warn
 from ...strategies.distributed import PeerFailed
 from ...strategies.processes import end_by_signal, mark_leaving, mark_stage
 from .deadline import Deadline
@@ -81,6 +80,7 @@ class Preemption:
         self._interrupted_at: float | None = None  # the first Ctrl-C that was not raised at once
         self._held = self._at_once = self._failing = False
         self._steps = 0  # asked for by a loop of the user's own
+        self._speaks = accelerator.is_main_process
 
     @contextmanager
     def watching(self) -> Iterator[Preemption]:
@@ -221,7 +221,8 @@ class Preemption:
         self._at_once = False  # another signal must not interrupt the cleanup
         if self._accelerator.watchdog is not None:
             self._accelerator.watchdog.awaits_others = False
-        if self._accelerator.is_main_process:
+        self._speaks = self._accelerator.world.claim("leaves before the first step")  # others may not get the signal
+        if self._speaks:
             _say(f"{self.caught.name} ends the run before it has begun, so there is nothing to save")
         self._agreed = self.caught
         self.leave()
@@ -294,7 +295,7 @@ class Preemption:
         if caught is signal.SIGINT:
             raise KeyboardInterrupt
         if caught.name == "SIGUSR1":
-            if self._accelerator.is_main_process:
+            if self._speaks:
                 _requeue()
             caught = signal.SIGTERM
         raise Preempted(128 + caught)
@@ -335,12 +336,12 @@ def _requeue() -> None:
             ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_REQUEUE_LIMIT, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        warn(f"job {job} is not requeued: {error}. Submit it again; ckpt_path='auto' goes on where it stopped.")
+        _say(f"job {job} is not requeued: {error}. Submit it again; ckpt_path='auto' goes on where it stopped.")
         return
     if result.returncode:
-        warn(f"job {job} is not requeued: scontrol says {result.stderr.strip()!r}. Submit it with sbatch --requeue.")
+        _say(f"job {job} is not requeued: scontrol says {result.stderr.strip()!r}. Submit it with sbatch --requeue.")
     else:
-        announce(f"job {job} is requeued")
+        _say(f"job {job} is requeued")
 
 
 def _say(text: str) -> None:

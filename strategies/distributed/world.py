@@ -183,6 +183,16 @@ class World:
         if self._count is not None:
             self._count.advance()
 
+    def claim(self, name: str) -> bool:
+        """Return whether this process is the first to claim a name. Any process may ask alone: nothing is exchanged."""
+        if self.size == 1:
+            return True
+        store = dist.PrefixStore("treadle claims", dist.distributed_c10d._get_default_store())
+        try:
+            return bool(store.add(name, 1) == 1)
+        except RuntimeError:  # the process that kept the store has gone, and came before this one
+            return False
+
     def meet(self, call: str) -> None:
         """Wait until every process has entered ``call``, for as long as they may still come.
 

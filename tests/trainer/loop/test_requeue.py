@@ -1,0 +1,78 @@
+"""SIGUSR1 before the first step: the job is requeued once, whichever rank got it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from processes import clean_environment, programs, python, run
+from treadle.strategies import open_world
+
+import treadle
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals as on Linux")
+
+WAITS = """
+import os, sys, time, torch, treadle
+from pathlib import Path
+from torch.utils.data import DataLoader, TensorDataset
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def setup(self, stage):
+        path = Path(f"waits-{os.environ['RANK']}")
+        path.with_suffix(".part").write_text(str(os.getpid()))
+        path.with_suffix(".part").rename(path)
+        time.sleep(60)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+trainer = treadle.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=2, logger=False)
+trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(8, 1)), 2))
+"""
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0,), (1, 0)], ids=str)
+def test_the_job_is_requeued_once(tmp_path, ranks):
+    (tmp_path / "train.py").write_text(WAITS)
+    tool = tmp_path / "scontrol"
+    tool.write_text('#!/bin/sh\necho "$@" >> calls\n')
+    tool.chmod(0o755)
+    env = clean_environment({"SLURM_JOB_ID": "7"})
+    env["PATH"] = f"{tmp_path}{os.pathsep}{programs()}{os.pathsep}{env['PATH']}"
+    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    try:
+        paths = [tmp_path / f"waits-{rank}" for rank in (0, 1)]
+        end = time.monotonic() + 60
+        while not all(path.exists() for path in paths) and time.monotonic() < end:
+            time.sleep(0.05)
+        for rank in ranks:
+            os.kill(int(paths[rank].read_text()), signal.SIGUSR1)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert (tmp_path / "calls").read_text() == "requeue 7\n"
+    assert err.count("treadle: SIGUSR1 ends the run before it has begun, so there is nothing to save") == 1
+    assert err.count("treadle: job 7 is requeued") == 1
+
+
+def claims():
+    world = open_world("cpu")
+    treadle.Accelerator(cpu=True).wait_for_everyone()
+    return [world.claim(name) for name in ("one", "one", "other")]
+
+
+def test_one_process_claims_a_name():
+    first, second = run(claims, 2)
+    assert [sorted(pair) for pair in zip(first, second, strict=True)] == [[False, True], [False, False], [False, True]]
