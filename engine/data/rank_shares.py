@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...common.messages import announce
+from ...common.messages import announce, named_ranks
 from ...strategies import World
 
 
@@ -99,11 +99,14 @@ class RankShares:
         # The last number counts the ranks that have data left.
         packed = torch.tensor([*local_samples, *[0] * (width - len(local_samples)), bool(local_samples)])
         *sums, active = self._world.all_reduce(packed).tolist()
-        if 0 < active < self.size:
+        if 0 < active < self.size and not (first and self._announced):  # both are the same on all ranks
+            every = self._world.gather_objects(bool(local_samples))
+            ended = [rank for rank, some in enumerate(every) if not some]
             if first == 0:
-                every = self._world.gather_objects(bool(local_samples))
-                raise _make_empty_error([rank for rank, some in enumerate(every) if not some], source)
-            self._announce(f"after {first} batches {self.size - active} of {self.size} ranks have no data left")
+                raise _make_empty_error(ended, source)
+            # Within a group of micro-batches each may have ended after another one.
+            last = f"after at most {first} batches" if width > 1 else f"after {first} batches"
+            self._announce(f"{named_ranks(ended)} of {self.size} ran out of data {last}")
         return sums[: sums.index(0)] if 0 in sums else sums
 
     def _announce(self, event: str) -> None:

@@ -389,6 +389,33 @@ def test_it_stops_where_the_loss_diverges():
         assert not negative.diverges(4.0)
 
 
+class BreaksOnOne(Plain):
+    """The loss of rank 1 alone diverges, or is no number, from a step on."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor, self.calls = factor, 0
+
+    def training_step(self, batch):
+        self.calls += 1
+        loss = super().training_step(batch)
+        return loss * self.factor if self.global_rank == 1 and self.calls > 14 else loss
+
+
+def search_broken_on_one(factor):
+    treadle.seed_everything(0)
+    trainer = treadle.Trainer(**QUIET, max_epochs=1, devices=2, strategy="ddp")
+    found = Tuner(trainer).lr_find(BreaksOnOne(factor), DataLoader(dataset(), 4), num_training=40, update_attr=False)
+    return list(map(str, found.results["loss"])), found.suggestion()
+
+
+@pytest.mark.parametrize("factor", [1e6, math.nan])
+def test_it_stops_on_all_ranks_where_the_loss_of_one_diverges(factor):
+    first, second = run(search_broken_on_one, 2, factor)
+    assert first == second
+    assert 10 < len(first[0]) < 40
+
+
 class Groups(Plain):
     def configure_optimizers(self):
         groups = [{"params": [self.net.weight], "lr": self.learning_rate / 10}, {"params": [self.net.bias]}]

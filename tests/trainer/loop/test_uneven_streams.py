@@ -1,0 +1,67 @@
+"""Streams that end earlier on some ranks: all train together until the last one has ended, and it is said which."""
+
+import logging
+import os
+
+import pytest
+import torch
+from processes import run
+from quiet import trainer
+from torch.utils.data import DataLoader, IterableDataset
+
+import treadle
+
+
+class Numbers(IterableDataset):
+    """Samples of this rank alone."""
+
+    def __init__(self, batches):
+        self.samples = 2 * batches
+
+    def __iter__(self):
+        rank = int(os.environ["RANK"])
+        return (torch.tensor([1000.0 * rank + n]) for n in range(self.samples))
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+        self.steps = []
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch / 1000).mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.steps.append(self.trainer.global_step)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(strategy, lengths, accumulate, epochs=1):
+    words = []
+    handler = logging.Handler()
+    handler.emit = lambda record: words.append(record.getMessage())
+    logging.getLogger("treadle").addHandler(handler)
+    loader = DataLoader(Numbers(lengths[int(os.environ["RANK"])]), 2)
+    task = Task()
+    own = trainer(devices=2, strategy=strategy, max_epochs=epochs, accumulate_grad_batches=accumulate)
+    own.fit(task, loader)
+    return task.steps, [text for text in words if "ran out of data" in text], own.progress.samples
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate", "epochs", "said"),
+    [
+        ("ddp", 1, 2, "rank 1 of 2 ran out of data after 3 batches"),
+        ("ddp", 2, 1, "rank 1 of 2 ran out of data after at most 4 batches"),
+        ("fsdp", 1, 1, "rank 1 of 2 ran out of data after 3 batches"),
+    ],
+)
+def test_all_ranks_train_until_the_last_has_read_its_stream(strategy, accumulate, epochs, said):
+    (first, told, samples), (second, _, _) = run(fit, 2, strategy, (7, 3), accumulate, epochs)
+    assert first == second
+    assert len(first) == 7 * epochs
+    assert samples == 2 * (7 + 3) * epochs
+    assert told == [f"{said}: those that are done take part with weight 0 until all are, so that no sample is lost."]
