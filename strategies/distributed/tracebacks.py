@@ -206,7 +206,8 @@ class Uncaught:
             if (late or not self._supervised) and (gone := self._find_gone()):
                 return "".join(
                     f"treadle: rank {rank} of {self.size} has ended first, without an error in Python: process {pid} "
-                    "was killed by a signal, or left by os._exit or sys.exit\n"
+                    "was killed by a signal, left by os._exit or sys.exit, or came to the end of its script, while "
+                    "this rank makes a call that needs all\n"
                     for rank, pid in gone.items()
                 )
             if late:

@@ -27,7 +27,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 _WORLDS = (f"{__package__}.world", f"{__package__}.collective_debug", "contextlib")
 _ADVICE = (
     "All ranks must make the same calls in the same order: look for one under a condition that holds on some ranks "
-    "only, such as `if trainer.is_global_zero:`, and call it on every rank."
+    "only, such as `if trainer.is_global_zero:` or `if accelerator.is_main_process:`, and call it on every rank."
 )
 
 

@@ -72,3 +72,35 @@ def test_calls_of_torch_that_come_first_of_all_are_told_apart(tmp_path, monkeypa
     assert done.returncode == 1, done.stderr
     assert re.search(r"treadle:   rank 0: all_reduce at .*train.py:9", done.stderr), done.stderr
     assert re.search(r"treadle:   rank 1: barrier at .*train.py:11", done.stderr), done.stderr
+
+
+LONE = """
+import sys, torch, treadle
+from torch.utils.data import DataLoader, TensorDataset
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.net(batch[0]).mean())
+
+trainer = treadle.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_progress_bar=False)
+loader = DataLoader(TensorDataset(torch.ones(16, 2)), 4)
+trainer.validate(Task(), loader)
+if trainer.global_rank == int(sys.argv[1]):
+    trainer.validate(Task(), loader)
+"""
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_call_of_one_rank_after_the_others_have_ended_names_its_line(tmp_path, rank):
+    (tmp_path / "train.py").write_text(LONE)
+    done = script(tmp_path / "train.py", str(rank))
+    assert done.returncode == 1, done.stderr
+    assert f"treadle: rank {1 - rank} of 2 has ended first, without an error in Python: process " in done.stderr
+    assert "or came to the end of its script, while this rank makes a call that needs all\n" in done.stderr
+    assert "line 17, in <module>" in done.stderr
+    assert done.stderr.count("Traceback") == 1

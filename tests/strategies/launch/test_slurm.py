@@ -95,7 +95,7 @@ def test_a_failing_rank_fails_srun(cluster):
 
 
 def test_doctor_examines_the_ranks_of_srun(cluster):
-    done = cluster.run("srun", "-N2", "-n2", sys.executable, "-m", "treadle", "doctor", env=LOOPBACK)
+    done = cluster.run("srun", "-N1", "-n2", sys.executable, "-m", "treadle", "doctor", env=LOOPBACK)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("all-reduce") == 1
     assert len(done.stdout.splitlines()) <= 30
