@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 # SIGHUP: the terminal has closed. Where processes get different signals, the one that stands last here counts.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+_FINALIZERS = {multiprocessing.util.Finalize.__call__.__code__, weakref.finalize.__call__.__code__}
 _REQUEUE_LIMIT = 30  # seconds; the scheduler's own limit for an answer is 10 by default
 # Seconds in which a rank may get one Ctrl-C twice: from the user's `pkill` or its terminal, and from the launcher.
 _ECHO = 1.0
@@ -140,6 +143,7 @@ class Preemption:
         try:
             self._leave_if_caught()
             yield
+            self._leave_if_caught()  # of a signal that came in a finalizer
         finally:
             self._at_once = False
 
@@ -179,8 +183,9 @@ class Preemption:
             handler = self._replaced.get(caught)
             if callable(handler) and handler is not end_by_signal:  # that is ours, of a stage that has failed before
                 handler(number, frame)
+        if not _is_in_finalizer(frame):  # else the block's end, or the watchdog's next signal, comes soon
             self._leave_if_caught()
-        self._raise_interruption()
+            self._raise_interruption()
 
     def _set(self, caught: signal.Signals) -> None:
         if self.caught is None:
@@ -299,6 +304,16 @@ class Preemption:
                 _requeue()
             caught = signal.SIGTERM
         raise Preempted(128 + caught)
+
+
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    """Tell whether a signal has interrupted a finalizer, where Python prints an exception and goes on without it."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" or code in _FINALIZERS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

@@ -354,8 +354,8 @@ class Watchdog:
             return
         if not self.interruptible or self.interrupted:
             self._interrupted_at = math.inf
-        elif self._interrupted_at == math.inf:
-            self._interrupted_at = time.monotonic()
+        else:
+            self._interrupted_at = min(self._interrupted_at, time.monotonic())
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         overdue = time.monotonic() - self._interrupted_at > _INTERRUPT
         if overdue or (self._is_stuck() and self._store.check(["a rank has failed"])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import re
@@ -14,7 +15,7 @@ _DUMP = getattr(signal, "SIGRTMIN", None)  # asks for the stacks: no handler in 
 
 
 class Dumps:
-    """A file without a name, into which a signal writes the stacks of this process.
+    """A file without a name, into which a signal writes the stack of this process's main thread.
 
     Attributes:
         path: where others read it; "" where the system has no such files.
@@ -25,7 +26,8 @@ class Dumps:
         self.path = ""
         if _DUMP is not None and hasattr(os, "memfd_create"):
             self._descriptor = os.memfd_create("treadle stacks")
-            faulthandler.register(_DUMP, file=self._descriptor, all_threads=True)
+            # Of the main thread alone: the others go on while they are read, which has ended a process by SIGSEGV.
+            faulthandler.register(_DUMP, file=self._descriptor, all_threads=False)
             self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
@@ -47,7 +49,7 @@ def explain_silence(pid: int | None) -> str:
 
 
 def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
-    """Have a process of this machine write its stacks into a file.
+    """Have a process of this machine write its main thread's stack into a file.
 
     Args:
         pid: the process.
@@ -62,20 +64,29 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
     stacks = b""
     with contextlib.suppress(OSError):
         stopped = _read_state(pid) == "T"
-        os.kill(pid, _DUMP)
+        _signal_main_thread(pid, _DUMP)
         if stopped:
             os.kill(pid, signal.SIGCONT)
         end = time.monotonic() + 0.5
         while not (stacks := Path(dumps).read_bytes()).rstrip() and time.monotonic() < end:
-            time.sleep(0.002)
-        time.sleep(0.05)  # it comes thread by thread
-        stacks = Path(dumps).read_bytes()
-        if stopped:
-            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.001)
+        time.sleep(0.005 if stopped else 0.05)  # it comes line by line
+        with contextlib.suppress(OSError):  # the process may have come to its end meanwhile
+            stacks = Path(dumps).read_bytes()
+            if stopped:
+                os.kill(pid, signal.SIGSTOP)
         file.write_bytes(stacks)
-    # faulthandler's order: the main thread last, its innermost frame first.
-    place = re.search(r'File "(.*)", line (\d+)', stacks.decode(errors="replace").rpartition("hread 0x")[2])
+    place = re.search(r'File "(.*)", line (\d+)', stacks.decode(errors="replace"))  # the innermost frame comes first
     return f"; its main thread stands at {place[1]}:{place[2]}" if place else ""
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to a process's main thread, whose number is the process's; `os.kill` leaves the choice to Linux."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "tgkill"):  # glibc before 2.30
+        os.kill(pid, number)
+    elif libc.tgkill(pid, pid, number):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _read_state(pid: int) -> str:

@@ -204,6 +204,29 @@ def test_a_child_forked_within_fit_can_be_terminated(tmp_path):
     assert fit(tmp_path, [Forks()])["status"] is None
 
 
+class Finalized:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+
+class SignalsInAFinalizer(treadle.Callback):
+    """There Python prints an exception, and goes on."""
+
+    began = False
+
+    def setup(self, trainer, pl_module, stage):
+        Finalized()
+
+    def on_train_start(self, trainer, pl_module):
+        self.began = True
+
+
+@in_own_process
+def test_a_signal_in_a_finalizer_is_not_lost(tmp_path):
+    assert fit(tmp_path, [callback := SignalsInAFinalizer()])["status"] == 143
+    assert not callback.began
+
+
 @in_own_process
 def test_nothing_can_be_saved(tmp_path):
     with pytest.warns(UserWarning, match="SIGTERM ends the run at optimizer step 3, and no ModelCheckpoint saves it"):
