@@ -97,7 +97,9 @@ class EarlyStopping(Callback):
         self.divergence_threshold = None if below is None else check_number("divergence_threshold", below)
         self.check_on_train_epoch_end = None if at_end is None else check_bool("check_on_train_epoch_end", at_end)
         # In the precision of what is compared with it: a rounded one is beaten by the very same value again.
-        self.best_score: Tensor = torch.tensor(math.inf if mode == "min" else -math.inf, dtype=torch.float64)
+        self.best_score: Tensor = torch.tensor(
+            math.inf if mode == "min" else -math.inf, dtype=torch.float64, device="cpu"
+        )
         self.wait_count = 0
         self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
@@ -193,7 +195,7 @@ class EarlyStopping(Callback):
                 raise make_never_logged_error(trainer, self.monitor, "EarlyStopping's monitor", values)
             warn(f"EarlyStopping(strict=False) leaves out a check: {self.monitor!r} was never logged.")
             return
-        should_stop, reason = self._evaluate_stopping_criteria(torch.tensor(value, dtype=torch.float64))
+        should_stop, reason = self._evaluate_stopping_criteria(torch.tensor(value, dtype=torch.float64, device="cpu"))
         if should_stop:
             self.stopped_epoch = trainer.progress.epoch
             self.stopping_reason_message = reason
@@ -217,8 +219,8 @@ class EarlyStopping(Callback):
             return reason
         if is_better(value, self.best_score.item(), self.mode, abs(self.min_delta)):
             if self.verbose:
-                announce(self._improvement_message(torch.tensor(value, dtype=torch.float64)))
-            self.best_score, self.wait_count = torch.tensor(value, dtype=torch.float64), 0
+                announce(self._improvement_message(torch.tensor(value, dtype=torch.float64, device="cpu")))
+            self.best_score, self.wait_count = torch.tensor(value, dtype=torch.float64, device="cpu"), 0
             return None
         self.wait_count += 1
         return self._find_exceeded_limit(None, self.wait_count)

@@ -94,8 +94,8 @@ class _LRFinder:
             )
             return None
         positions = [math.log(lrs[k]) if self.mode == "exponential" else lrs[k] for k in indices]
-        values = torch.tensor([losses[k] for k in indices], dtype=torch.float64)
-        slopes = torch.gradient(values, spacing=(torch.tensor(positions, dtype=torch.float64),))[0]
+        values = torch.tensor([losses[k] for k in indices], dtype=torch.float64, device="cpu")
+        slopes = torch.gradient(values, spacing=(torch.tensor(positions, dtype=torch.float64, device="cpu"),))[0]
         steepest = int(slopes.argmin())
         if not slopes[steepest] < 0:
             warn(

@@ -425,7 +425,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         values = {**values, "epoch": trainer.progress.epoch, "step": trainer.progress.step}
         paths: list[str] = []
         if ranked:
-            score = None if self.monitor is None else torch.tensor(values[self.monitor], dtype=torch.float64)
+            score = (
+                None if self.monitor is None else torch.tensor(values[self.monitor], dtype=torch.float64, device="cpu")
+            )
             top_k.current_score = score
             if score is None or self.check_monitor_top_k(trainer, score):
                 replaced = top_k.next_replaced

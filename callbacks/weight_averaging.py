@@ -252,6 +252,6 @@ def _choose_average(name: str, kwargs: dict[str, Any]) -> Average:
 
 def _wrap_multi_avg_fn(function: Callable[[list[Tensor], list[Tensor], Tensor], Any]) -> Average:
     def average(averages: list[Tensor], current: list[Tensor], count: int) -> None:
-        function(averages, current, torch.tensor(count))
+        function(averages, current, torch.tensor(count, device="cpu"))
 
     return average

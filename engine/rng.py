@@ -112,7 +112,7 @@ class RandomStream:
         with self.drawing():
             random.random()
             np.random.random()
-            torch.rand(())
+            torch.rand((), device="cpu")
 
 
 class ProcessStream(RandomStream):

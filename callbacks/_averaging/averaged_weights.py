@@ -39,7 +39,7 @@ def wrap_avg_fn(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Average
 
     def average(averages: list[Tensor], current: list[Tensor], count: int) -> None:
         for averaged, value in zip(averages, current, strict=True):
-            averaged.copy_(function(averaged, value, torch.tensor(count)))
+            averaged.copy_(function(averaged, value, torch.tensor(count, device="cpu")))
 
     return average
 

@@ -74,12 +74,15 @@ class CheckpointAliases:
     def kth_value(self) -> Tensor:
         """Value of the worst ranked checkpoint; infinitely bad while there is room."""
         top_k = self._top_k
-        worst = torch.tensor(float("inf") if top_k.mode == "min" else float("-inf"))
+        worst = torch.tensor(float("inf") if top_k.mode == "min" else float("-inf"), device="cpu")
         return top_k.best_k_models.get(top_k.kth_best_model_path, worst)
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
         progress = trainer.progress
-        return trainer.callback_metrics | {"epoch": torch.tensor(progress.epoch), "step": torch.tensor(progress.step)}
+        return trainer.callback_metrics | {
+            "epoch": torch.tensor(progress.epoch, device="cpu"),
+            "step": torch.tensor(progress.step, device="cpu"),
+        }
 
     def _should_skip_saving_checkpoint(self, trainer: Trainer) -> bool:
         saved = self._top_k.saved_step == trainer.progress.step

@@ -191,7 +191,7 @@ def remove_hook_from_submodules(model: nn.Module) -> nn.Module:
         for loan in hook.loans if isinstance(hook, Station) else ():
             key = id(loan.stand_in)
             if key not in brought:
-                values = torch.empty(loan.shape.shape, dtype=loan.shape.dtype)
+                values = torch.empty(loan.shape.shape, dtype=loan.shape.dtype, device="cpu")
                 with torch.no_grad():
                     loan.piece.fill(values)
                 brought[key] = copy_attributes(loan.shape, values)

@@ -59,7 +59,7 @@ class HostCopies:
                 tensor = tensor.detach()
                 buffer = before.get((file, name))
                 if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
                 if tensor.device.type == "cpu" and file in later:
                     copying.add(f"{name} in {file}", buffer, tensor)
                 else:  # from pinned memory the device copies by itself; what is computed after it waits for it there

@@ -86,7 +86,7 @@ class FilePiece:
                 torch aligns it, so the last bits would depend on the place in the file: a copy is made then.
         """
         if self.nbytes == 0:
-            return torch.empty(self.shape, dtype=self.dtype)
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         if self.start % (_ALIGNMENT if exact else self.dtype.itemsize):
             # Given back when it goes; malloc may keep it.
             buffer = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
@@ -150,7 +150,7 @@ def read_tensor(piece: Piece) -> Tensor:
     length = piece.shape.numel() * piece.dtype.itemsize
     if isinstance(piece, MemoryPiece) or length > _MAPPED_FROM:
         return piece.get(exact=False)
-    out = torch.empty(piece.shape, dtype=piece.dtype)
+    out = torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
     piece.fill(out)
     return out
 
@@ -250,7 +250,7 @@ class Stored:
         for piece, piece_box in self._pieces:
             if all(a <= b and d <= c for (a, c), (b, d) in zip(piece_box, box, strict=True)):
                 return read_tensor(piece)[_to_relative_slices(box, piece_box)]
-        out = torch.empty([end - begin for begin, end in box], dtype=self.dtype)
+        out = torch.empty([end - begin for begin, end in box], dtype=self.dtype, device="cpu")
         for piece, piece_box in self._pieces:
             both: Box = tuple((max(a, b), min(c, d)) for (a, c), (b, d) in zip(piece_box, box, strict=True))
             if all(begin < end for begin, end in both):
@@ -270,7 +270,7 @@ class Stored:
 
     def read(self) -> Tensor:
         """All of it, in memory of its own."""
-        out = torch.empty(self.shape, dtype=self.dtype)
+        out = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.fill(out)
         return out
 

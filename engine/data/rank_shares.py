@@ -97,7 +97,7 @@ class RankShares:
             sums = [sum(ranks * _count_samples(share, first + n) for share, ranks in alike) for n in range(width)]
             return sums[: sums.index(0)] if 0 in sums else sums
         # The last number counts the ranks that have data left.
-        packed = torch.tensor([*local_samples, *[0] * (width - len(local_samples)), bool(local_samples)])
+        packed = torch.tensor([*local_samples, *[0] * (width - len(local_samples)), bool(local_samples)], device="cpu")
         *sums, active = self._world.all_reduce(packed).tolist()
         if 0 < active < self.size and not (first and self._announced):  # both are the same on all ranks
             every = self._world.gather_objects(bool(local_samples))

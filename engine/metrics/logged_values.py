@@ -101,7 +101,9 @@ class Metrics:
                 value = value.item()  # nothing to wait for, and a fifth of what detaching costs
             else:
                 # A parameter, or a tensor the user counts in, changes later; what an operation has just made does not.
-                value = value.detach() if value.grad_fn is not None else value.detach().clone()
+                # A view would keep all that it is a part of, such as the logits of a batch.
+                lasts = value.grad_fn is not None and not value._is_view()
+                value = value.detach() if lasts else value.detach().clone()
         elif entry.metric is not None and isinstance(value, type(entry.metric)):
             if value is not entry.metric:
                 entry.replace_metric(value)
@@ -542,7 +544,9 @@ class Entry:
         if self.reduction == "mean":
             return sum(value for value, _ in pairs) / sum(weight for _, weight in pairs)
         # In torch: Python's min and max drop a NaN or keep it, depending on its place.
-        return FOLDS[self.reduction](torch.tensor([value for value, _ in pairs], dtype=torch.float64)).item()
+        return FOLDS[self.reduction](
+            torch.tensor([value for value, _ in pairs], dtype=torch.float64, device="cpu")
+        ).item()
 
 
 class BatchValues:
@@ -591,7 +595,7 @@ def stack_numbers(values: list[Any]) -> Tensor:
     device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if not any(isinstance(v, Tensor) for v in values):
-        return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=dtype, device="cpu")
     return torch.stack(
         [
             v.detach().reshape(()).to(device=device, dtype=dtype)

@@ -78,7 +78,7 @@ class Agreement:
         """Agree where no step carries votes, by an exchange; returns whether some process wants to stop."""
         self.stop, self.signaled = stop, self.signal_vote
         if not self.alone:
-            votes = torch.tensor([stop, self.signal_vote], dtype=torch.int32)
+            votes = torch.tensor([stop, self.signal_vote], dtype=torch.int32, device="cpu")
             self.stop, self.signaled = map(bool, self._world.all_reduce(votes, "max").tolist())
         return self.stop
 
@@ -134,7 +134,7 @@ class Agreement:
     def taint(self) -> Tensor:
         """Return NaN if a loss or a watched gradient is not finite on this process, else 0; no host read."""
         if self._on_host:
-            return torch.tensor(0.0 if self.local_finite and self._gradients_finite else math.nan)
+            return torch.tensor(0.0 if self.local_finite and self._gradients_finite else math.nan, device="cpu")
         values = [*self._taints, *((norms * 0.0).sum() for norms in self._norms)]
         return torch.stack(values).sum() if values else torch.zeros((), device=self._device)
 
@@ -249,14 +249,14 @@ class Ballots:
         values += [] if votes is None else [votes.float()]
         self.watched = watched
         self.place = place
-        self._on_device = torch.cat(values) if values else torch.zeros(0)
+        self._on_device = torch.cat(values) if values else torch.zeros(0, device="cpu")
         self._on_host = self._on_device
         self._event: torch.cuda.Event | None = None
 
     def copy_to_host(self) -> Ballots:
         """Begin to copy them."""
         if self._on_device.is_cuda:
-            self._on_host = torch.empty(self._on_device.shape, pin_memory=True)
+            self._on_host = torch.empty(self._on_device.shape, device="cpu", pin_memory=True)
             self._on_host.copy_(self._on_device, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()

@@ -9,6 +9,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...common.messages import announce
 from ...common.validation import check_int
@@ -22,6 +23,8 @@ _WORDS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's word for a workspace that it could not get, among others
 )
+# Not every RuntimeError: a subclass may be the user's own. torch.AcceleratorError is there since torch 2.8.
+_KINDS = {RuntimeError, dist.DistBackendError, getattr(torch, "AcceleratorError", RuntimeError)}
 _ACCUMULATION = "gradient_accumulation_steps"
 
 
@@ -33,7 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that memory ran out, on a device or on the host."""
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return True
-    return type(error) is RuntimeError and any(words in str(error) for words in _WORDS)
+    return type(error) in _KINDS and any(words in str(error) for words in _WORDS)
 
 
 def find_executable_batch_size(

@@ -283,7 +283,7 @@ class Preemption:
     def agree(self) -> signal.Signals | None:
         """Return the signal that ends the run, None if no rank got one. All ranks must call it."""
         self._set_interruptible(False)
-        rating = torch.tensor(-1 if self.caught is None else _SIGNALS.index(self.caught))
+        rating = torch.tensor(-1 if self.caught is None else _SIGNALS.index(self.caught), device="cpu")
         index = int(self._accelerator.world.all_reduce(rating, "max"))
         self._agreed = _SIGNALS[index] if index >= 0 else None
         return self._agreed

@@ -108,7 +108,7 @@ class TorchFile:
             raise ValueError(f"its storage {view.storage.key!r:.40} is missing or too short")
         elements, shape = math.prod(view.shape), torch.Size(view.shape)
         if not elements:
-            return MemoryPiece(torch.empty(shape, dtype=view.dtype))
+            return MemoryPiece(torch.empty(shape, dtype=view.dtype, device="cpu"))
         reach = 1 + sum((length - 1) * step for length, step in zip(view.shape, view.stride, strict=True))
         if (view.offset + reach) * size > view.storage.count * view.storage.dtype.itemsize:
             raise ValueError("a tensor reaches beyond its storage")

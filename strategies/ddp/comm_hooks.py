@@ -98,6 +98,8 @@ def scaled_fp16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
     small = buffer.div(scale).div_(dist.get_world_size(group)).half()
 
     def grow(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        if scale.is_cuda:  # this runs on another stream, and the scale is freed before it has run
+            scale.record_stream(torch.cuda.current_stream())
         return buffer.copy_(future.value()[0]).mul_(scale)
 
     return dist.all_reduce(small, group=group, async_op=True).get_future().then(grow)

@@ -223,11 +223,11 @@ class DDP(Strategy):
         if step and not self.comm_hook:  # a compressed count is no count
             ballot = self._ballot = Ballot(device, ballot_dtype(module.parameters()))
         router = Router(module, self.precision.context(device), self.precision.compute is not None, ballot)
-        places = [device] if device.type == "cuda" else None
         replica = _Replica(
             router,
             self.world.advance,
-            device_ids=places,
+            # With device_ids torch would rebuild every batch, and move what the user has left on the host.
+            device_ids=None,
             process_group=self.world.group,
             **_translate_options(self.options),
         )

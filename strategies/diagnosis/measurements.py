@@ -80,6 +80,6 @@ def _time_all_reduce(world: World, length: int, repeats: int) -> float:
             torch.cuda.synchronize(world.device)
         if attempt >= 2:
             times.append(time.perf_counter() - begin)
-    slowest = torch.tensor(statistics.median(times), dtype=torch.float64)
+    slowest = torch.tensor(statistics.median(times), dtype=torch.float64, device="cpu")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest)

@@ -26,7 +26,20 @@ _OPERATIONS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-
+# What gloo and NCCL know; tensors of other types, such as int16 or float8, travel as bytes.
+_CARRIED = {
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+}
 
 _TIMEOUT = timedelta(minutes=30)
 
@@ -231,10 +244,11 @@ class World:
         """Return the tensor of every process, in rank order; shapes must agree."""
         if self.size == 1:
             return [tensor]
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        carried = _as_carried(tensor)
+        parts = [torch.empty_like(carried) for _ in range(self.size)]
         self.advance()
-        dist.all_gather(parts, tensor.contiguous(), self.group)
-        return parts
+        dist.all_gather(parts, carried, self.group)
+        return [part.view(tensor.dtype).reshape(tensor.shape) for part in parts]
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over all processes of their ``tensor[rank]``, where ``rank`` is this process's.
@@ -297,8 +311,11 @@ class World:
     def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrite ``tensor`` with process ``source``'s, in place."""
         if self.size > 1:
+            carried = tensor if tensor.dtype in _CARRIED else _as_carried(tensor)
             self.advance()
-            dist.broadcast(tensor, self._get_global_rank(source), self.group)
+            dist.broadcast(carried, self._get_global_rank(source), self.group)
+            if carried is not tensor:
+                tensor.copy_(carried.view(tensor.dtype).reshape(tensor.shape))
         return tensor
 
     def _get_global_rank(self, rank: int) -> int:
@@ -308,7 +325,7 @@ class World:
         """Whether ``flag`` holds on at least one process. All processes must ask."""
         if self.size == 1:
             return flag
-        return bool(self.all_reduce(torch.tensor(int(flag)), "max").item())
+        return bool(self.all_reduce(torch.tensor(int(flag), device="cpu"), "max").item())
 
     def all(self, flag: bool) -> bool:
         """Whether ``flag`` holds on every process. All processes must ask."""
@@ -347,3 +364,8 @@ class World:
                 raise PeerFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
         if error is not None:
             raise error
+
+
+def _as_carried(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values as a backend takes them, in one piece; of another type the bytes, in one row."""
+    return tensor.contiguous() if tensor.dtype in _CARRIED else tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -144,3 +144,27 @@ def functions():
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_functions_without_an_accelerator(world):
     assert run(functions, world) == [True] * world
+
+
+UNCOMMON = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.bool, torch.complex64]
+
+
+def exchange_uncommon():
+    accelerator = treadle.Accelerator(cpu=True)
+    found = []
+    for dtype in UNCOMMON:
+        values = torch.tensor([[0.0, 1.0], [2.0, 3.0]]) + accelerator.process_index
+        gathered = gather(values.to(dtype).t())  # not in one piece
+        sent = broadcast(torch.tensor(accelerator.process_index + 1).to(dtype), 1)
+        found.append((gathered.dtype, gathered.to(torch.complex64).real.tolist(), sent.dtype, bool(sent == 2)))
+    return found
+
+
+def test_types_that_no_backend_knows_are_exchanged_too():
+    first, second = run(exchange_uncommon, 2)
+    assert first == second
+    for dtype, (gathered, values, sent, _) in zip(UNCOMMON, first, strict=True):
+        assert gathered == sent == dtype
+        exact = [[0.0, 2.0], [1.0, 3.0], [1.0, 3.0], [2.0, 4.0]]
+        assert values == ([[float(v > 0) for v in row] for row in exact] if dtype is torch.bool else exact)
+    assert [equal for *_, equal in first[2:4]] == [True, True]

@@ -153,7 +153,7 @@ def load_checkpoint(
             document = _read_document(opened_source, opened_source.file)
         weights: dict[str, Any] = {}
         for name, piece in opened_source.weights.items():
-            values = torch.empty(piece.shape, dtype=piece.dtype)
+            values = torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
             piece.fill(values)
             weights[name] = values if map_location is None else values.to(map_location)
     return document | {"state_dict": weights | opened_source.others}

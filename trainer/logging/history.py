@@ -70,8 +70,8 @@ class Curve:
     def state_dict(self) -> dict[str, Any]:
         """All of it."""
         return {
-            "steps": torch.tensor(self.steps, dtype=torch.int64),
-            "values": torch.tensor(self.values, dtype=torch.float64),
+            "steps": torch.tensor(self.steps, dtype=torch.int64, device="cpu"),
+            "values": torch.tensor(self.values, dtype=torch.float64, device="cpu"),
             "last": self.last,
             "every": self._every,
             "passed": self._passed,

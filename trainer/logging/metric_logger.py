@@ -298,7 +298,9 @@ class Logbook:
 
 def tensors_by_name(values: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return numbers as tensors, as scripts written for Lightning expect them."""
-    return {name: torch.as_tensor(value, dtype=torch.get_default_dtype()) for name, value in values.items()}
+    return {
+        name: torch.as_tensor(value, dtype=torch.get_default_dtype(), device="cpu") for name, value in values.items()
+    }
 
 
 def _make_file_name(name: str | None) -> str:

@@ -208,7 +208,7 @@ class Steps:
         Raises:
             ValueError: if some ranks leave and others stay; on every rank.
         """
-        leaves = int(self.accelerator.world.all_reduce(torch.tensor(int(self.skip_rest))))
+        leaves = int(self.accelerator.world.all_reduce(torch.tensor(int(self.skip_rest), device="cpu")))
         if 0 < leaves < self.accelerator.num_processes:
             self.refuse_to_leave(index if self.skip_rest else None)
 

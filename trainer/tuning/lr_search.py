@@ -155,7 +155,7 @@ class _StepLoss(Callback):
 
     def take(self, trainer: Trainer) -> float:
         """Return the loss since the last call. All processes must ask."""
-        both = torch.tensor([float(self._sum), float(self._weight)], dtype=torch.float64)
+        both = torch.tensor([float(self._sum), float(self._weight)], dtype=torch.float64, device="cpu")
         device = trainer.accelerator.device
         both = both.to(device, torch.float32 if device.type == "mps" else torch.float64)
         total, weight = trainer.accelerator.data_world.all_reduce(both).tolist()

@@ -1,5 +1,6 @@
 """Logged values against sums worked out by hand, on one process and on two."""
 
+import gc
 import math
 
 import pytest
@@ -194,3 +195,13 @@ def test_wrong_arguments():
     metrics.between_batches(True)
     with pytest.raises(ValueError, match="leave on_step out"):
         log(metrics, "e", 1.0, on_step=True)
+
+
+def test_one_number_of_many_does_not_keep_the_others():
+    """On an accelerator, as "meta" is one: there a value is read later."""
+    metrics = Metrics(training=True)
+    logits = torch.zeros(1000, 1000, device="meta", requires_grad=True) * 2
+    log(metrics, "first", logits[0, 0], on_step=True, on_epoch=False)
+    kept = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.is_meta and o.ndim == 0]
+    assert kept
+    assert {tensor.untyped_storage().nbytes() for tensor in kept} == {4}

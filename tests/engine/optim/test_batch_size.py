@@ -24,11 +24,14 @@ import treadle
         (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear"), True),
         (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), True),
         (RuntimeError("CUDA error: out of memory"), True),
+        (getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: out of memory"), True),
+        (torch.distributed.DistBackendError("NCCL error: Cuda failure 'out of memory'"), True),
+        (NotImplementedError("out of memory"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("out of memory"), False),
         (RuntimeError(), False),
     ],
-    ids=["MemoryError", "CUDA", "CPU", "cuDNN", "MPS", "driver", "shapes", "ValueError", "empty"],
+    ids=str,
 )
 def test_what_counts_as_out_of_memory(error, memory):
     assert is_out_of_memory(error) is memory

@@ -1,0 +1,57 @@
+"""`torch.set_default_device` is the user's: what Treadle keeps on the host stays there."""
+
+import pytest
+import torch
+from processes import run
+from quiet import trainer
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+
+import treadle
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch[0]).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def fit(folder, strategy, device):
+    """As on a GPU: "meta" is a device that is not the host's, and values on it can't be read."""
+    treadle.seed_everything(3)
+    task = Task()
+    loader = DataLoader(TensorDataset(torch.arange(16.0).reshape(8, 2) / 16), 2)
+    callbacks = [ModelCheckpoint(folder, monitor="val"), EarlyStopping("val"), EMAWeightAveraging()]
+    devices = 2 if strategy == "ddp" else 1
+    own = trainer(
+        max_epochs=2, devices=devices, strategy=strategy, gradient_clip_val=1.0, callbacks=callbacks,
+        default_root_dir=folder, enable_checkpointing=True,
+    )  # fmt: skip
+    torch.set_default_device(device)
+    try:
+        own.fit(task, loader, loader)
+        own.fit(task, loader, loader, ckpt_path="last")
+    finally:
+        torch.set_default_device(None)
+    return [p.detach().tolist() for p in task.parameters()], {k: float(v) for k, v in own.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+@pytest.mark.filterwarnings("ignore")
+def test_the_run_is_the_same_under_any_default_device(tmp_path, strategy):
+    if strategy == "ddp":
+        plain, other = (run(fit, 2, tmp_path / str(device), strategy, device) for device in (None, "meta"))
+    else:
+        plain, other = (fit(tmp_path / str(device), strategy, device) for device in (None, "meta"))
+    assert plain == other
