@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 from typing import TextIO
 
-from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
-
 
 class _StandardError(logging.StreamHandler[TextIO]):
     """Writes to whatever ``sys.stderr`` is at that moment, so notebooks and tests that replace it see the words."""
@@ -25,8 +23,6 @@ class _StandardError(logging.StreamHandler[TextIO]):
         """Standard error is closed or full: there is nowhere left to say so, and training goes on."""
 
 
-if getattr(rank_zero_only, "rank", None) is None:
-    rank_zero_only.rank = 0  # type: ignore[attr-defined]  # until a World knows better
 logger = logging.getLogger("treadle")
 if not logger.handlers:
     # As for any library that speaks to a person at a terminal; `logging.getLogger("treadle").setLevel(...)` quiets it.
@@ -35,15 +31,20 @@ if not logger.handlers:
     logger.propagate = False
 
 
-@rank_zero_only
+# The library of `rank_zero` takes 0.1 s to import, which commands that have nothing to say do without.
 def announce(text: str) -> None:
     """Say ``text`` once, on rank zero, through the ``treadle`` logger."""
-    # A metric's name may hold half of a surrogate pair, which no stream can write.
-    logger.info(text.encode("utf-8", "backslashreplace").decode("utf-8"))
+    from .rank_zero import rank_zero_only
+
+    if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+        # A metric's name may hold half of a surrogate pair, which no stream can write.
+        logger.info(text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def warn(text: str) -> None:
     """Warn once per place, on rank zero."""
+    from .rank_zero import rank_zero_warn
+
     rank_zero_warn(text, stacklevel=5)
 
 

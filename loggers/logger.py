@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_only
+from ..common.rank_zero import rank_zero_only
 
 EVALUATED_AT = "evaluation/global_step"
 """In rows of an evaluation's single batches, whose step counts batches: the optimizer steps done."""
@@ -17,8 +17,8 @@ Params = Mapping[str, Any] | argparse.Namespace | None
 
 
 def process_rank() -> int:
-    """Return the global rank that ``rank_zero_only.rank`` holds, 0 before anyone set it."""
-    return getattr(rank_zero_only, "rank", None) or 0
+    """Return the global rank that ``rank_zero_only.rank`` holds."""
+    return rank_zero_only.rank  # type: ignore[attr-defined, no-any-return]
 
 
 class NullExperiment:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
+from ..common.rank_zero import rank_zero_only
 from .distributed import World
 from .forward_router import BALLOT_SIZE, Router, ballot_dtype, routed
 from .fsdp import FSDP

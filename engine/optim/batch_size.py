@@ -9,7 +9,6 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...common.messages import announce
 from ...common.validation import check_int
@@ -23,8 +22,6 @@ _WORDS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's word for a workspace that it could not get, among others
 )
-# Not every RuntimeError: a subclass may be the user's own. torch.AcceleratorError is there since torch 2.8.
-_KINDS = {RuntimeError, dist.DistBackendError, getattr(torch, "AcceleratorError", RuntimeError)}
 _ACCUMULATION = "gradient_accumulation_steps"
 
 
@@ -36,7 +33,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that memory ran out, on a device or on the host."""
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return True
-    return type(error) in _KINDS and any(words in str(error) for words in _WORDS)
+    if not any(words in str(error) for words in _WORDS):
+        return False
+    # A subclass may be the user's own. Torch's are AcceleratorError, since torch 2.8, and DistBackendError, of NCCL.
+    kind = type(error)
+    return kind is RuntimeError or (issubclass(kind, RuntimeError) and kind.__module__.startswith("torch"))
 
 
 def find_executable_batch_size(

@@ -302,7 +302,8 @@ class Watchdog:
                 self._leave_if_alone()
                 if self._keeper is None and number <= _FIRST and self.rank != 0 and not is_agent_store():
                     self._find_keeper()
-                if self._tell_stall() and self._find_mismatch():
+                if self._tell_stall() and (mismatch := self._find_mismatch()):
+                    self._store.set(f"mismatch {self._round}", mismatch)  # a rank may seem busy again by the report
                     self._alarmed.set()
                 alarmed = self._store.check([f"alarm {self._round}"])
                 self._answered_at = time.monotonic()
@@ -417,7 +418,7 @@ class Watchdog:
             return
         silence_uncaught()  # the end of the others will be an error here
         self._end_silent(answers)
-        if self._find_lost(answers) or self._find_mismatch():
+        if self._find_lost(answers) or self._read(f"mismatch {self._round}"):
             run_briefly(scratch.leave)
             time.sleep(0.3)  # each rank needs the store for this, and rank zero may keep it
             end_at_once(1)
@@ -463,7 +464,7 @@ class Watchdog:
             self._store.set(f"report {self._round}", "go on")
             return
         lost = self._find_lost(answers)
-        mismatch = "" if lost else self._find_mismatch()
+        mismatch = "" if lost else self._read(f"mismatch {self._round}")
         if mismatch:
             _say(f"{mismatch}\nstacks of all ranks: {self._resolve(folder_name)}")
             self._store.set(f"report {self._round}", "end")

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ...common.rank_zero import rank_zero_only
 from ...common.validation import choose
 from . import process_group
 from .launch_environment import DebugEnvironment

@@ -1,9 +1,8 @@
 """What scripts import from ``lightning.pytorch.utilities``: names, nothing else."""
 
-from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
-
 from ..callbacks import get_available_flops, measure_flops
 from ..common.peer_names import find_peer_names
+from ..common.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
 from ..compat.inspection import (
     find_shared_parameters,
     grad_norm,

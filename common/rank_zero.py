@@ -1,0 +1,8 @@
+"""What runs on rank zero only, of a library that others share; its rank is 0 until a World knows better."""
+
+from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
+
+__all__ = ["rank_zero_deprecation", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
+
+if getattr(rank_zero_only, "rank", None) is None:
+    rank_zero_only.rank = 0  # type: ignore[attr-defined]
