@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from ...strategies import BALLOT_SIZE, Strategy, World
-from .gradient_check import HostCheck, collect_gradients, find_bad, largest_elements, list_parameters
+from .gradient_check import (
+    HostCheck,
+    collect_gradients,
+    find_bad,
+    flag_not_finite,
+    largest_elements,
+    list_parameters,
+)
 
 if TYPE_CHECKING:
     from .prepared_optimizer import PreparedOptimizer
@@ -37,6 +44,8 @@ class Agreement:
         signal_vote: this process got a signal that asks the run to end; see `signal`.
         signaled: some process got one, and every process knows it now.
         has_voted: the votes of the current step were cast.
+        not_finite: 1.0 on the device if the step must be left out there, as the host learns of it one step later; None
+            where the host knows in the same step, or nobody asked.
     """
 
     def __init__(self, world: World, strategy: Strategy) -> None:
@@ -49,7 +58,8 @@ class Agreement:
         self.has_voted = False
         self.finite = True
         self.local_finite = True
-        self.watch_finite = True
+        self.watch_finite = False
+        self.not_finite: Tensor | None = None
         self.alone = world.size == 1
         self._world = world
         self.immediate = world.device.type == "cpu"
@@ -144,12 +154,18 @@ class Agreement:
         return self.next_place if self.immediate else self._read_place
 
     def finite_so_far(self, agreed_taint: Tensor | None) -> bool:
-        """Tell whether losses and gradients are finite that no votes were cast on yet; may wait for the device.
+        """Tell whether losses and gradients are finite that no votes were cast on yet.
+
+        Waits for the device if ``immediate``; else sets ``not_finite``, and tells of the step before.
 
         Args:
             agreed_taint: `taint` summed in the reduction of these gradients; None in a world of one.
         """
         taint = self.taint() if agreed_taint is None else self.taint() + agreed_taint.to(self._device)
+        if not self.immediate:
+            self.settle()
+            self.not_finite = flag_not_finite(taint)
+            return self.finite
         finite = not math.isnan(taint.item())
         if not finite and not self._on_host:
             self._note_losses([taint.item() for taint in self._taints])
@@ -179,6 +195,7 @@ class Agreement:
                 self._read(ballots)
             else:
                 self.settle()
+                self.not_finite = ballots.flag_not_finite() if self.watch_finite else None
                 self._pending = ballots.copy_to_host()
         if self.alone:
             self.stop = self.stop_vote
@@ -226,7 +243,7 @@ class Agreement:
         self.signaled = self.signal_vote and self.alone  # a signal that came before the first step counts
         self.leaves = 0
         self._read_place = self.next_place = None
-        self._pending = None
+        self._pending = self.not_finite = None
 
 
 class Ballots:
@@ -252,6 +269,10 @@ class Ballots:
         self._on_device = torch.cat(values) if values else torch.zeros(0, device="cpu")
         self._on_host = self._on_device
         self._event: torch.cuda.Event | None = None
+
+    def flag_not_finite(self) -> Tensor:
+        """Return 1.0 on the device if one of them is not finite, else 0.0."""
+        return flag_not_finite(self._on_device)
 
     def copy_to_host(self) -> Ballots:
         """Begin to copy them."""

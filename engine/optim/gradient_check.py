@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -73,6 +74,18 @@ def largest_elements(gradients: Sequence[Tensor], device: torch.device) -> Tenso
     """Return the largest absolute value of each gradient, on ``device``: what is not finite shows in it."""
     norms = [norm.float() for norm in torch._foreach_norm(gradients, math.inf)]  # type: ignore[arg-type]
     return torch.stack([norm.to(device, non_blocking=True) for norm in norms])
+
+
+def flag_not_finite(values: Tensor) -> Tensor:
+    """Return 1.0 if one of ``values`` is not finite, else 0.0, on their device; multiplies them by 1."""
+    flag = torch.zeros((), device=values.device)
+    torch._amp_foreach_non_finite_check_and_unscale_([values], flag, _one_on(values.device))  # type: ignore[arg-type]
+    return flag
+
+
+@functools.cache
+def _one_on(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
 
 
 def real_values(gradient: Tensor) -> Tensor:

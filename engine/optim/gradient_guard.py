@@ -13,7 +13,7 @@ from torch import Tensor
 from ...common.messages import announce
 from .agreement import Ballots
 from .gradient_check import HostCheck, collect_gradients, find_bad, largest_elements, list_parameters
-from .nonfinite import Evidence, describe_group, describe_origin, list_samples, order_by_backward
+from .nonfinite import SPOILED, Evidence, describe_group, describe_origin, list_samples, order_by_backward
 
 if TYPE_CHECKING:
     from .accumulation import Accumulation
@@ -27,7 +27,8 @@ class GradientGuard:
     each rank has shards of its own, the ranks exchange one number for each step.
 
     Args:
-        policy: ``"raise"``, which accelerators do one step later so that nothing waits for them; or ``"skip"``.
+        policy: ``"raise"``, which accelerators do one step later so that nothing waits for them, and leave out the step
+            meanwhile if the optimizer can; or ``"skip"``.
         loaders: the prepared loaders; the Accelerator's list, to which it adds.
         on_host: gradients are in host memory, where they are read in the same step.
     """
@@ -73,6 +74,7 @@ class GradientGuard:
         ballots = Ballots(taint, [], [norms], parameters, accumulation.steps_of(optimizer) + 1)
         if self.immediate:
             return self._read(optimizer, ballots)
+        accumulation.agreement.not_finite = ballots.flag_not_finite()
         before = self._pending.get(optimizer)
         self._pending[optimizer] = ballots.copy_to_host()
         return before is None or self._read(optimizer, before)
@@ -112,8 +114,9 @@ class GradientGuard:
             tool = ""
             if accumulation.world.size > 1:
                 tool = " The reduced gradients do not tell which rank it was: torch.autograd.detect_anomaly() finds it."
+            spoiled = "" if self.immediate or optimizer.guarded else SPOILED
             raise ValueError(
-                f"{problem}.{samples}{tool} Look at that batch, lower the learning rate or clip the gradients; "
+                f"{problem}.{samples}{tool}{spoiled} Look at that batch, lower the learning rate or clip the gradients; "
                 "Accelerator(on_nonfinite='skip') leaves such steps out."
             )
         announce(f"{problem}, which is skipped.{samples}")

@@ -14,6 +14,11 @@ from ...strategies import Strategy
 from ..data import batch_indices
 from ..parameter_names import strip_compile_prefix
 
+SPOILED = (
+    " The weights in memory have taken that step: go on from a checkpoint. torch's fused optimizers leave it out, such "
+    "as AdamW(..., fused=True)."
+)
+"""Of other optimizers, where the device tells of it one step later."""
 _MOST_SAMPLES = _MOST_RANKS = 8
 """The most that a message lists."""
 

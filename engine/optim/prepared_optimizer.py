@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd import _profiler_enabled
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...common.messages import warn
@@ -36,6 +36,7 @@ class PreparedOptimizer(Optimizer):
         effective_options: the options that hold, which a resume changes.
         steps_taken: steps taken in this process.
         skipped: steps that a float16 overflow, or a number that was not finite, prevented.
+        guarded: the latest step had no effect if a gradient was not finite, though the host may not know of it yet.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class PreparedOptimizer(Optimizer):
         self.replace(optimizer)
         self.steps_taken = 0
         self.skipped = 0
+        self.guarded = True
         self.accumulation = accumulation
         self._all_optimizers = all_optimizers
 
@@ -91,12 +93,35 @@ class PreparedOptimizer(Optimizer):
             result = None
         elif accumulation.loss_scale is not None:
             result, skipped = accumulation.loss_scale.step(self.optimizer, closure)
+        elif (not_finite := accumulation.agreement.not_finite) is not None:
+            result = self._step_if_finite(not_finite, closure)
         else:
             result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         accumulation.optimizer_step_was_skipped = skipped
         self.steps_taken += not skipped
         self.skipped += skipped
         return result
+
+    def _step_if_finite(self, not_finite: torch.Tensor, closure: Callable[[], Any] | None) -> Any:
+        """Step so that torch's fused kernels touch neither weights nor state where a number on the device is 1.
+
+        ``GradScaler`` tells them of an overflow in this way. SGD would take its momentum for initialized after a first
+        step that was left out (torch 2.13).
+        """
+        optimizer: Any = self.optimizer
+        device, groups = not_finite.device.type, optimizer.param_groups
+        self.guarded = (
+            getattr(optimizer, "_step_supports_amp_scaling", False)
+            and not (isinstance(optimizer, SGD) and not optimizer.state)
+            and all(group.get("fused") and all(p.device.type == device for p in group["params"][:1]) for group in groups)
+        )
+        if not self.guarded:
+            return optimizer.step() if closure is None else optimizer.step(closure)
+        optimizer.found_inf = not_finite
+        try:
+            return optimizer.step() if closure is None else optimizer.step(closure)
+        finally:
+            del optimizer.found_inf
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients at the end of a group."""

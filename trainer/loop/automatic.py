@@ -291,8 +291,9 @@ class Steps:
         found = self.describe_not_finite(last, batch)
         problem = f"{found.problem} in optimizer step {step} (epoch {epoch}, micro-batch {found.batches})"
         if self.trainer.on_nonfinite == "raise":
+            spoiled = "" if all(o.guarded for o in self.accelerator.optimizers) else nonfinite.SPOILED
             raise ValueError(
-                f"{problem}.{found.samples} Look at that batch, lower the learning rate or clip the gradients; "
+                f"{problem}.{found.samples}{spoiled} Look at that batch, lower the learning rate or clip the gradients; "
                 "Trainer(on_nonfinite='skip') leaves such steps out."
             )
         announce(f"{problem}, which is skipped.{found.samples}")

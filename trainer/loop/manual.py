@@ -128,7 +128,7 @@ class ManualSteps(Steps):
             return False
         if self.watches_gradients:
             agreement.watch_gradients((optimizer,))
-        if agreement.immediate and not agreement.finite_so_far(accumulation.agreed_taint):
+        if not agreement.finite_so_far(accumulation.agreed_taint):
             self.refuse(optimizer, batch=self.batch)
             return False
         return True

@@ -119,7 +119,7 @@ def test_a_finite_run_is_as_without():
 def test_what_a_device_tells_one_step_later(strategy):
     message = failure("raise", strategy=strategy, on_device=True)
     assert "the gradient of middle.bias is not finite" in message
-    assert "optimizer step 6. Look at" in message  # the loader is a step further on
+    assert "optimizer step 6. The weights in memory have taken that step" in message
     accelerator = treadle.Accelerator(cpu=True)
     accelerator._gradient_guard.immediate = False
     weight = nn.Parameter(torch.ones(1))
@@ -128,6 +128,26 @@ def test_what_a_device_tells_one_step_later(strategy):
     optimizer.step()
     with pytest.raises(ValueError, match="a gradient is not finite in optimizer step 1"):
         accelerator.end_training()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_a_fused_step_is_left_out_on_the_device(strategy):
+    accelerator = treadle.Accelerator(cpu=True, strategy=strategy)
+    accelerator._gradient_guard.immediate = False
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+    net, optimizer = accelerator.prepare(net, optimizer)
+    weights = []
+    for number, value in enumerate([1.0, math.nan]):
+        accelerator.backward(net(torch.tensor([[float(BREAKS)]]), value).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(values(net))
+        assert optimizer.steps_taken == number + 1
+    assert all(map(torch.equal, *weights))
+    with pytest.raises(ValueError, match="is not finite, the first of 4.*in optimizer step 2. Look at") as raised:
+        accelerator.end_training()
+    assert "weights in memory" not in str(raised.value)
 
 
 def test_two_models_are_told_apart():
