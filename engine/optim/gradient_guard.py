@@ -116,8 +116,8 @@ class GradientGuard:
                 tool = " The reduced gradients do not tell which rank it was: torch.autograd.detect_anomaly() finds it."
             spoiled = "" if self.immediate or optimizer.guarded else SPOILED
             raise ValueError(
-                f"{problem}.{samples}{tool}{spoiled} Look at that batch, lower the learning rate or clip the gradients; "
-                "Accelerator(on_nonfinite='skip') leaves such steps out."
+                f"{problem}.{samples}{tool}{spoiled} Look at that batch, lower the learning rate or clip the "
+                "gradients; Accelerator(on_nonfinite='skip') leaves such steps out."
             )
         announce(f"{problem}, which is skipped.{samples}")
         optimizer.optimizer.zero_grad()

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ...strategies.distributed import cut_like, is_sharded
 from ..checkpoint import OptimizerState, Stored
 from ..parameter_names import strip_compile_prefix
+from .built_options import IMPLEMENTATION_OPTIONS
 
 State = dict[str, Any]
 
@@ -105,8 +106,9 @@ def _find_counterpart(group: State, saved: list[State]) -> State:
 def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]) -> State:
     """A state that `encode_by_name` returned, as ``optimizer.load_state_dict`` wants it: this process's parts of it.
 
-    Where the two differ it is what fits: the slots of parameters of the same name and shape, the others begin anew; and
-    the options of the one saved group that a group's parameters were in, as a schedule counts on the rate it has left.
+    How the steps are computed, such as by fused kernels, is the script's. Where the two differ it is what fits: the
+    slots of parameters of the same name and shape, the others begin anew; and the options of the one saved group that a
+    group's parameters were in, as a schedule counts on the rate it has left.
     """
     parameters = dict(zip(names, list_parameters(optimizer), strict=True))
     index = {name: i for i, name in enumerate(names)}
@@ -114,7 +116,11 @@ def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]
     alike = _list_group_members(saved["groups"]) == _list_group_members(current_groups)
     options = saved["groups"] if alike else [_find_counterpart(group, saved["groups"]) for group in current_groups]
     groups = [
-        {**_read_tensors(saved_group, None), "params": [index[name] for name in group["params"]]}
+        {
+            **_read_tensors(saved_group, None),
+            **{name: group[name] for name in IMPLEMENTATION_OPTIONS & group.keys()},
+            "params": [index[name] for name in group["params"]],
+        }
         for group, saved_group in zip(current_groups, options, strict=True)
     ]
     fits = [name for name, shape in saved["shapes"].items() if name in index and shape == list(parameters[name].shape)]

@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...common.messages import warn
-from .built_options import copy_plain_options
+from .built_options import choose_fused, copy_plain_options
 
 if TYPE_CHECKING:
     import torch
@@ -36,22 +36,24 @@ class PreparedOptimizer(Optimizer):
         effective_options: the options that hold, which a resume changes.
         steps_taken: steps taken in this process.
         skipped: steps that a float16 overflow, or a number that was not finite, prevented.
+        fused_by_choice: fused kernels compute its steps, as `choose_fused` decided.
         guarded: the latest step had no effect if a gradient was not finite, though the host may not know of it yet.
     """
 
     def __init__(
         self, optimizer: Optimizer, accumulation: Accumulation, all_optimizers: list[PreparedOptimizer]
     ) -> None:
+        self.accumulation = accumulation
         self.replace(optimizer)
         self.steps_taken = 0
         self.skipped = 0
         self.guarded = True
-        self.accumulation = accumulation
         self._all_optimizers = all_optimizers
 
     def replace(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer; steps are counted on."""
         self.optimizer = optimizer
+        self.fused_by_choice = choose_fused(optimizer, self.accumulation.world.device)
         self.built = self.effective_options = copy_plain_options(optimizer)
 
     @property
@@ -113,7 +115,9 @@ class PreparedOptimizer(Optimizer):
         self.guarded = (
             getattr(optimizer, "_step_supports_amp_scaling", False)
             and not (isinstance(optimizer, SGD) and not optimizer.state)
-            and all(group.get("fused") and all(p.device.type == device for p in group["params"][:1]) for group in groups)
+            and all(
+                group.get("fused") and all(p.device.type == device for p in group["params"][:1]) for group in groups
+            )
         )
         if not self.guarded:
             return optimizer.step() if closure is None else optimizer.step(closure)

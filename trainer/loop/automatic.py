@@ -293,8 +293,8 @@ class Steps:
         if self.trainer.on_nonfinite == "raise":
             spoiled = "" if all(o.guarded for o in self.accelerator.optimizers) else nonfinite.SPOILED
             raise ValueError(
-                f"{problem}.{found.samples}{spoiled} Look at that batch, lower the learning rate or clip the gradients; "
-                "Trainer(on_nonfinite='skip') leaves such steps out."
+                f"{problem}.{found.samples}{spoiled} Look at that batch, lower the learning rate or clip the "
+                "gradients; Trainer(on_nonfinite='skip') leaves such steps out."
             )
         announce(f"{problem}, which is skipped.{found.samples}")
         self.leave_out(found.losses, optimizer)

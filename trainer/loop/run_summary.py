@@ -56,6 +56,8 @@ class RunSummary:
             lines.append("configure_optimizers returned None: nothing is trained")
         else:
             lines.append(self._describe_steps() if task.automatic_optimization else self._describe_manual_steps())
+        if fused := sorted({type(o.optimizer).__name__ for o in accelerator.optimizers if o.fused_by_choice}):
+            lines.append(f"{' and '.join(fused)} with fused steps, the same up to rounding; fused=False turns that off")
         if names := list_compiled_names(task):
             lines.append(f"torch.compile: {', '.join(names)}, each compiled by its first calls, which take longer")
         lines.append(_describe_parameters(task))

@@ -7,9 +7,9 @@ import torch
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from treadle.engine.optim import Accumulation
 
 import treadle
-from treadle.engine.optim import Accumulation
 
 STEPS = 6
 
