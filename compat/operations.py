@@ -9,6 +9,7 @@ import torch
 from ..common.validation import choose
 from ..engine import collectives, seed_everything
 from ..strategies.distributed import current_place, current_world
+from ..trainer.arguments import set_determinism
 
 
 def gather(tensor: Any) -> Any:
@@ -66,7 +67,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         seed = (seed + current_place()[0]) % 2**32
     seed_everything(seed)
     if deterministic:
-        torch.use_deterministic_algorithms(True)
+        set_determinism(True, None)
 
 
 def synchronize_rng_states(rng_types: list[Any], generator: torch.Generator | None = None) -> None:

@@ -568,9 +568,13 @@ class Trainer(LightningAliases):
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """What the progress bar shows. Reads the device."""
-        evaluation = {} if self.metrics.evaluation is None else self.metrics.evaluation.local_values()
-        return {**self.logbook.bar_values, **self.metrics.local_values(), **evaluation}
+        """What the progress bar shows. Waits for the device."""
+        return {name: float(value) for name, value in self.collect_bar_values().items()}
+
+    def collect_bar_values(self) -> dict[str, Any]:
+        """Return what the progress bar shows, still on the device."""
+        evaluation = {} if self.metrics.evaluation is None else self.metrics.evaluation.bar_values()
+        return {**self.logbook.bar_values, **self.metrics.bar_values(), **evaluation}
 
     @property
     def logger(self) -> Logger | None:

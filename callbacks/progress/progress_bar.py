@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from ...engine.metrics import LateNumbers
 from ..best_effort import BestEffortCallback
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class ProgressBar(BestEffortCallback):
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
         self._current_eval_dataloader_idx: int | None = None
+        self._late_numbers = LateNumbers()
 
     @property
     def trainer(self) -> Trainer:
@@ -60,8 +62,10 @@ class ProgressBar(BestEffortCallback):
     def get_metrics(self, trainer: Trainer, pl_module: TaskModule) -> dict[str, Any]:
         """What stands beside the bar: the first logger's version as ``v_num``, and what was logged for it.
 
-        Reads the device, so ask only when you draw.
+        Between two steps on a GPU these are values of a moment ago, as the newest ones would have to be waited for.
         """
+        if trainer.training and not trainer.progress.epoch_is_trained:
+            return get_standard_metrics(trainer) | self._late_numbers.read(trainer.collect_bar_values())
         return get_standard_metrics(trainer) | trainer.progress_bar_metrics
 
     @property

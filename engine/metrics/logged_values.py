@@ -210,10 +210,10 @@ class Metrics:
                 rows.setdefault(place, []).append((entry, entry.reduced(pairs)))
         return sorted(rows.items())
 
-    def local_values(self) -> dict[str, float]:
-        """This process's latest values of what the progress bar shows. Reads the device."""
+    def bar_values(self) -> dict[str, Any]:
+        """This process's latest values of what the progress bar shows, still on the device."""
         return {
-            entry.label("step"): float(entry.last)
+            entry.label("step"): entry.last
             for entry in self._in_step.values()
             if entry.prog_bar and entry.on_step and entry.last is not None
         }
@@ -259,7 +259,7 @@ class Metrics:
         flat = [value for value, _ in pairs] + [weight for _, weight in pairs]
         if world.size > 1 or any(isinstance(value, Tensor) for value in flat):
             packed = stack_numbers(flat)
-            parts = [part.tolist() for part in world.all_gather(packed.to(world.device) if world.size > 1 else packed)]
+            parts = torch.stack(world.all_gather(packed.to(world.device) if world.size > 1 else packed)).tolist()
         else:
             parts = [flat]
         count = len(entries)
@@ -272,10 +272,18 @@ class Metrics:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def state_dict(self, world: World, owner: nn.Module | None = None, over: bool = False) -> dict[str, Any]:
+    def state_dict(
+        self, world: World, owner: nn.Module | None = None, over: bool = False, *, read: bool = True
+    ) -> dict[str, Any]:
         """The epoch's sums and the latest step's values, how each is shown, and what ``owner``'s metrics have counted.
 
-        All processes must ask. ``over`` says that the epoch is at its end: the next one has logged nothing yet.
+        All processes must ask.
+
+        Args:
+            world: the processes.
+            owner: whose metric objects are meant.
+            over: the epoch is at its end: the next one has logged nothing yet.
+            read: wait for the device. Else numbers are left on it, for `read_numbers`.
         """
         objects = {} if owner is None else metric_state.find(owner)
         done = [e.metric for e in self.entries] if over else []
@@ -294,7 +302,7 @@ class Metrics:
         entries = self._in_step.values()
         sums = {e.name: e.part() for e in entries if e.on_epoch and e.metric is None}
         newest = {e.name: e.latest() for e in entries if e.on_step and e.last is not None}
-        every = world.gather_objects((sums, newest))
+        every = world.gather_objects(read_numbers((sums, newest)) if read else (sums, newest))
         return {
             "values": {name: shown[name] | {"parts": [part.get(name) for part, _ in every]} for name in sums},
             "metrics": {name: shown[name] | {"place": place} for name, place in places.items()},
@@ -380,7 +388,7 @@ def _check_names_match(names: list[str], world: World) -> None:
     """Raise on every process if they log different names; vectors of different length would hang or mix them up."""
     digest = hashlib.sha256("\0".join(names).encode()).digest()
     mark = torch.tensor([int.from_bytes(digest[:7], "little")], dtype=torch.int64, device=world.device)
-    if len({int(part) for part in world.all_gather(mark)}) == 1:
+    if len(set(torch.cat(world.all_gather(mark)).tolist())) == 1:
         return
     every = world.gather_objects(names)
     common = set.intersection(*(set(part) for part in every))
@@ -466,7 +474,9 @@ class Entry:
         if not weighted_pairs:
             return
         values = stack_numbers([value for value, _ in weighted_pairs])
-        weights = torch.tensor([w for _, w in weighted_pairs], dtype=values.dtype, device=values.device)
+        weights = _copy_to(
+            values.device, torch.tensor([w for _, w in weighted_pairs], dtype=values.dtype, device="cpu")
+        )
         if self.reduction == "mean":
             folded = (values * weights).sum()
         else:
@@ -487,14 +497,16 @@ class Entry:
             )
         self.metric = metric
 
-    def part(self) -> tuple[float | None, float, list[float], list[float]]:
-        """What has come in, as plain numbers: what is summed up, and what is not yet."""
-        total = None if self.total is None else float(self.total)
-        return total, self.total_weight, [float(value) for value in self.values], list(self.weights)
+    def part(self) -> tuple[Any, float, list[Any], list[float]]:
+        """What has come in: what is summed up, and what is not yet.
 
-    def latest(self) -> tuple[float, float]:
-        """The latest step's value and what it weighs, as plain numbers."""
-        return (0.0, 0.0) if self.last is None else (float(self.last), float(self.last_weight))
+        Numbers may be on the device; see `read_numbers`.
+        """
+        return self.total, self.total_weight, list(map(_plain, self.values)), list(self.weights)
+
+    def latest(self) -> tuple[Any, float]:
+        """The latest step's value and what it weighs, likewise."""
+        return (0.0, 0.0) if self.last is None else (_plain(self.last), float(self.last_weight))
 
     def take_latest(self, parts: Iterable[tuple[float, float]]) -> None:
         """Go on from one `latest`, or from those of several processes."""
@@ -590,17 +602,48 @@ COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+def read_numbers(value: Any) -> Any:
+    """Return nested data with a number in the place of each 0-d tensor; they are read from the device at once."""
+    tensors: list[Tensor] = []
+    _replace_tensors(value, tensors.append)
+    numbers = iter(stack_numbers(tensors).tolist() if tensors else ())
+    return _replace_tensors(value, lambda tensor: next(numbers))
+
+
+def _replace_tensors(value: Any, replace: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return replace(value)
+    if isinstance(value, dict):
+        return {key: _replace_tensors(item, replace) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_replace_tensors(item, replace) for item in value)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, Tensor) else float(value)
+
+
 def stack_numbers(values: list[Any]) -> Tensor:
-    """0-d tensors and numbers as one vector of float64 (float32 on MPS, which has no other)."""
-    device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
+    """0-d tensors and numbers as one vector of float64 (float32 on MPS, which has no other).
+
+    It is on the GPU where one of the tensors is. The host does not wait: what it holds goes there in one copy.
+    """
+    tensors = [v for v in values if isinstance(v, Tensor)]
+    device = next((v.device for v in tensors if v.device.type != "cpu"), torch.device("cpu"))
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    if not any(isinstance(v, Tensor) for v in values):
+    if not tensors:
         return torch.tensor(values, dtype=dtype, device="cpu")
+    of_host = [float(v) for v in values if not isinstance(v, Tensor) or v.device != device]
+    numbers = iter(_copy_to(device, torch.tensor(of_host, dtype=dtype, device="cpu")) if of_host else ())
     return torch.stack(
         [
-            v.detach().reshape(()).to(device=device, dtype=dtype)
-            if isinstance(v, Tensor)
-            else torch.tensor(v, dtype=dtype, device=device)
+            v.detach().reshape(()).to(dtype) if isinstance(v, Tensor) and v.device == device else next(numbers)
             for v in values
         ]
     )
+
+
+def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """Copy a host tensor without a wait for the device, which a copy from memory that is not pinned begins with."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

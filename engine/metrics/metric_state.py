@@ -97,7 +97,9 @@ def collect_states(objects: dict[str, Any], empty: set[int], world: World) -> di
         empty: the identities of those whose counts are over and done with; None stands for them.
         world: the processes.
     """
-    local_counts = {place: _copy_state(metric) for place, metric in objects.items() if id(metric) not in empty}
+    # On the device while they stay in this process, where nothing has to wait for them.
+    device = None if world.size == 1 else "cpu"
+    local_counts = {place: _copy_state(metric, device) for place, metric in objects.items() if id(metric) not in empty}
     every = world.gather_objects(local_counts) if objects else [local_counts]
     return {place: [part[place] for part in every] if place in local_counts else None for place in objects}
 
@@ -134,13 +136,13 @@ def preserve_counts(metrics: Iterable[Any]) -> Iterator[None]:
                 metric._computed = computed
 
 
-def _copy_state(metric: Any) -> Any:
+def _copy_state(metric: Any, device: str | None = None) -> Any:
     if not _has_states(metric):
         return metric.state_dict()
     return {
-        "states": {name: _copy_value(getattr(metric, name)) for name in metric._defaults},
+        "states": {name: _copy_value(getattr(metric, name), device) for name in metric._defaults},
         "count": getattr(metric, "_update_count", 0),
-        "more": {name: _copy_value(value) for name, value in vars(metric).items() if _is_counter(name, value)},
+        "more": {name: _copy_value(value, device) for name, value in vars(metric).items() if _is_counter(name, value)},
     }
 
 
@@ -149,10 +151,10 @@ def _is_counter(name: str, value: Any) -> bool:
     return name == "_num_vals_seen" or (isinstance(value, Tensor) and not value.ndim and name in ("min_val", "max_val"))
 
 
-def _copy_value(value: Any) -> Any:
+def _copy_value(value: Any, device: str | None) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().clone()  # the next update may add to it in place
-    return [_copy_value(item) for item in value] if isinstance(value, list) else value
+        return value.detach().to(device or value.device, copy=True)  # the next update may add to it in place
+    return [_copy_value(item, device) for item in value] if isinstance(value, list) else value
 
 
 def _restore_state(metric: Any, saved: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,7 +91,9 @@ class World:
         self._beside: World | None = None
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self._count = shared_count() if size > 1 and group is None else None
+        self._carried_devices = {"cpu", self.device.type}
         if group is not None:
+            self._note_carried_devices()
             return
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
         if self.device.type == "cuda":
@@ -99,8 +102,19 @@ class World:
             process_group.connect(self.device, rank, size, self.timeout, address, run_id, backend)
             if timeout is not None:
                 process_group.set_timeout(timeout)
+            self._note_carried_devices()
             if dist.get_backend() != "fake":  # of a plan, in which nobody else is
                 arrivals_of(self)  # so that others can see where this process is
+
+    def _note_carried_devices(self) -> None:
+        """Note which devices' tensors the group carries: a script's own ``init_process_group("nccl")`` no host's."""
+        if self.device.type != "cpu":
+            parts = dist.get_backend_config(self.group).split(",")
+            self._carried_devices = {part.partition(":")[0] for part in parts}
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, or a copy on this process's device where the group carries nothing else."""
+        return tensor if tensor.device.type in self._carried_devices else tensor.to(self.device, copy=True)
 
     def mesh(self, **dimensions: int) -> DeviceMesh:
         """Lay the processes out on a grid, the last dimension varying fastest; one grid is made once.
@@ -228,7 +242,10 @@ class World:
         op = _OPERATIONS[choose("operation", operation, _OPERATIONS)]
         if self.size > 1:
             self.advance()
-            dist.all_reduce(tensor, op, self.group)
+            placed = self._place(tensor)
+            dist.all_reduce(placed, op, self.group)
+            if placed is not tensor:
+                tensor.copy_(placed)
             if operation == "mean":
                 tensor.div_(self.size) if tensor.is_floating_point() else tensor.floor_divide_(self.size)
         return tensor
@@ -237,6 +254,9 @@ class World:
         """Begin to sum ``tensor`` over all processes, in place; wait on what is returned before reading it."""
         if self.size == 1:
             return None
+        if tensor.device.type not in self._carried_devices:
+            World.all_reduce(self, tensor)
+            return None
         self.advance()
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
@@ -244,11 +264,11 @@ class World:
         """Return the tensor of every process, in rank order; shapes must agree."""
         if self.size == 1:
             return [tensor]
-        carried = _as_carried(tensor)
+        carried = _as_carried(self._place(tensor))
         parts = [torch.empty_like(carried) for _ in range(self.size)]
         self.advance()
         dist.all_gather(parts, carried, self.group)
-        return [part.view(tensor.dtype).reshape(tensor.shape) for part in parts]
+        return [part.view(tensor.dtype).reshape(tensor.shape).to(tensor.device) for part in parts]
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over all processes of their ``tensor[rank]``, where ``rank`` is this process's.
@@ -258,9 +278,10 @@ class World:
         """
         if self.size == 1:
             return tensor[0]
-        summed = torch.empty_like(tensor[0], memory_format=torch.contiguous_format)
-        dist.reduce_scatter_tensor(summed.reshape(-1), tensor.contiguous().reshape(-1), group=self.group)
-        return summed
+        placed = self._place(tensor)
+        summed = torch.empty_like(placed[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter_tensor(summed.reshape(-1), placed.contiguous().reshape(-1), group=self.group)
+        return summed.to(tensor.device)
 
     def of_group(self, group: dist.ProcessGroup) -> World:
         """Return the processes of a process group of the user's, in which this process is, as a world of their own.
@@ -287,9 +308,9 @@ class World:
             return [value]
         entries: list[Any] = [None] * self.size
         self.advance()
-        dist.all_gather_object(entries, (mark_exchange(), value), self.group)
+        dist.all_gather_object(entries, (mark_exchange(), self._wrap(value)), self.group)
         check_marks({self._get_global_rank(rank): mark for rank, (mark, _) in enumerate(entries)})
-        return [value for _, value in entries]
+        return [_unwrap(value) for _, value in entries]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Return process ``source``'s value on every process.
@@ -300,18 +321,22 @@ class World:
         if self.size == 1:
             return value
         mark = mark_exchange()
-        box = [(mark, value)]
+        box = [(mark, self._wrap(value))]
         self.advance()
         sender = self._get_global_rank(source)
         dist.broadcast_object_list(box, sender, self.group)
         if self.rank != source:
             check_marks({sender: box[0][0], self._get_global_rank(self.rank): mark})
-        return box[0][1]
+        return _unwrap(box[0][1])
+
+    def _wrap(self, value: Any) -> Any:
+        return value if self.device.type == "cpu" else _ForAnyDevice(value)
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrite ``tensor`` with process ``source``'s, in place."""
         if self.size > 1:
-            carried = tensor if tensor.dtype in _CARRIED else _as_carried(tensor)
+            placed = self._place(tensor)
+            carried = placed if tensor.dtype in _CARRIED else _as_carried(placed)
             self.advance()
             dist.broadcast(carried, self._get_global_rank(source), self.group)
             if carried is not tensor:
@@ -364,6 +389,39 @@ class World:
                 raise PeerFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
         if error is not None:
             raise error
+
+
+class _ForAnyDevice:
+    """An object that travels between processes; its tensors arrive on the device of the process that receives it.
+
+    A tensor of a GPU that is pickled by itself arrives on the sender's: with eight processes on a machine each would
+    open eight GPUs, half a gigabyte of each one's memory.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> Any:
+        buffer = io.BytesIO()
+        torch.save(self.value, buffer)
+        return _load_here, (buffer.getvalue(),)
+
+
+def _load_here(data: bytes) -> _ForAnyDevice:
+    def place(storage: Any, location: str) -> Any:
+        return torch.serialization.default_restore_location(storage, _location_here(location))
+
+    return _ForAnyDevice(torch.load(io.BytesIO(data), map_location=place, weights_only=False))
+
+
+def _location_here(location: str) -> str:
+    """Return where this process holds what the sender held at ``location``, such as "cuda:3"."""
+    kind = location.partition(":")[0]
+    return location if kind in ("cpu", "meta") else f"{kind}:{torch.get_device_module(kind).current_device()}"
+
+
+def _unwrap(value: Any) -> Any:
+    return value.value if isinstance(value, _ForAnyDevice) else value
 
 
 def _as_carried(tensor: torch.Tensor) -> torch.Tensor:

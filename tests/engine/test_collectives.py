@@ -1,5 +1,7 @@
 """What metrics gather, and the module-level exchanges, against values written by hand; 9 samples, batches of 2."""
 
+import os
+
 import pytest
 import torch
 from processes import run
@@ -144,6 +146,17 @@ def functions():
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_functions_without_an_accelerator(world):
     assert run(functions, world) == [True] * world
+
+
+def test_a_seed_with_deterministic_algorithms(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        set_seed(5, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"  # without it the first matmul on a GPU raises
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
 UNCOMMON = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.bool, torch.complex64]

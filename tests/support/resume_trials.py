@@ -608,7 +608,7 @@ def with_loop(own, seed, folder, saver=None, ckpt_path=None):
     totals = Totals()
     accelerator.register_for_checkpointing(totals=totals)
     if ckpt_path is not None:
-        accelerator.load_state(ckpt_path)
+        accelerator.load_state(ckpt_path, finish_epoch=False)  # what follows the last batch is still to do
     ids, losses, rows = [], [], []
 
     def save(count):

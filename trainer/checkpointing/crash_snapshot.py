@@ -12,7 +12,7 @@ from torch import Tensor
 from ...engine import Loader
 from ...engine.checkpoint import ADDED, STATE, CallbackStates, TrainState, store
 from ...engine.checkpoint import save as snapshot
-from ...engine.metrics import metric_state
+from ...engine.metrics import metric_state, read_numbers
 from ...strategies import World
 from .before_validation import sum_parameters
 from .trainer_state import collect_callback_states
@@ -119,7 +119,7 @@ class LastStep:
         states: dict[str, Any] = {"callbacks": CallbackStates(callbacks=callback_states, added={}), "metrics": {}}
         if self._alone is not None:
             over = trainer.progress.epoch_is_over
-            states["metrics"] = trainer.metrics.state_dict(self._alone, self._counting, over=over)
+            states["metrics"] = trainer.metrics.state_dict(self._alone, self._counting, over=over, read=False)
         for name, value in trainer.accelerator.registered.items():
             if name not in states and name not in ("progress", "history"):
                 states[name] = copy.deepcopy(value.state_dict())
@@ -185,6 +185,11 @@ class LastStep:
         if not weights_only:
             files |= snapshot.encode_optimizers(accelerator)
             shared = state["shared"]
+            metrics = shared["registered"]["metrics"]
+            shared["registered"]["metrics"] = {
+                **read_numbers({**metrics, "objects": {}}),
+                "objects": metrics["objects"],
+            }
             shared["registered"]["progress"] = state["progress"].state_dict()
             shared["registered"]["history"] = trainer.history.state_dict()  # it only grows, and much: too much to copy
             shared["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()

@@ -9,6 +9,7 @@ from processes import run
 from torchmetrics import ConfusionMatrix, MeanMetric
 from treadle.engine import Metrics
 from treadle.engine.checkpoint.json_codec import decode, encode
+from treadle.engine.metrics import LateNumbers, read_numbers
 from treadle.strategies import World, open_world
 
 REDUCTIONS = ("mean", "sum", "min", "max")
@@ -205,3 +206,26 @@ def test_one_number_of_many_does_not_keep_the_others():
     kept = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.is_meta and o.ndim == 0]
     assert kept
     assert {tensor.untyped_storage().nbytes() for tensor in kept} == {4}
+
+
+def test_numbers_are_read_in_the_place_of_tensors():
+    nested = {"a": torch.tensor(2), "b": [(torch.tensor(0.1, dtype=torch.float64), 3), "word"], "c": None}
+    assert read_numbers(nested) == {"a": 2.0, "b": [(0.1, 3), "word"], "c": None}
+    assert read_numbers({"a": 1}) == {"a": 1}
+
+
+def test_what_is_not_read_yet_is_the_same_once_it_is():
+    metrics = Metrics(training=True)
+    log_steps(metrics, values(1))
+    world = World()
+    late = metrics.state_dict(world, read=False)
+    log_steps(metrics, values(0))  # must not reach what was taken before
+    read = Metrics(training=True)
+    log_steps(read, values(1))
+    assert repr(read_numbers(late)) == repr(read.state_dict(world))  # some are NaN
+
+
+def test_numbers_of_the_host_are_never_late():
+    numbers = LateNumbers()
+    assert numbers.read({"loss": torch.tensor(1.5), "rate": 2}) == {"loss": 1.5, "rate": 2.0}
+    assert numbers.read({"loss": torch.tensor(2.5)}) == {"loss": 2.5}

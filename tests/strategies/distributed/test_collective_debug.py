@@ -282,6 +282,7 @@ def test_off_nothing_of_it_is_there(monkeypatch):
 def test_every_exchange_is_checked():
     """Whatever in World calls torch.distributed to exchange something has its counterpart."""
     asks_only = {"get_global_rank", "get_process_group_ranks", "get_rank", "get_world_size", "ReduceOp"}
+    asks_only |= {"get_backend_config"}
     asks_only |= {"ProcessGroup", "Work"}
     asks_only |= {"new_group"}  # `World.beside`, right after a call that is compared
     asks_only |= {"PrefixStore"}  # `World.claim`, which any process may call alone

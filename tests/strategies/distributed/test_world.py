@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import pickle
 import random
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from processes import run
 from treadle.strategies import LaunchEnvironment, Precision, open_world
+from treadle.strategies.distributed import world as world_module
 
 WHOLE = {
     "RANK": "1",
@@ -157,6 +159,56 @@ def test_two_processes():
     wanted = [3.0, 1.5, 2.0, 1.0, [0], [1], [{"r": 0}, {"r": 1}], "from 1", True, False, 1, [2.0] * 4]
     assert first == (wanted, "PeerFailed: rank 1 failed: KeyError: 'broken'")
     assert second == (wanted, "KeyError: 'broken'")
+
+
+def exchange_placed():
+    """As on a GPU, in a group that a script made with NCCL alone: no host tensor is exchanged as it is."""
+    world = open_world("cpu")
+    carried, gathered_types = [], []
+    place = world._place
+
+    def note(tensor):
+        carried.append(place(tensor) is not tensor)
+        return place(tensor)
+
+    vars(world).update(_carried_devices=set(), _place=note)
+    summed, started = torch.tensor([1.0, 2.0]) * (world.rank + 1), torch.tensor([world.rank])
+    mean = world.all_reduce(torch.tensor([float(world.rank)]), "mean")
+    assert world.all_reduce(summed) is summed
+    assert world.start_all_reduce(started) is None
+    mine = torch.tensor([[1, 2], [3, 4]]) * (world.rank + 1)
+    sent = torch.tensor([7 + world.rank], dtype=torch.int16)
+    for dtype in (torch.int16, torch.bool, torch.float64):
+        gathered_types.append([part.tolist() for part in world.all_gather(torch.tensor([world.rank], dtype=dtype))])
+    world.broadcast_tensor(sent, 1)
+    found = (summed.tolist(), started.tolist(), mean.item(), world.reduce_scatter(mine).tolist(), sent.tolist())
+    return found, gathered_types, carried, world.any(world.rank == 1), world.all(world.rank == 1)
+
+
+@pytest.mark.guarantee
+def test_a_group_that_carries_no_host_tensors():
+    found = run(exchange_placed, 2)
+    for rank, (numbers, types, carried, some, every) in enumerate(found):
+        assert numbers == ([3.0, 6.0], [1], 0.5, [[3, 6], [9, 12]][rank], [8])
+        assert types == [[[0], [1]], [[False], [True]], [[0.0], [1.0]]]
+        assert (some, every) == (True, False)
+        assert len(carried) >= 8
+        assert all(carried)
+
+
+def test_objects_that_go_to_another_device(monkeypatch):
+    weight = torch.arange(6.0)
+    sent = {"weight": weight, "part": weight[2:4], "more": [torch.zeros(2, dtype=torch.bfloat16), "word", None]}
+    arrived = pickle.loads(pickle.dumps(world_module._ForAnyDevice(sent))).value
+    assert arrived["weight"].equal(weight)
+    assert arrived["more"][1:] == ["word", None]
+    assert arrived["more"][0].dtype == torch.bfloat16
+    arrived["weight"][2] = 9.0
+    assert arrived["part"].tolist() == [9.0, 3.0]  # tensors that share their memory still do
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    found = [world_module._location_here(place) for place in ("cuda:5", "cuda:2", "cuda", "cpu", "meta")]
+    assert found == ["cuda:2", "cuda:2", "cuda:2", "cpu", "meta"]
 
 
 def leave_alone():

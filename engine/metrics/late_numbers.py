@@ -1,0 +1,37 @@
+"""Numbers that are read from a GPU without waiting for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .logged_values import stack_numbers
+
+
+class LateNumbers:
+    """Reads numbers that a GPU may still compute: returns those that were asked for before, as soon as they are there.
+
+    To read the newest ones would wait for all that is queued, at each refresh of a progress bar.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, float] = {}
+        self._coming: tuple[list[str], Tensor, torch.cuda.Event] | None = None
+
+    def read(self, values: dict[str, Any]) -> dict[str, float]:
+        """Return the numbers under their names; of numbers on a GPU those of a call before, where there are any."""
+        if not any(isinstance(value, Tensor) and value.is_cuda for value in values.values()):
+            return {name: float(value) for name, value in values.items()}
+        if self._coming is not None and self._coming[2].query():
+            names, on_host, _ = self._coming
+            self._known, self._coming = dict(zip(names, on_host.tolist(), strict=True)), None
+        if self._coming is None:
+            on_device = stack_numbers(list(values.values()))
+            on_host = torch.empty(on_device.shape, dtype=on_device.dtype, device="cpu", pin_memory=True)
+            on_host.copy_(on_device, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._coming = list(values), on_host, event
+        return {name: number for name, number in self._known.items() if name in values}
